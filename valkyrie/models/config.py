@@ -1,0 +1,230 @@
+"""Decides what a user may say of a model; imports no JAX, so a wrong word is refused before JAX is loaded.
+
+A config also knows its own arithmetic: the size of every logical axis it puts on a parameter, and its FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Optional
+
+from valkyrie.ops.choices import AttentionImpl, CInit, Discretization, ScanImpl
+
+
+class BlockKind(Enum):
+    """What mixes along the sequence in one block."""
+
+    s5 = "s5"
+    attention = "attention"
+
+
+class Activation(Enum):
+    """The gate after an S5 layer, by the S5 paper's names (lindermanlab/S5 `layers.py`)."""
+
+    gelu = "gelu"
+    half_glu1 = "half_glu1"
+    half_glu2 = "half_glu2"
+    full_glu = "full_glu"
+
+
+class FeedForward(Enum):
+    """The feed-forward product: gated (three matrices) or plain (two)."""
+
+    swiglu = "swiglu"
+    gelu = "gelu"
+    relu2 = "relu2"
+
+
+class Boundary(Enum):
+    """What a packed document sees of the one before it: nothing (`reset`) or everything (`cross`)."""
+
+    reset = "reset"
+    cross = "cross"
+
+
+class Dimension(NamedTuple):
+    """One logical axis of one parameter: which tensor, which axis, how long, and the key that sets it."""
+
+    tensor: str
+    axis: str
+    size: int
+    key: str
+
+
+@dataclass
+class S5Config:
+    """An S5 layer; letters and defaults as in the paper (arXiv 2208.04933) and its code."""
+
+    state_size: int = 64
+    blocks: int = 4
+    conjugate_symmetric: bool = True
+    discretization: Discretization = Discretization.zoh
+    dt_min: float = 1e-3
+    dt_max: float = 1e-1
+    step_rescale: float = 1.0
+    clip_eigenvalues: bool = True
+    c_init: CInit = CInit.lecun_normal
+    activation: Activation = Activation.half_glu1
+    bidirectional: bool = False
+    scan: ScanImpl = ScanImpl.auto
+    scan_block: int = 128
+
+    @property
+    def states(self) -> int:
+        """P, the complex states kept: half of `state_size` under conjugate symmetry."""
+        return self.state_size // 2 if self.conjugate_symmetric else self.state_size
+
+
+@dataclass
+class AttentionConfig:
+    """Windowed attention. `windows` and `dilations` are taken in turn by the attention layers, first layer first.
+
+    A window counts keys including the token itself (`valkyrie.ops.attention` states it); null is full attention.
+    `global_tokens` is how many leading positions of a sequence are global, with projections of their own.
+    """
+
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 32
+    causal: bool = True
+    windows: list[Optional[int]] = field(default_factory=lambda: [128])
+    dilations: list[int] = field(default_factory=lambda: [1])
+    global_tokens: int = 0
+    rope_theta: float = 10000.0
+    impl: AttentionImpl = AttentionImpl.auto
+
+
+@dataclass
+class ValkyrieConfig:
+    """A stack of S5 and windowed-attention blocks, each followed by a feed-forward where `feed_forward_after` says so.
+
+    `block_pattern` repeats until `layers` blocks are made. `vocab_size` counts real tokens; the embedding has
+    that rounded up to `vocab_multiple` rows, so that it splits evenly.
+    """
+
+    family: str = "valkyrie"
+    name: str = "valkyrie"
+    tokenizer: str = "bytes"
+    vocab_size: int = 257
+    vocab_multiple: int = 128
+    embed: int = 128
+    layers: int = 4
+    block_pattern: list[BlockKind] = field(default_factory=lambda: [BlockKind.s5, BlockKind.attention])
+    feed_forward: FeedForward = FeedForward.swiglu
+    feed_forward_after: list[BlockKind] = field(default_factory=lambda: [BlockKind.s5, BlockKind.attention])
+    mlp: int = 512
+    norm_epsilon: float = 1e-5
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    document_boundary: Boundary = Boundary.reset
+    loss_chunk: int = 512
+    z_loss: float = 0.0
+    s5: S5Config = field(default_factory=S5Config)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def kinds(self) -> list[BlockKind]:
+        """The kind of every block, first to last."""
+        return [self.block_pattern[i % len(self.block_pattern)] for i in range(self.layers)]
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees none after it: what a next-token loss needs."""
+        kinds = set(self.kinds)
+        return not (
+            (BlockKind.attention in kinds and not self.attention.causal)
+            or (BlockKind.s5 in kinds and self.s5.bidirectional)
+        )
+
+    def problems(self) -> list[str]:
+        """Return every reason why this shape cannot be built, in the words of the command line."""
+        found = []
+        if not self.block_pattern:
+            found.append("model.block_pattern is empty: name at least one of s5, attention.")
+        if self.layers < 1:
+            found.append(f"model.layers={self.layers}: at least 1 is needed.")
+        s5, attention = self.s5, self.attention
+        if BlockKind.s5 in self.kinds:
+            per_block = s5.state_size // max(s5.blocks, 1)
+            if s5.blocks < 1 or s5.state_size % s5.blocks or (s5.conjugate_symmetric and per_block % 2):
+                found.append(
+                    f"model.s5.state_size={s5.state_size} does not split into model.s5.blocks={s5.blocks} blocks"
+                    f"{' of an even size (conjugate pairs)' if s5.conjugate_symmetric else ''}. "
+                    f"Nearest: state_size={max(1, round(s5.state_size / (2 * max(s5.blocks, 1)))) * 2 * max(s5.blocks, 1)}."
+                )
+            if not 0 < s5.dt_min <= s5.dt_max:
+                found.append(f"model.s5 needs 0 < dt_min <= dt_max; got dt_min={s5.dt_min}, dt_max={s5.dt_max}.")
+        if BlockKind.attention in self.kinds:
+            if attention.heads % attention.kv_heads:
+                found.append(
+                    f"model.attention.heads={attention.heads} is not a multiple of kv_heads={attention.kv_heads}."
+                )
+            if attention.head_dim % 2:
+                found.append(f"model.attention.head_dim={attention.head_dim} is odd: rotary positions need pairs.")
+            if not attention.windows or any(w is not None and w < 1 for w in attention.windows):
+                found.append(
+                    f"model.attention.windows={attention.windows}: name windows of at least 1, or null for full."
+                )
+            if not attention.dilations or any(d < 1 for d in attention.dilations):
+                found.append(f"model.attention.dilations={attention.dilations}: each must be at least 1.")
+        if not 0 <= self.dropout < 1:
+            found.append(f"model.dropout={self.dropout}: must be in [0, 1).")
+        return found
+
+    def dimensions(self) -> list[Dimension]:
+        """Return every logical axis of every parameter with its size; a test holds it against the built model."""
+        rows = [
+            Dimension("embedding", "vocab", self.vocab_rows, "model.vocab_multiple"),
+            Dimension("embedding", "embed", self.embed, "model.embed"),
+        ]
+        if BlockKind.s5 in self.kinds:
+            rows.append(Dimension("s5.B", "state", self.s5.states, "model.s5.state_size"))
+            if self.s5.activation is not Activation.gelu:
+                rows.append(Dimension("s5.gate", "mlp", self.embed, "model.embed"))
+        if BlockKind.attention in self.kinds:
+            attention = self.attention
+            rows += [
+                Dimension("attention.query", "heads", attention.heads, "model.attention.heads"),
+                Dimension("attention.key", "kv_heads", attention.kv_heads, "model.attention.kv_heads"),
+                Dimension("attention.query", "head_dim", attention.head_dim, "model.attention.head_dim"),
+            ]
+        if set(self.kinds) & set(self.feed_forward_after):
+            rows.append(Dimension("feed_forward.up", "mlp", self.mlp, "model.mlp"))
+        return rows
+
+    def flops_per_token(self, seq: int) -> float:
+        """Return forward FLOPs per token: 2 per weight of every product, the keys a query really sees, 8 P per scan.
+
+        Keys of a causal window W over `seq` positions average W - W(W-1)/(2 seq). Backward is counted as twice
+        the forward by the caller, and nothing is added for rematerialisation: this is model FLOPs (PaLM, app. B).
+        """
+        a, s5, total = self.attention, self.s5, 0.0
+        gates = {Activation.gelu: 0, Activation.half_glu1: 1, Activation.half_glu2: 1, Activation.full_glu: 2}
+        attention_layer = 0
+        for kind in self.kinds:
+            if kind is BlockKind.s5:
+                directions = 2 if s5.bidirectional else 1
+                total += 4 * s5.states * self.embed * (1 + directions) + 8 * s5.states * directions
+                total += 2 * gates[s5.activation] * self.embed**2
+            else:
+                total += 4 * self.embed * a.head_dim * (a.heads + a.kv_heads)
+                if a.global_tokens:
+                    total += 4 * self.embed * a.head_dim * a.kv_heads
+                total += 4 * a.heads * a.head_dim * self._mean_keys(attention_layer, seq)
+                attention_layer += 1
+            if kind in self.feed_forward_after:
+                total += 2 * self.embed * self.mlp * (3 if self.feed_forward is FeedForward.swiglu else 2)
+        return total + 2 * self.embed * self.vocab_rows
+
+    def _mean_keys(self, attention_layer: int, seq: int) -> float:
+        a = self.attention
+        window = a.windows[attention_layer % len(a.windows)] or seq
+        window = min(window, -(-seq // a.dilations[attention_layer % len(a.dilations)]))
+        one_side = window - window * (window - 1) / (2 * seq)
+        return min(seq, (one_side if a.causal else 2 * one_side - 1) + a.global_tokens)

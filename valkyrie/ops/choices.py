@@ -1,0 +1,38 @@
+"""Decides the names of the implementations and variants a config may ask for; imports no JAX."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ScanImpl(Enum):
+    """How an S5 recurrence is evaluated; `auto` chooses by backend."""
+
+    auto = "auto"
+    sequential = "sequential"
+    associative = "associative"
+    blocked = "blocked"
+
+
+class Discretization(Enum):
+    """How a continuous-time state space becomes a recurrence (S5 paper, section 3.1)."""
+
+    zoh = "zoh"
+    bilinear = "bilinear"
+
+
+class CInit(Enum):
+    """The initialiser of the S5 output matrix C, by the names of lindermanlab/S5 `ssm_init.py`."""
+
+    trunc_standard_normal = "trunc_standard_normal"
+    lecun_normal = "lecun_normal"
+    complex_normal = "complex_normal"
+
+
+class AttentionImpl(Enum):
+    """How windowed attention is evaluated; `auto` chooses by backend and length."""
+
+    auto = "auto"
+    dense = "dense"
+    chunked = "chunked"
+    kernel = "kernel"
