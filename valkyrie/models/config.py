@@ -43,13 +43,13 @@ class Boundary(Enum):
     cross = "cross"
 
 
-class Dimension(NamedTuple):
-    """One logical axis of one parameter: which tensor, which axis, how long, and the key that sets it."""
+class Tensor(NamedTuple):
+    """One kind of parameter or activation: its name, logical axes, shape, and the config key that sets each axis."""
 
-    tensor: str
-    axis: str
-    size: int
-    key: str
+    name: str
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    keys: tuple[str | None, ...]
 
 
 @dataclass
@@ -177,25 +177,31 @@ class ValkyrieConfig:
             found.append(f"model.dropout={self.dropout}: must be in [0, 1).")
         return found
 
-    def dimensions(self) -> list[Dimension]:
-        """Return every logical axis of every parameter with its size; a test holds it against the built model."""
-        rows = [
-            Dimension("embedding", "vocab", self.vocab_rows, "model.vocab_multiple"),
-            Dimension("embedding", "embed", self.embed, "model.embed"),
-        ]
+    def tensors(self) -> list[Tensor]:
+        """Return every kind of split parameter with its shape; a test holds the list against the built model.
+
+        This is what lets a layout be refused before JAX is imported. Leading `layers` axes are left out.
+        """
+        width = {"embed": (self.embed, "model.embed"), "vocab": (self.vocab_rows, "model.vocab_multiple")}
+        rows = [_tensor("embedding", ("vocab", "embed"), width)]
         if BlockKind.s5 in self.kinds:
-            rows.append(Dimension("s5.B", "state", self.s5.states, "model.s5.state_size"))
+            s5 = width | {"state": (self.s5.states, "model.s5.state_size"), "mlp": (self.embed, "model.embed")}
+            rows += [_tensor("s5.B", ("state", "embed", None), s5), _tensor("s5.C", ("embed", "state", None), s5)]
             if self.s5.activation is not Activation.gelu:
-                rows.append(Dimension("s5.gate", "mlp", self.embed, "model.embed"))
+                rows.append(_tensor("s5.gate", ("embed", "mlp"), s5))
         if BlockKind.attention in self.kinds:
-            attention = self.attention
+            a = self.attention
+            heads = width | {
+                "heads": (a.heads, "model.attention.heads"),
+                "kv_heads": (a.kv_heads, "model.attention.kv_heads"),
+                "head_dim": (a.head_dim, "model.attention.head_dim"),
+            }
             rows += [
-                Dimension("attention.query", "heads", attention.heads, "model.attention.heads"),
-                Dimension("attention.key", "kv_heads", attention.kv_heads, "model.attention.kv_heads"),
-                Dimension("attention.query", "head_dim", attention.head_dim, "model.attention.head_dim"),
+                _tensor("attention.query", ("embed", "heads", "head_dim"), heads),
+                _tensor("attention.key", ("embed", "kv_heads", "head_dim"), heads),
             ]
         if set(self.kinds) & set(self.feed_forward_after):
-            rows.append(Dimension("feed_forward.up", "mlp", self.mlp, "model.mlp"))
+            rows.append(_tensor("feed_forward.up", ("embed", "mlp"), width | {"mlp": (self.mlp, "model.mlp")}))
         return rows
 
     def flops_per_token(self, seq: int) -> float:
@@ -228,3 +234,8 @@ class ValkyrieConfig:
         window = min(window, -(-seq // a.dilations[attention_layer % len(a.dilations)]))
         one_side = window - window * (window - 1) / (2 * seq)
         return min(seq, (one_side if a.causal else 2 * one_side - 1) + a.global_tokens)
+
+
+def _tensor(name: str, axes: tuple[str | None, ...], sizes: dict[str, tuple[int, str]]) -> Tensor:
+    found = [sizes[axis] if axis is not None else (2, None) for axis in axes]
+    return Tensor(name, axes, tuple(size for size, _ in found), tuple(key for _, key in found))

@@ -1,0 +1,92 @@
+"""Decides what is known of the hardware a run is meant for: chips, slices, and their published figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import Optional
+
+from valkyrie.paths import conf_dir
+from valkyrie.precision import DType
+
+GIB = 2**30
+
+
+class Platform(Enum):
+    """The JAX platform a chip belongs to; `any` is whatever the machine has."""
+
+    any = "any"
+    cpu = "cpu"
+    gpu = "gpu"
+    tpu = "tpu"
+
+
+@dataclass
+class ChipConfig:
+    """One accelerator chip. Figures are per chip; sources stand in `conf/target/chip/*.yaml`.
+
+    `peak_tflops`: dense TFLOP/s by dtype; `hbm_gib`: memory in GiB; `hbm_gbs`: GB/s; `usd_per_hour`: on demand.
+    `device_kinds`: the names by which JAX reports this chip.
+    """
+
+    name: str = "unknown"
+    platform: Platform = Platform.any
+    peak_tflops: dict[str, float] = field(default_factory=dict)
+    hbm_gib: Optional[float] = None
+    hbm_gbs: Optional[float] = None
+    usd_per_hour: Optional[float] = None
+    device_kinds: list[str] = field(default_factory=list)
+
+    def peak_flops(self, compute: DType) -> float | None:
+        """Return peak FLOP/s of one chip for this dtype, or None where none is published."""
+        peak = self.peak_tflops.get(compute.value)
+        return None if peak is None else peak * 1e12
+
+
+@dataclass
+class TargetConfig:
+    """The hardware asked for: a chip and how many of them. `auto` takes what the machine has.
+
+    `topology` is the physical torus (`4x4x2`), `hosts` the machines that hold the chips, `slices` the number of
+    such slices joined by the data-centre network.
+    """
+
+    name: str = "auto"
+    platform: Platform = Platform.any
+    chip: Optional[ChipConfig] = None
+    chips: Optional[int] = None
+    topology: Optional[str] = None
+    hosts: int = 1
+    slices: int = 1
+
+    def describe(self) -> str:
+        """Return the target with chips, topology and hosts, as every message prints it."""
+        if self.chips is None or self.chip is None:
+            return self.name
+        shape = f" {self.topology}" if self.topology else ""
+        return f"{self.name} ({self.chips} {self.chip.name} chips{shape}, {self.hosts} host{'s' * (self.hosts > 1)})"
+
+
+@cache
+def known_chips() -> dict[str, ChipConfig]:
+    """Return every chip described in `conf/target/chip`, by name."""
+    from omegaconf import OmegaConf
+
+    schema = OmegaConf.structured(ChipConfig)
+    found = {}
+    for path in sorted((conf_dir() / "target" / "chip").glob("*.yaml")):
+        values = OmegaConf.load(path)
+        values.pop("defaults", None)
+        chip = OmegaConf.to_object(OmegaConf.merge(schema, values))
+        assert isinstance(chip, ChipConfig)
+        found[chip.name] = chip
+    return found
+
+
+def chip_of(device_kind: str) -> ChipConfig | None:
+    """Return the chip that JAX reports under this `device_kind`, or None when it is not described."""
+    for chip in known_chips().values():
+        if device_kind in chip.device_kinds:
+            return chip
+    return None

@@ -1,0 +1,148 @@
+"""Decides the mesh: its axes, their sizes, and which device stands where. Imports JAX only to build one."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Optional
+
+if TYPE_CHECKING:
+    import jax
+
+AXIS_NAMES = ("w", "x", "y", "z")
+"""Mesh axes by position; a mesh of three axes has no `w`."""
+SLICE_AXIS = "s"
+"""The axis between slices, over the data-centre network; it comes first."""
+
+_PATTERN = re.compile(r"^(?:(\d+)s)?(\d+(?:x\d+)*)$")
+
+
+@dataclass
+class MeshConfig:
+    """A device mesh. `shape` has three (x, y, z) or four (w, x, y, z) sizes; `slices` above 1 adds a leading `s`.
+
+    `placement` lists the mesh axes from the slowest to the fastest varying over the devices in their physical
+    order (slice, then torus coordinates, then id); null leaves the choice to `jax.experimental.mesh_utils`.
+    `names` are the roles given by the launch environment (`TPU_AXIS_NAMES`), one per axis of `shape`.
+    """
+
+    name: str = "1x1x1"
+    shape: list[int] = field(default_factory=lambda: [1, 1, 1])
+    slices: int = 1
+    placement: Optional[list[str]] = None
+    names: Optional[list[str]] = None
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axes and sizes, slowest first."""
+        named = dict(zip(AXIS_NAMES[-len(self.shape) :], self.shape, strict=True))
+        return {SLICE_AXIS: self.slices, **named} if self.slices > 1 else named
+
+    @property
+    def size(self) -> int:
+        """How many devices the mesh needs."""
+        return math.prod(self.shape) * self.slices
+
+    def problems(self) -> list[str]:
+        """Return every reason why this mesh cannot be, in the words of the command line."""
+        if len(self.shape) not in (3, 4) or any(n < 1 for n in self.shape) or self.slices < 1:
+            return [
+                f"mesh.shape={self.shape} with mesh.slices={self.slices}: 3 sizes (x, y, z) or 4 (w, x, y, z) "
+                "are needed, each at least 1."
+            ]
+        if self.placement is not None and sorted(self.placement) != sorted(self.axes):
+            return [
+                f"mesh.placement=[{','.join(self.placement)}] must list each axis of mesh={self.name} once: "
+                f"{', '.join(self.axes)}, slowest first."
+            ]
+        return []
+
+
+def parse_mesh(name: str) -> MeshConfig:
+    """Return the mesh a name like `4x4x2`, `2x4x4x1` or `2s4x4x2` stands for; ValueError says what to write."""
+    match = _PATTERN.match(name)
+    if match is None:
+        raise ValueError(f"mesh={name} is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2.")
+    slices = int(match[1]) if match[1] else 1
+    shape = [int(n) for n in match[2].split("x")]
+    prefix = f"{slices}s" if match[1] else ""
+    if 0 in shape or slices == 0:
+        raise ValueError(f"mesh={name} has an axis of size 0; the smallest is 1, such as mesh=1x1x1.")
+    if len(shape) < 3:
+        padded = "x".join(str(n) for n in shape + [1] * (3 - len(shape)))
+        raise ValueError(
+            f"mesh={name} has {len(shape)} ax{'i' if len(shape) == 1 else 'e'}s; a mesh has three (x, y, z) "
+            f"or four (w, x, y, z). Write mesh={prefix}{padded}."
+        )
+    if len(shape) > 4:
+        joined = "x".join(str(n) for n in shape[:3]) + f"x{math.prod(shape[3:])}"
+        raise ValueError(f"mesh={name} has {len(shape)} axes; at most four (w, x, y, z) are known, such as {joined}.")
+    return MeshConfig(name=name, shape=shape, slices=slices)
+
+
+def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshConfig | None:
+    """Return the mesh of `TPU_MESH_CONFIG=4,4,2` and `TPU_AXIS_NAMES=data,model,fsdp`, or None when unset.
+
+    ValueError when the sizes are not numbers or do not match the names.
+    """
+    sizes = environment.get("TPU_MESH_CONFIG")
+    if not sizes:
+        return None
+    try:
+        shape = [int(n) for n in sizes.split(",")]
+    except ValueError:
+        raise ValueError(f"TPU_MESH_CONFIG={sizes}: write sizes joined by commas, such as 4,4,2.") from None
+    given = environment.get("TPU_AXIS_NAMES")
+    names = [n.strip() for n in given.split(",")] if given else None
+    if names is not None and len(names) != len(shape):
+        raise ValueError(
+            f"TPU_MESH_CONFIG={sizes} has {len(shape)} sizes but TPU_AXIS_NAMES={given} has {len(names)} names."
+        )
+    padding = 3 - len(shape)
+    mesh = parse_mesh("x".join(str(n) for n in shape + [1] * padding))
+    mesh.names = None if names is None else names + [f"unused{i}" for i in range(padding)]
+    return mesh
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Return the JAX mesh over the first `config.size` devices, placed as asked.
+
+    With no `placement`, `mesh_utils.create_device_mesh` lays the axes on the torus, and
+    `create_hybrid_device_mesh` puts the slice axis across slices.
+    """
+    import jax
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    axes = config.axes
+    chosen = list(devices)[: config.size]
+    if len(chosen) < config.size:
+        raise ValueError(f"mesh={config.name} needs {config.size} devices; there are {len(chosen)}.")
+    slices_present = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
+    if config.placement is not None:
+        ordered = np.asarray(sorted(chosen, key=_physical_order))
+        grid = ordered.reshape([axes[a] for a in config.placement])
+        grid = grid.transpose([config.placement.index(a) for a in axes])
+    elif config.slices > 1 and slices_present > 1:
+        inner = [1, *config.shape]
+        outer = [config.slices] + [1] * len(config.shape)
+        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=chosen)
+    else:
+        grid = mesh_utils.create_device_mesh(list(axes.values()), devices=chosen, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(grid, tuple(axes))
+
+
+def abstract_mesh(config: MeshConfig) -> jax.sharding.AbstractMesh:
+    """Return the mesh without devices: enough for specs, shardings and lowering."""
+    import jax
+
+    axes = config.axes
+    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+
+
+def _physical_order(device: Any) -> tuple[Any, ...]:
+    coords = tuple(getattr(device, "coords", None) or ())
+    return (getattr(device, "slice_index", 0) or 0, coords, getattr(device, "core_on_chip", 0) or 0, device.id)
