@@ -37,6 +37,14 @@ class Shard(Protocol):
         """Return `x` constrained to lie as the partition puts these logical axes (one per dimension)."""
         ...
 
+    def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return a parameter as it lies while it is used: gathered over the mesh axes that split data."""
+        ...
+
+    def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return a parameter, or its gradient, as it rests between steps."""
+        ...
+
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which the partition splits a logical axis of activations."""
         ...
@@ -60,6 +68,14 @@ class Unsharded:
     """The `Shard` of a single device: every request is granted by doing nothing."""
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return `x` itself."""
+        return x
+
+    def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return `x` itself."""
+        return x
+
+    def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""
         return x
 

@@ -1,0 +1,62 @@
+"""Decides how a layout becomes JAX shardings, and how a model's requests for a placement are answered on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from valkyrie.axes import Axes
+from valkyrie.parallel.layout import Layout
+
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def to_spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """Return the PartitionSpec for per-dimension tuples of mesh axes."""
+    return PartitionSpec(*(held if len(held) > 1 else (held[0] if held else None) for held in split))
+
+
+class MeshShard:
+    """The `Shard` of a layout on a mesh: placements are sharding constraints, `map` is `jax.shard_map`."""
+
+    def __init__(self, layout: Layout, mesh: AnyMesh) -> None:
+        self.layout = layout
+        self.mesh = mesh
+
+    def sharding(self, split: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
+        """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
+        return NamedSharding(self.mesh, to_spec(split), memory_kind=memory_kind)  # pyright: ignore[reportArgumentType]
+
+    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return `x` constrained to lie as the partition puts activations with these logical axes."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.activation(axes)))
+
+    def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return a parameter as it lies during its product: gathered over the axes that split data."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.computed(axes)))
+
+    def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return a parameter, or its gradient, as it rests between steps."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored(axes)))
+
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
+        return tuple(m for m in self.layout.activations[axis] if self.layout.mesh.axes[m] > 1)
+
+    def size(self, axis: str) -> int:
+        """Return into how many shards a logical axis of activations is split."""
+        return self.layout.shards(axis)
+
+    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+        """Return `f` run once per device on its local shards of arguments with these logical axes."""
+        activation = self.layout.activation
+        in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
+        out_specs = (
+            [to_spec(activation(axes)) for axes in out_axes]
+            if isinstance(out_axes, list)
+            else to_spec(activation(out_axes))
+        )
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)  # pyright: ignore[reportArgumentType]
