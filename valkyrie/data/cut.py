@@ -1,0 +1,136 @@
+"""Decides which document goes to which split, and cuts long ones into pieces that can be tokenised apart.
+
+A document's split follows from the hash of its text: the same text is in the same split on every machine, under any name,
+and a copy of a training document is never evaluated on. A single .txt, .md or .py file is split inside, its end for validation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from valkyrie.data.config import DataConfig
+from valkyrie.data.source import Document, Listing, documents, is_single_text
+from valkyrie.data.synthetic import SyntheticDocument
+
+PIECE_CHARS = 1 << 20
+HASH_RANGE = 1 << 64
+_CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z0-9])")
+_LINE_END = re.compile(r"\n")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one document, for one split; `first` if the document begins here, so that BOS goes before it."""
+
+    content: str | np.ndarray
+    split: str
+    first: bool
+
+
+@dataclass
+class Census:
+    """What was seen while the documents went by: their number, bytes, undecodable characters, lowest and highest hash."""
+
+    documents: int = 0
+    bytes: int = 0
+    replaced: int = 0
+    lowest: int = HASH_RANGE
+    highest: int = 0
+
+    def add(self, document: Document | SyntheticDocument, size: int, digest: int) -> None:
+        """Count a document."""
+        self.documents += 1
+        self.bytes += size
+        self.replaced += document.replaced if isinstance(document, Document) else 0
+        self.lowest = min(self.lowest, digest)
+        self.highest = max(self.highest, digest)
+
+
+def first_threshold(config: DataConfig) -> int:
+    """Return the hash below which a document is for validation, so that about `validation_fraction` of them are."""
+    return int(config.validation_fraction * HASH_RANGE)
+
+
+def second_threshold(config: DataConfig, listing: Listing, census: Census, threshold: int) -> int:
+    """Return the threshold that leaves both splits a document: `threshold` itself, if it does.
+
+    ValueError with the numbers, if the source has too few documents for that.
+    """
+    name = f"data={config.name}"
+    if census.documents == 0:
+        raise ValueError(
+            f"{name} has no text: {len(listing.files)} files with {listing.bytes:,} bytes, all of them empty."
+        )
+    if is_single_text(config, listing):
+        return threshold
+    if census.documents == 1:
+        raise ValueError(
+            f"{name} has 1 document with {census.bytes:,} bytes; it needs 2, one for training and one for validation. "
+            f"Add another, raise data.max_bytes, or give a single .txt file, which is split inside."
+        )
+    if census.lowest == census.highest:
+        raise ValueError(
+            f"{name} has {census.documents:,} documents that are all the same text; validation needs another."
+        )
+    return max(census.lowest + 1, min(threshold, census.highest))
+
+
+def cut(config: DataConfig, listing: Listing, threshold: int, census: Census) -> Iterator[Piece]:
+    """Yield the pieces of all documents, in order; `census` counts along."""
+    single = is_single_text(config, listing)
+    for document in documents(config, listing):
+        if isinstance(document, SyntheticDocument):
+            digest = _digest(document.tokens.astype("<i8").tobytes())
+            census.add(document, document.tokens.size, digest)
+            yield Piece(document.tokens, _split(digest, threshold), True)
+            continue
+        raw = document.text.encode("utf-8", errors="replace")
+        text = document.text
+        last = config.max_bytes is not None and census.bytes + len(raw) >= config.max_bytes
+        if last:
+            raw = raw[: (config.max_bytes or 0) - census.bytes]
+            text = raw.decode("utf-8", errors="ignore")
+        if text:
+            digest = _digest(raw)
+            census.add(document, len(raw), digest)
+            if single:
+                yield from _split_inside(document.id, text, config)
+            else:
+                yield from _pieces(text, _split(digest, threshold))
+        if last:
+            return
+
+
+def _digest(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+
+
+def _split(digest: int, threshold: int) -> str:
+    return "validation" if digest < threshold else "train"
+
+
+def _split_inside(name: str, text: str, config: DataConfig) -> Iterator[Piece]:
+    wanted = int(len(text) * (1 - config.validation_fraction))
+    line = _LINE_END.search(text, wanted)
+    at = line.end() if line is not None and line.end() < len(text) else wanted
+    if not 0 < at < len(text):
+        raise ValueError(
+            f"{name} has {len(text)} characters: data.validation_fraction={config.validation_fraction} of it leaves a split "
+            f"without text. Give more text."
+        )
+    yield from _pieces(text[:at], "train")
+    yield from _pieces(text[at:], "validation")
+
+
+def _pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[Piece]:
+    """Cut only between a single line end and a letter or digit: no known pattern lets a token reach across."""
+    start = 0
+    while (found := _CUT.search(text, start + size)) is not None:
+        yield Piece(text[start : found.end()], split, start == 0)
+        start = found.end()
+    yield Piece(text[start:], split, start == 0)

@@ -1,0 +1,211 @@
+"""Decides how a source becomes token shards in the cache: found again by content, written whole or not at all.
+
+Threads tokenise, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every core, start
+at once and cannot inherit a half-forked JAX. The result does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from valkyrie.data import manifest
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
+from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
+from valkyrie.data.source import Listing, list_source
+from valkyrie.data.synthetic import check_synthetic, synthetic_entropy
+from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
+from valkyrie.data.writer import ShardWriter, encode_all
+
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes of text done so far, and with those of all files (None where there are no files)."""
+
+_ALGORITHM = 1
+"""Part of the cache key: raised when the same text would give other shards than before."""
+
+
+def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
+    """Return the dataset as token shards, from the cache if the same files, tokenizer and split were prepared before.
+
+    Several processes may call it at once: one works, the others wait or come to the same result. A preparation that is
+    killed leaves nothing that is taken for a dataset. ValueError for every mistake in the configuration or the files.
+    """
+    ready = _given_directory(config, tokenizer)
+    if ready is not None:
+        return ready
+    _check(config)
+    listing = list_source(config)
+    key = _cache_key(config, listing, tokenizer)
+    cache = Path(config.cache_dir).expanduser()
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{config.name}-{Path(tokenizer).name}")
+    final = cache / f"{slug}-{key[:16]}"
+    if final.is_dir():
+        return open_prepared(final)
+    cache.mkdir(parents=True, exist_ok=True)
+    with _lock(cache / f".{final.name}.lock") as alone:
+        if final.is_dir():
+            return open_prepared(final)
+        if alone:
+            for leftover in cache.glob(f".{final.name}.tmp-*"):
+                shutil.rmtree(leftover)
+        partial = cache / f".{final.name}.tmp-{uuid.uuid4().hex}"
+        partial.mkdir()
+        try:
+            _write(config, listing, load_tokenizer(tokenizer), key, partial, progress)
+            _publish(partial, final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return open_prepared(final)
+
+
+def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
+    """Return the dataset that `data.paths` names itself, if it names one."""
+    if config.source is not Source.text or len(config.paths) != 1:
+        return None
+    path = Path(config.paths[0]).expanduser()
+    if not (path / manifest.MANIFEST).is_file():
+        return None
+    if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
+        raise ValueError(
+            f"{path} was prepared with tokenizer={read_manifest(path).tokenizer}, but tokenizer={tokenizer} is asked for. "
+            f"Set data.tokenizer, or prepare its source again."
+        )
+    return open_prepared(path)
+
+
+def _check(config: DataConfig) -> None:
+    if not 0 < config.validation_fraction < 1:
+        raise ValueError(
+            f"data.validation_fraction={config.validation_fraction}: use a share between 0 and 1, such as 0.05."
+        )
+    if config.shard_tokens < 1:
+        raise ValueError(f"data.shard_tokens={config.shard_tokens}: use 1 or more.")
+    if config.max_bytes is not None and config.max_bytes < 1:
+        raise ValueError(f"data.max_bytes={config.max_bytes}: use 1 or more, or null for all.")
+    if config.workers is not None and config.workers < 1:
+        raise ValueError(f"data.workers={config.workers}: use 1 or more, or null for one a CPU core.")
+    if config.source is Source.synthetic:
+        check_synthetic(config)
+
+
+def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:
+    told = {
+        "algorithm": [_ALGORITHM, manifest.VERSION],
+        "source": config.source.value,
+        "files": listing.signature,
+        "tokenizer": fingerprint_of(tokenizer),
+        "split": [config.validation_fraction, config.shard_tokens, config.max_bytes],
+        "fields": [config.field, config.column],
+        "synthetic": [config.documents, config.mean_length, config.states, config.generator_seed]
+        if config.source is Source.synthetic
+        else None,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold a lock that dies with the process; yields False where the file system has none."""
+    import fcntl
+
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _publish(partial: Path, final: Path) -> None:
+    try:
+        partial.rename(final)
+    except OSError:
+        if not (final / manifest.MANIFEST).is_file():  # not another process that came first
+            raise
+
+
+def _write(
+    config: DataConfig, listing: Listing, tokenizer: Tokenizer, key: str, path: Path, progress: Progress | None
+) -> None:
+    threshold, census = first_threshold(config), Census()
+    splits = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
+    second = second_threshold(config, listing, census, threshold)
+    if second != threshold:  # few documents, and all of them fell to one split
+        census = Census()
+        splits = _write_shards(config, listing, tokenizer, second, census, path, progress)
+    dtype = _dtype(tokenizer)
+    prepared = Prepared(
+        path=path,
+        name=config.name,
+        key=key,
+        content=manifest.content_hash(
+            {name: list(split.shards) for name, split in splits.items()}, dtype.name, tokenizer.bos_id
+        ),
+        source=_describe(config, listing, census),
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        dtype=dtype.name,
+        train=splits["train"],
+        validation=splits["validation"],
+    )
+    manifest.write_manifest(prepared)
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+
+def _write_shards(
+    config: DataConfig,
+    listing: Listing,
+    tokenizer: Tokenizer,
+    threshold: int,
+    census: Census,
+    path: Path,
+    progress: Progress | None,
+) -> dict[str, Split]:
+    for old in path.iterdir():
+        old.unlink()
+    dtype = _dtype(tokenizer)
+    writers = {name: ShardWriter(path, name, dtype, config.shard_tokens) for name in manifest.SPLITS}
+    total = min(listing.bytes, config.max_bytes or listing.bytes) or None
+    pieces = cut(config, listing, threshold, census)
+    try:
+        for tokens in encode_all(pieces, tokenizer, dtype, config.workers or os.cpu_count() or 1):
+            writers[tokens.split].add(tokens)
+            if progress is not None:
+                progress(sum(writer.bytes for writer in writers.values()), total)
+        return {name: writer.finish() for name, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.abort()
+
+
+def _describe(config: DataConfig, listing: Listing, census: Census) -> dict[str, Any]:
+    if config.source is Source.synthetic:
+        told = {name: getattr(config, name) for name in ("documents", "mean_length", "states", "generator_seed")}
+        return {"kind": config.source.value, **told, "entropy_nats_per_token": synthetic_entropy()}
+    return {
+        "kind": config.source.value,
+        "paths": list(config.paths),
+        "files": len(listing.files),
+        "file_bytes": listing.bytes,
+        "skipped_files": listing.skipped,
+        "undecodable_characters": census.replaced,
+        "max_bytes": config.max_bytes,
+        "validation_fraction": config.validation_fraction,
+    }

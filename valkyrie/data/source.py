@@ -1,0 +1,243 @@
+"""Decides which documents a dataset consists of, and in which order: always the same for the same files.
+
+`list_source` looks at names, sizes and times only (the cache key); `documents` reads.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.synthetic import SyntheticDocument, synthetic_documents
+
+MIN_STDLIB_BYTES = 1_000_000
+MAX_REPLACED_SHARE = 0.1
+_WHOLE_FILE = (".txt", ".md", ".py")
+_ROWS = (".jsonl", ".parquet")
+SUFFIXES = _WHOLE_FILE + _ROWS
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read: `id` names it in messages; `member` is its name inside a zip archive, None for a plain file."""
+
+    id: str
+    path: Path
+    size: int
+    mtime_ns: int
+    member: str | None = None
+
+    def read(self) -> bytes:
+        """Return the content."""
+        if self.member is None:
+            return self.path.read_bytes()
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.read(self.member)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a source consists of, before anything is read."""
+
+    files: tuple[SourceFile, ...]
+    skipped: int
+    """Files that a glob or a directory matched and whose suffix is not one of `SUFFIXES`."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files on disk."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def signature(self) -> str:
+        """A hash of every name, size and modification time."""
+        told = [[str(file.path), file.member, file.size, file.mtime_ns] for file in self.files]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text. `replaced`: bytes that were not UTF-8 and became U+FFFD."""
+
+    id: str
+    text: str
+    replaced: int = 0
+
+
+def list_source(config: DataConfig) -> Listing:
+    """Return the files of a source, sorted; ValueError names the path or pattern that gives none.
+
+    The standard library leaves out its tests: some installations ship without them, and the corpus should be the same.
+    """
+    if config.source is Source.synthetic:
+        return Listing((), 0)
+    if config.source is Source.stdlib:
+        return _list_stdlib()
+    return _list_text(config)
+
+
+def documents(config: DataConfig, listing: Listing) -> Iterator[Document | SyntheticDocument]:
+    """Yield the documents of a source that are not empty, in the order of the listing and of the rows in a file."""
+    if config.source is Source.synthetic:
+        yield from synthetic_documents(config)
+        return
+    for file in listing.files:
+        for document in _READERS[file.id[file.id.rindex(".") :].lower()](file, config):
+            if document.text:
+                yield document
+
+
+def is_single_text(config: DataConfig, listing: Listing) -> bool:
+    """Return whether the source is one file that is one document, so that it has to be split inside."""
+    return (
+        config.source is Source.text and len(listing.files) == 1 and listing.files[0].path.suffix.lower() in _WHOLE_FILE
+    )
+
+
+def _list_stdlib() -> Listing:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files: list[SourceFile] = []
+    if (root / "os.py").is_file():
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if not _NOT_STDLIB.intersection(relative.parts):
+                files.append(_plain_file(relative.as_posix(), path))
+    else:
+        for archive in (Path(entry) for entry in sys.path if entry.endswith(".zip")):
+            if archive.is_file():
+                files.extend(_list_zip(archive))
+    files.sort(key=lambda file: file.id)
+    size = sum(file.size for file in files)
+    if size < MIN_STDLIB_BYTES:
+        raise ValueError(
+            f"data=stdlib found {len(files)} .py files with {size:,} bytes under {root} and on sys.path; it needs "
+            f"{MIN_STDLIB_BYTES:,}. This Python comes without its source: use data=text data.paths=[FILES] or data=synthetic."
+        )
+    return Listing(tuple(files), 0)
+
+
+def _list_zip(archive: Path) -> Iterator[SourceFile]:
+    mtime_ns = archive.stat().st_mtime_ns
+    with zipfile.ZipFile(archive) as opened:
+        for info in opened.infolist():
+            if info.filename.endswith(".py") and not _NOT_STDLIB.intersection(Path(info.filename).parts):
+                yield SourceFile(info.filename, archive, info.file_size, mtime_ns, info.filename)
+
+
+def _list_text(config: DataConfig) -> Listing:
+    if not config.paths:
+        raise ValueError(
+            f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
+        )
+    found: dict[Path, SourceFile] = {}
+    skipped = 0
+    for pattern in config.paths:
+        matched = _match(pattern)
+        kept = [path for path in matched if path.suffix.lower() in SUFFIXES]
+        if not kept:
+            raise ValueError(
+                f"data.paths: {pattern} matches {len(matched)} files (looked from {Path.cwd()}), none of them "
+                f"{', '.join(SUFFIXES)}."
+            )
+        skipped += len(matched) - len(kept)
+        for path in kept:
+            found[path.resolve()] = _plain_file(str(path), path)
+    return Listing(tuple(found[path] for path in sorted(found)), skipped)
+
+
+def _match(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = (child for child in path.rglob("*") if not _is_hidden(child.relative_to(path)))
+        return [child for child in inside if child.is_file()]
+    if glob.has_magic(pattern):
+        matched = (Path(name) for name in glob.glob(str(path), recursive=True))
+        return [child for child in matched if child.is_file()]
+    raise ValueError(f"data.paths: there is no file or directory {path} (looked from {Path.cwd()}).")
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _plain_file(name: str, path: Path) -> SourceFile:
+    status = path.stat()
+    return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)
+
+
+def _decode(raw: bytes, name: str) -> Document:
+    try:
+        return Document(name, raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        text = raw.decode("utf-8-sig", errors="replace")
+    replaced = text.count("\ufffd")
+    if replaced > MAX_REPLACED_SHARE * len(text):
+        raise ValueError(
+            f"{name} is not UTF-8 text: {replaced:,} of its {len(text):,} characters cannot be decoded. "
+            f"Convert it, or leave it out of data.paths."
+        )
+    return Document(name, text, replaced)
+
+
+def _read_whole(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+    yield _decode(file.read(), file.id)
+
+
+def _read_jsonl(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+    with file.path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            name = f"{file.id}:{number}"
+            if not line.strip():
+                continue
+            try:
+                row: Any = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
+            if not isinstance(row, dict) or not isinstance(row.get(config.field), str):
+                has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+                raise ValueError(f"{name} has no text under data.field={config.field}; it has {has}.")
+            yield Document(name, row[config.field])
+
+
+def _read_parquet(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(f'{file.id}: reading .parquet needs pyarrow: pip install "valkyrie-jax[parquet]"') from None
+    try:
+        table = parquet.ParquetFile(file.path)
+    except arrow.ArrowInvalid as error:
+        raise ValueError(f"{file.id} is not a readable .parquet file: {error}") from None
+    with table:
+        schema = table.schema_arrow
+        texts = [f.name for f in schema if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)]
+        if config.column not in texts:
+            raise ValueError(
+                f"{file.id} has no text column data.column={config.column}; its text columns are "
+                f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
+            )
+        row = 0
+        for batch in table.iter_batches(batch_size=1024, columns=[config.column]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                yield Document(f"{file.id}:{row}", text or "")
+
+
+_READERS: dict[str, Callable[[SourceFile, DataConfig], Iterator[Document]]] = {
+    **dict.fromkeys(_WHOLE_FILE, _read_whole),
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}

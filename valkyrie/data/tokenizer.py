@@ -1,0 +1,276 @@
+"""Decides how text becomes token ids: bytes, the GPT-2 vocabulary kept in this package, or any tiktoken encoding.
+
+A tokenizer has three answers that cost nothing (`vocab_size_of`, `fingerprint_of`, `check_name`) and one that loads
+its vocabulary (`load_tokenizer`), so that a cached dataset opens without it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import lzma
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int32
+
+BYTES_VOCAB = 257
+END_OF_TEXT = "<|endoftext|>"
+_GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+_VOCAB_SIZES = {
+    "bytes": BYTES_VOCAB,
+    "gpt2": 50257,
+    "r50k_base": 50257,
+    "p50k_base": 50281,
+    "cl100k_base": 100277,
+    "o200k_base": 200019,
+}
+PATTERNS = {
+    "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "o200k": "|".join(
+        [
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    ),
+}
+"""How a text is cut before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `bos_id` starts every document; it stands for no bytes and never comes out of `encode_ordinary`."""
+
+    @property
+    def name(self) -> str:
+        """The name it was loaded by."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        ...
+
+    @property
+    def bos_id(self) -> int:
+        """The id put before every document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that changes with any change of the ids it gives."""
+        ...
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
+        """Bytes of UTF-8 that each id stands for, 0 for special ones: the denominator of bits per byte."""
+        ...
+
+    def encode_ordinary(self, text: str) -> np.ndarray:
+        """Return the ids of a text (unsigned, one dimension); the spelling of a special token is ordinary text."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids: BOS is left out, bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Return the bytes of ids, for text that arrives token by token and may stop inside a character."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and 256 for BOS."""
+
+    name = "bytes"
+    vocab_size = BYTES_VOCAB
+    bos_id = 256
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that changes with any change of the ids it gives."""
+        return fingerprint_of("bytes")
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
+        """One byte an id, none for BOS."""
+        return (np.arange(BYTES_VOCAB) < self.bos_id).astype(np.int32)
+
+    def encode_ordinary(self, text: str) -> np.ndarray:
+        """Return the UTF-8 bytes of a text; lone surrogates become `?`."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Return the bytes of ids, without BOS."""
+        array = _checked_ids(ids, self)
+        return array[array != self.bos_id].astype(np.uint8).tobytes()
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids, without BOS."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+class TiktokenTokenizer:
+    """A tiktoken encoding whose `<|endoftext|>` is BOS."""
+
+    def __init__(self, name: str, encoding: object, bos_id: int, fingerprint: str) -> None:
+        import tiktoken
+
+        assert isinstance(encoding, tiktoken.Encoding)
+        self.name = name
+        self.encoding = encoding
+        self.bos_id = bos_id
+        self.fingerprint = fingerprint
+        self.vocab_size = encoding.n_vocab
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
+        """Bytes that each id stands for; 0 for special ids and for holes in the vocabulary."""
+        lengths = np.zeros(self.vocab_size, np.int32)
+        values = self.encoding.token_byte_values()
+        lengths[[self.encoding.encode_single_token(value) for value in values]] = [len(value) for value in values]
+        return lengths
+
+    def encode_ordinary(self, text: str) -> np.ndarray:
+        """Return the ids of a text. The merging runs without the interpreter lock: threads do it in parallel."""
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # a lone surrogate has no UTF-8
+            return self.encode_ordinary(text.encode("utf-8", errors="replace").decode("utf-8"))
+
+    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        """Return the bytes of ids, without BOS."""
+        array = _checked_ids(ids, self)
+        return self.encoding.decode_bytes(array[array != self.bos_id].tolist())
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids, without BOS."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer called `bytes`, `gpt2`, a tiktoken encoding name, or `FILE.tiktoken[:PATTERN]`.
+
+    `bytes`, `gpt2` and files need no network. Other encodings are fetched by tiktoken once; where that fails, or the
+    name or file does not exist, ValueError says what to do.
+    """
+    check_name(name)
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "gpt2":
+        packed = (Path(__file__).parent / "gpt2.tiktoken.xz").read_bytes()
+        return _from_ranks(name, _parse_ranks(lzma.decompress(packed), "gpt2.tiktoken.xz"), "r50k")
+    if _is_file_name(name):
+        path, pattern = _file_and_pattern(name)
+        return _from_ranks(name, _parse_ranks(path.read_bytes(), str(path)), pattern)
+    return _from_tiktoken(name)
+
+
+def vocab_size_of(name: str) -> int:
+    """Return how many ids a tokenizer has; a well-known one is not loaded for it."""
+    return _VOCAB_SIZES[name] if name in _VOCAB_SIZES else load_tokenizer(name).vocab_size
+
+
+def fingerprint_of(name: str) -> str:
+    """Return a tokenizer's fingerprint without loading it: tiktoken pins what a name holds, a file is hashed."""
+    check_name(name)
+    if name == "gpt2":
+        told = f"gpt2 {_GPT2_SHA256}"
+    elif _is_file_name(name):
+        path, pattern = _file_and_pattern(name)
+        told = f"file {hashlib.sha256(path.read_bytes()).hexdigest()} {PATTERNS[pattern]}"
+    else:
+        told = name
+    return hashlib.sha256(f"tokenizer {told}".encode()).hexdigest()[:16]
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError, with the choices, for a name that is neither known to tiktoken nor a file."""
+    if name in _VOCAB_SIZES:
+        return
+    if _is_file_name(name):
+        _file_and_pattern(name)
+        return
+    import tiktoken
+
+    known = tiktoken.list_encoding_names()
+    if name not in known:
+        choices = ", ".join(["bytes", *sorted(known)])
+        raise ValueError(f"tokenizer={name} is not known. Use one of {choices}, or the path of a .tiktoken file.")
+
+
+def _checked_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    array = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if array.size and not (0 <= array.min() and array.max() < tokenizer.vocab_size):
+        wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
+        raise ValueError(
+            f"token id {wrong} is outside the {tokenizer.vocab_size} ids of tokenizer={tokenizer.name}. "
+            f"Mask the padding of the vocabulary before sampling."
+        )
+    return array
+
+
+def _is_file_name(name: str) -> bool:
+    return name.endswith(".tiktoken") or ".tiktoken:" in name
+
+
+def _file_and_pattern(name: str) -> tuple[Path, str]:
+    stem, _, pattern = name.rpartition(".tiktoken")
+    pattern = pattern.removeprefix(":") or "r50k"
+    path = Path(f"{stem}.tiktoken").expanduser()
+    if pattern not in PATTERNS:
+        raise ValueError(f"tokenizer={name}: pattern {pattern!r} is not one of {', '.join(PATTERNS)}.")
+    if not path.is_file():
+        raise ValueError(f"tokenizer={name}: there is no file {path} (looked from {Path.cwd()}).")
+    return path, pattern
+
+
+def _parse_ranks(data: bytes, what: str) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise ValueError(
+                f"{what}, line {number}: expected a base64 token and its rank, found {line[:60]!r}."
+            ) from None
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing:
+        raise ValueError(f"{what} lacks {len(missing)} of the 256 single bytes, so it cannot encode every text.")
+    return ranks
+
+
+def _from_ranks(name: str, ranks: dict[bytes, int], pattern: str) -> TiktokenTokenizer:
+    import tiktoken
+
+    bos_id = max(ranks.values()) + 1
+    encoding = tiktoken.Encoding(
+        name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={END_OF_TEXT: bos_id}
+    )
+    return TiktokenTokenizer(name, encoding, bos_id, fingerprint_of(name))
+
+
+def _from_tiktoken(name: str) -> TiktokenTokenizer:
+    import requests
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (requests.RequestException, OSError) as error:
+        raise ValueError(
+            f"tokenizer={name} has to be fetched once and the network did not answer ({type(error).__name__}). Set "
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, give a local FILE.tiktoken:PATTERN, or use tokenizer=gpt2 or bytes."
+        ) from None
+    if END_OF_TEXT not in encoding.special_tokens_set:
+        raise ValueError(f"tokenizer={name} has no {END_OF_TEXT} to start a document with. Use gpt2 or cl100k_base.")
+    return TiktokenTokenizer(name, encoding, encoding.encode_single_token(END_OF_TEXT), fingerprint_of(name))
