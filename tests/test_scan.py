@@ -1,0 +1,315 @@
+"""The S5 recurrence: every form against float64 loops, against SciPy and against each other, whole and split."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.signal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from valkyrie.ops.choices import ScanImpl
+from valkyrie.ops.scan import chosen_impl, linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan_complex import power, powers
+
+BATCH, SEQ, STATE, BLOCK = 2, 13, 3, 4
+FORMS = [ScanImpl.sequential, ScanImpl.associative, ScanImpl.blocked]
+
+
+def _pair(x: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(np.real(x), jnp.float32), jnp.asarray(np.imag(x), jnp.float32)
+
+
+def _complex(pair: tuple[jax.Array, jax.Array]) -> np.ndarray:
+    return np.asarray(pair[0], np.float64) + 1j * np.asarray(pair[1], np.float64)
+
+
+def _problem(seq: int = SEQ, seed: int = 0) -> dict[str, np.ndarray]:
+    """A recurrence whose numbers are exact in float32, with resets at a few positions of each sequence."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        pair = rng.normal(size=(2, *shape)).astype(np.float32).astype(np.float64)
+        return pair[0] + 1j * pair[1]
+
+    lam = np.exp(np.array([-0.02 + 0.3j, -0.3 - 2.0j, -0.001 + 1.0j])).astype(np.complex64).astype(np.complex128)
+    keep = (rng.random((BATCH, seq)) > 0.2).astype(np.float64)
+    return {
+        "lam": lam,
+        "bu": normal(BATCH, seq, STATE),
+        "h0": normal(BATCH, STATE),
+        "keep": keep,
+        "weight": normal(BATCH, seq, STATE),
+    }
+
+
+def _loop(lam: np.ndarray, bu: np.ndarray, h0: np.ndarray | None, keep: np.ndarray | None, reverse: bool) -> np.ndarray:
+    """The definition, one position at a time in complex128."""
+    out = np.zeros_like(bu)
+    h = np.zeros_like(bu[:, 0]) if h0 is None else h0
+    for t in reversed(range(bu.shape[1])) if reverse else range(bu.shape[1]):
+        h = (1.0 if keep is None else keep[:, t, None]) * lam * h + bu[:, t]
+        out[:, t] = h
+    return out
+
+
+def _loss(weight: np.ndarray, h: np.ndarray) -> float:
+    return float(np.real(np.conj(weight) * h).sum())
+
+
+@partial(jax.jit, static_argnames=("impl", "reverse", "block"))
+def _value_and_grads(lam, bu, h0, keep, weight, *, impl, reverse, block=BLOCK):
+    def loss(lam, bu, h0):
+        h = linear_recurrence(lam, bu, h0=h0, keep=keep, reverse=reverse, impl=impl, block=block)
+        return (weight[0] * h[0] + weight[1] * h[1]).sum(), h
+
+    (_, h), grads = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(lam, bu, h0)
+    return h, grads
+
+
+def _differences(
+    problem: dict[str, np.ndarray], name: str, step: float, keep: np.ndarray | None, reverse: bool
+) -> np.ndarray:
+    """The gradient of the loss in one input, by central differences of the float64 loop, as d/dre + i d/dim."""
+    gradient = np.zeros_like(problem[name])
+    for index in np.ndindex(gradient.shape):
+        for direction in (1.0, 1j):
+            sides = []
+            for sign in (1, -1):
+                inputs = {key: problem[key] for key in ("lam", "bu", "h0")}
+                inputs[name] = inputs[name].copy()
+                inputs[name][index] += sign * step * direction
+                h = _loop(inputs["lam"], inputs["bu"], inputs["h0"], keep, reverse)
+                sides.append(_loss(problem["weight"], h))
+            gradient[index] += direction * (sides[0] - sides[1]) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize("resets", [True, False], ids=["resets", "unbroken"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, resets: bool) -> None:
+    problem = _problem()
+    keep = problem["keep"] if resets else None
+    expected = _loop(problem["lam"], problem["bu"], problem["h0"], keep, reverse)
+    wanted = [
+        _differences(problem, "lam", 1e-6, keep, reverse),
+        _differences(problem, "bu", 1.0, keep, reverse),
+        _differences(problem, "h0", 1.0, keep, reverse),
+    ]
+    args = [_pair(problem[name]) for name in ("lam", "bu", "h0")]
+    kept = None if keep is None else jnp.asarray(keep, jnp.float32)
+    for impl in FORMS:
+        h, grads = _value_and_grads(*args, kept, _pair(problem["weight"]), impl=impl, reverse=reverse)
+        np.testing.assert_allclose(_complex(h), expected, rtol=2e-6, atol=2e-6, err_msg=impl.value)
+        for got, want in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(_complex(got), want, rtol=1e-5, atol=1e-5, err_msg=impl.value)
+
+
+@pytest.mark.parametrize("seq", [1, 3, 4, 8, 9])
+def test_blocked_takes_every_length(seq: int) -> None:
+    problem = _problem(seq)
+    for reverse in (False, True):
+        expected = _loop(problem["lam"], problem["bu"], problem["h0"], problem["keep"], reverse)
+        got = linear_recurrence(
+            _pair(problem["lam"]),
+            _pair(problem["bu"]),
+            h0=_pair(problem["h0"]),
+            keep=jnp.asarray(problem["keep"] > 0),
+            reverse=reverse,
+            impl=ScanImpl.blocked,
+            block=BLOCK,
+        )
+        np.testing.assert_allclose(_complex(got), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", FORMS, ids=lambda impl: impl.value)
+def test_equals_scipy_lfilter_over_a_long_sequence_of_slow_states(impl: ScanImpl) -> None:
+    rng = np.random.default_rng(1)
+    lam = np.exp(np.array([-5e-4 + 0.01j, -0.05 - 2.4j, -5e-3 + 1.3j])).astype(np.complex64)
+    bu = (rng.normal(size=(1, 1000, 3)) + 1j * rng.normal(size=(1, 1000, 3))).astype(np.complex64)
+    got = _complex(jax.jit(partial(linear_recurrence, impl=impl, block=64))(_pair(lam), _pair(bu)))
+    for state in range(3):
+        poles = np.array([1.0, -np.complex128(lam[state])])
+        want = scipy.signal.lfilter([1.0], poles, bu[0, :, state].astype(np.complex128))
+        assert np.abs(got[0, :, state] - want).max() < 3e-6 * np.abs(want).max()
+
+
+def test_a_reset_hides_everything_before_it() -> None:
+    problem = _problem()
+    keep = jnp.ones((BATCH, SEQ)).at[:, 5].set(0)
+    for impl in FORMS:
+        run = partial(linear_recurrence, _pair(problem["lam"]), keep=keep, impl=impl, block=BLOCK)
+        re, im = run(_pair(problem["bu"]), h0=_pair(problem["h0"]))
+        other = problem["bu"].copy()
+        other[:, :5] += 1000.0
+        re_other, im_other = run(_pair(other), h0=_pair(problem["h0"] - 7.0))
+        np.testing.assert_array_equal(re[:, 5:], re_other[:, 5:])
+        np.testing.assert_array_equal(im[:, 5:], im_other[:, 5:])
+        assert np.abs(re[:, :5] - re_other[:, :5]).min() > 0.1
+
+
+def test_streaming_equals_the_parallel_form() -> None:
+    problem = _problem()
+    lam, bu, h = _pair(problem["lam"]), _pair(problem["bu"]), _pair(problem["h0"])
+    parallel = linear_recurrence(lam, bu, h0=h, impl=ScanImpl.associative)
+    for t in range(SEQ):
+        h = recurrence_step(lam, h, (bu[0][:, t], bu[1][:, t]))
+        np.testing.assert_allclose(h[0], parallel[0][:, t], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(h[1], parallel[1][:, t], rtol=2e-6, atol=2e-6)
+
+
+def test_two_halves_joined_by_the_state_between_them_equal_the_whole() -> None:
+    problem = _problem()
+    lam, bu = _pair(problem["lam"]), _pair(problem["bu"])
+    for impl in FORMS:
+        run = partial(linear_recurrence, lam, impl=impl, block=BLOCK)
+        whole = run(bu)
+        left = run((bu[0][:, :6], bu[1][:, :6]))
+        right = run((bu[0][:, 6:], bu[1][:, 6:]), h0=(left[0][:, -1], left[1][:, -1]))
+        np.testing.assert_allclose(right[0], whole[0][:, 6:], rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(right[1], whole[1][:, 6:], rtol=2e-6, atol=2e-6)
+
+
+def test_bfloat16_inputs_give_float32_states_and_bfloat16_gradients() -> None:
+    problem = _problem()
+    lam = _pair(problem["lam"])
+    narrow = tuple(part.astype(jnp.bfloat16) for part in _pair(problem["bu"]))
+
+    def loss(bu: tuple[jax.Array, jax.Array]) -> jax.Array:
+        h = linear_recurrence(lam, bu, impl=ScanImpl.sequential)
+        assert h[0].dtype == h[1].dtype == jnp.float32
+        return (h[0] ** 2 + h[1] ** 2).sum()
+
+    gradient = jax.grad(loss)(narrow)
+    assert gradient[0].dtype == gradient[1].dtype == jnp.bfloat16
+    wide = jax.grad(loss)(tuple(part.astype(jnp.float32) for part in narrow))
+    np.testing.assert_allclose(gradient[0].astype(jnp.float32), wide[0], rtol=1e-2, atol=1e-3)
+
+
+def test_keep_is_a_constant() -> None:
+    problem = _problem()
+
+    def loss(keep: jax.Array) -> jax.Array:
+        h = linear_recurrence(_pair(problem["lam"]), _pair(problem["bu"]), keep=keep, impl=ScanImpl.blocked, block=4)
+        return h[0].sum()
+
+    keep = jnp.asarray(problem["keep"], jnp.float32)
+    gradient = jax.grad(loss)(keep)
+    assert gradient.dtype == keep.dtype
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("impl", FORMS, ids=lambda impl: impl.value)
+def test_the_backward_pass_saves_states_and_nothing_larger(impl: ScanImpl) -> None:
+    lam, bu = _pair(np.ones(8)), _pair(np.ones((2, 64, 8)))
+    _, backward = jax.vjp(lambda lam, bu: linear_recurrence(lam, bu, impl=impl, block=8), lam, bu)
+    saved = sum(leaf.size for leaf in jax.tree.leaves(backward) if hasattr(leaf, "size"))
+    states = 2 * 2 * 64 * 8
+    assert states <= saved <= states + 4 * 8, f"{saved} numbers saved for {states} in the states"
+
+
+def _mesh(**shape: int) -> jax.sharding.Mesh:
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 (CPU) devices")
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("given", ["nothing", "all"])
+def test_a_sequence_split_over_two_mesh_axes_equals_the_whole(given: str, reverse: bool, check_vma: bool) -> None:
+    mesh = _mesh(y=2, x=4)
+    problem = _problem(seq=24, seed=3)
+    keep = np.ones((BATCH, 24))
+    keep[0, [4, 5, 6, 13]] = 0  # shards of 3 positions: resets at a shard's edge, inside one, and at two in a row
+    keep[1, [0, 11, 23]] = 0
+    arguments = {"h0": _pair(problem["h0"]), "keep": jnp.asarray(keep, bool)} if given == "all" else {}
+    lam, bu, weight = _pair(problem["lam"]), _pair(problem["bu"]), _pair(problem["weight"])
+    seq = P(None, ("y", "x"))
+    specs = {"h0": P(), "keep": seq}
+
+    def sharded(lam, bu, rest):
+        return sharded_linear_recurrence(
+            lam, bu, axis_names=("y", "x"), reverse=reverse, impl=ScanImpl.blocked, block=2, **rest
+        )
+
+    mapped = jax.shard_map(
+        sharded,
+        mesh=mesh,
+        in_specs=(P(), seq, {name: specs[name] for name in arguments}),
+        out_specs=seq,
+        check_vma=check_vma,
+    )
+
+    def loss(run, lam, bu, h0):
+        h = run(lam, bu, arguments | ({} if h0 is None else {"h0": h0}))
+        return (weight[0] * h[0] + weight[1] * h[1]).sum(), h
+
+    def whole(lam, bu, rest):
+        return linear_recurrence(lam, bu, reverse=reverse, impl=ScanImpl.sequential, **rest)
+
+    results = []
+    for run in (mapped, whole):
+        both = jax.jit(jax.value_and_grad(partial(loss, run), argnums=(0, 1, 2), has_aux=True))
+        results.append(both(lam, bu, arguments.get("h0")))
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", FORMS, ids=lambda impl: impl.value)
+def test_every_form_runs_split_beside_a_split_batch_and_state(impl: ScanImpl) -> None:
+    mesh = _mesh(z=2, y=2, x=2)
+    rng = np.random.default_rng(5)
+    lam = np.exp(-0.1 + 1j * np.arange(4))
+    bu = rng.normal(size=(2, 6, 4)) + 1j * rng.normal(size=(2, 6, 4))
+    run = jax.shard_map(
+        partial(sharded_linear_recurrence, axis_names=("y",), impl=impl, block=2),
+        mesh=mesh,
+        in_specs=(P("x"), P("z", "y", "x")),
+        out_specs=P("z", "y", "x"),
+    )
+    arguments = _pair(lam), _pair(bu)
+    np.testing.assert_allclose(_complex(jax.jit(run)(*arguments)), _loop(lam, bu, None, None, False), atol=3e-6)
+
+    def loss(run, lam, bu):
+        h = run(lam, bu)
+        return (h[0] ** 2 + jnp.sin(h[1])).sum()
+
+    got = jax.jit(jax.grad(partial(loss, run), argnums=(0, 1)))(*arguments)
+    want = jax.grad(partial(loss, partial(linear_recurrence, impl=ScanImpl.sequential)), argnums=(0, 1))(*arguments)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_powers_follow_the_rounded_base() -> None:
+    lam = np.exp(np.array([-5e-4 + 2.5j, -0.05 - 3.1j])).astype(np.complex64)
+    pair = _pair(lam)
+    exact = np.stack([lam.astype(np.complex128) ** k for k in range(1, 257)])
+    listed = _complex(powers(pair, 256))
+    assert np.abs(listed - exact).max() < 2e-5
+    for exponent in (1, 2, 3, 100, 256):
+        np.testing.assert_allclose(_complex(power(pair, exponent)), exact[exponent - 1], atol=2e-5)
+    assert powers(pair, 5)[0].shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "impl"),
+    [("cpu", ScanImpl.sequential), ("gpu", ScanImpl.associative), ("tpu", ScanImpl.blocked)],
+)
+def test_auto_is_chosen_by_backend_and_a_named_form_is_kept(backend: str, impl: ScanImpl) -> None:
+    assert chosen_impl(ScanImpl.auto, backend) is impl
+    assert chosen_impl(ScanImpl.associative, backend) is ScanImpl.associative
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    lam, bu = _pair(np.ones(1)), _pair(np.ones((1, 2, 1)))
+    with pytest.raises(ValueError, match=r"scan=auto has no default for backend 'abacus'.*sequential, associative, bl"):
+        chosen_impl(ScanImpl.auto, "abacus")
+    with pytest.raises(ValueError, match=r"scan block of 0 positions was asked for: it must be at least 1"):
+        linear_recurrence(lam, bu, block=0)
+    with pytest.raises(ValueError, match=r"no mesh axes\. Name the axes that split seq"):
+        sharded_linear_recurrence(lam, bu, axis_names=())

@@ -1,0 +1,254 @@
+"""Decides which form evaluates an S5 recurrence and gives all forms one derivative.
+
+h_t = keep_t Lambda_bar h_{t-1} + bu_t is the whole of an S5 layer between its two projections (arXiv 2208.04933,
+equation 2). The backward pass is the same recurrence run the other way with the conjugate of Lambda_bar, so only the
+states are saved, whichever form computed them and however many devices the sequence lies on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from valkyrie.ops.choices import ScanImpl
+from valkyrie.ops.scan_complex import (
+    Carry,
+    Eigenvalues,
+    States,
+    add,
+    as_float32,
+    at,
+    conj,
+    mul,
+    power,
+    powers,
+    scaled,
+    zeros_like,
+)
+from valkyrie.ops.scan_forms import FORMS, Keep
+
+DEFAULT_BLOCK = 128
+"""Sequential steps of the blocked form: with 4096 positions it takes 128 + 32 steps."""
+
+_DEFAULT_IMPL = {
+    "cpu": ScanImpl.sequential,
+    "gpu": ScanImpl.associative,
+    "cuda": ScanImpl.associative,
+    "rocm": ScanImpl.associative,
+    "tpu": ScanImpl.blocked,
+}
+
+
+class _Plan(NamedTuple):
+    """All that is fixed when a recurrence is traced."""
+
+    impl: ScanImpl
+    block: int
+    reverse: bool
+    axis_names: tuple[str, ...]
+
+
+def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
+    """Return the implementation that `impl` means on a backend (None: JAX's default backend); `auto` is resolved.
+
+    Raises ValueError for `auto` on a backend that has no default.
+    """
+    if impl is not ScanImpl.auto:
+        return impl
+    backend = jax.default_backend() if backend is None else backend
+    if backend not in _DEFAULT_IMPL:
+        named = ", ".join(form.value for form in FORMS)
+        known = ", ".join(_DEFAULT_IMPL)
+        raise ValueError(f"scan=auto has no default for backend {backend!r} (it has for {known}). Name one of {named}.")
+    return _DEFAULT_IMPL[backend]
+
+
+def linear_recurrence(
+    lam_bar: Eigenvalues,
+    bu: States,
+    *,
+    h0: Carry | None = None,
+    keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None = None,
+    reverse: bool = False,
+    impl: ScanImpl = ScanImpl.auto,
+    block: int = DEFAULT_BLOCK,
+    backend: str | None = None,
+) -> States:
+    """Return all states h_t = keep_t Lambda_bar h_{t-1} + bu_t in float32, as (real, imaginary).
+
+    `h0` is the state before the first position (None: zero) and `keep` is 0 where a document starts (None: nowhere).
+    With `reverse` the recurrence runs from the last position to the first, `h0` enters at the last one, and `keep` is 0
+    where a document ends. Other float inputs are widened to float32.
+
+    Differentiable in reverse mode in `lam_bar`, `bu` and `h0`; `keep` is a constant. The backward pass saves only the
+    states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
+    """
+    plan = _Plan(chosen_impl(impl, backend), block, reverse, ())
+    return _checked(plan, lam_bar, bu, h0, keep)
+
+
+def sharded_linear_recurrence(
+    lam_bar: Eigenvalues,
+    bu: States,
+    *,
+    axis_names: tuple[str, ...],
+    h0: Carry | None = None,
+    keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None = None,
+    reverse: bool = False,
+    impl: ScanImpl = ScanImpl.auto,
+    block: int = DEFAULT_BLOCK,
+    backend: str | None = None,
+) -> States:
+    """Return this device's share of the states of `linear_recurrence`; to be called inside `jax.shard_map`.
+
+    `seq` is split evenly over the mesh axes `axis_names`, the first of them major; `bu` and `keep` are this device's
+    positions, `lam_bar` and `h0` are the same on all devices of those axes. Each device scans its positions from zero,
+    last states are gathered (shards * batch * state complex numbers, and shards * batch of keep), and the local states
+    are corrected by powers of Lambda_bar. Equal to the unsharded result to float32 rounding, with the same derivatives.
+    """
+    if not axis_names:
+        raise ValueError("a sharded recurrence was asked for over no mesh axes. Name the axes that split seq.")
+    plan = _Plan(chosen_impl(impl, backend), block, reverse, tuple(axis_names))
+    return _checked(plan, lam_bar, bu, h0, keep)
+
+
+def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
+    """Return the state after one more position, Lambda_bar h + bu_t: the streaming form of `linear_recurrence`."""
+    return add(mul(as_float32(lam_bar), as_float32(h)), as_float32(bu_t))
+
+
+def _checked(
+    plan: _Plan,
+    lam_bar: Eigenvalues,
+    bu: States,
+    h0: Carry | None,
+    keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None,
+) -> States:
+    """Return the states, after making every input float32 and alike in the mesh axes along which it varies."""
+    if plan.block < 1:
+        raise ValueError(f"a scan block of {plan.block} positions was asked for: it must be at least 1.")
+    bu = as_float32(bu)
+    assert bu[0].shape[1] > 0, "a recurrence over no positions"
+    # Inside shard_map a value replicated over an axis takes part in a custom derivative only as a varying one; adding a
+    # zero that varies as bu does makes it so, and the transpose of that sum adds up the devices' gradients.
+    lam_bar = add(as_float32(lam_bar), zeros_like(at(bu, (0, 0))))
+    h0 = None if h0 is None else add(as_float32(h0), zeros_like(at(bu, (slice(None), 0))))
+    kept = None if keep is None else keep.astype(jnp.float32) + jnp.zeros_like(bu[0][:, :, 0])
+    return _recurrence(plan, lam_bar, bu, h0, kept)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recurrence(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> States:
+    return _evaluate(plan, lam_bar, bu, h0, keep)[0]
+
+
+_Saved = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
+
+
+def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> tuple[States, _Saved]:
+    h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
+    return h, (lam_bar, h, h0, entering, keep)
+
+
+def _backward(
+    plan: _Plan, saved: _Saved, g: States
+) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
+    """Return the gradients: a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}, then products of a and the states."""
+    lam_bar, h, h0, entering, keep = saved
+    a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_keep(plan, keep))
+    first, before, after = _ends(plan.reverse)
+    products = mul(conj(at(h, before)), at(a, after))
+    weights = None if keep is None else keep[after][:, :, None]
+    products = scaled(weights, products)
+    d_lam = products[0].sum((0, 1)), products[1].sum((0, 1))
+    a_first = scaled(None if keep is None else keep[first][:, None], at(a, first))
+    if entering is not None:
+        at_entry = mul(conj(entering), a_first)
+        d_lam = add(d_lam, (at_entry[0].sum(0), at_entry[1].sum(0)))
+    d_h0 = None
+    if h0 is not None:
+        d_h0 = mul(conj(lam_bar), a_first)
+        if plan.axis_names:
+            d_h0 = scaled((_rank(plan) == 0).astype(jnp.float32), d_h0)
+    return d_lam, a, d_h0, None if keep is None else jnp.zeros_like(keep)
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+def _evaluate(
+    plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
+) -> tuple[States, Carry | None]:
+    """Return the states of these positions and the state that entered them (None: zero)."""
+    form = FORMS[plan.impl]
+    if not plan.axis_names:
+        return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0
+    local = form(lam_bar, bu, None, keep, plan.reverse, plan.block)
+    entering = _entering(plan, lam_bar, local, h0, keep)
+    decay = at(powers(lam_bar, bu[0].shape[1]), slice(None, None, -1 if plan.reverse else 1))
+    carried = mul(decay, (entering[0][:, None], entering[1][:, None]))
+    if keep is not None:
+        carried = scaled(jax.lax.cumprod(keep, axis=1, reverse=plan.reverse)[:, :, None], carried)
+    return add(local, carried), entering
+
+
+def _entering(plan: _Plan, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
+    """Return the state that enters this device's positions, from the last local states of the shards before it."""
+    last = at(local, (slice(None), 0 if plan.reverse else -1))
+    through = power(lam_bar, local[0].shape[1])
+    gather = partial(jax.lax.all_gather, axis_name=plan.axis_names)
+    shards_last = gather(last[0]), gather(last[1])
+    shards_keep = None if keep is None else gather(keep.prod(axis=1))
+    rank = _rank(plan)
+
+    def advance(h: Carry, x: tuple[Array, Array | None, Carry]) -> tuple[Carry, None]:
+        position, kept, last = x
+        onward = add(scaled(None if kept is None else kept[:, None], mul(through, h)), last)
+        passed = position < rank
+        return (jnp.where(passed, onward[0], h[0]), jnp.where(passed, onward[1], h[1])), None
+
+    positions = jnp.arange(_shards(plan))
+    if plan.reverse:
+        positions = positions[::-1]
+    start = zeros_like(last) if h0 is None else h0
+    entering, _ = jax.lax.scan(advance, start, (positions, shards_keep, shards_last), reverse=plan.reverse)
+    return entering
+
+
+def _next_keep(plan: _Plan, keep: Keep) -> Keep:
+    """Return for each position the keep of the position that the recurrence visits next (1 after the last)."""
+    if keep is None:
+        return None
+    first, _, after = _ends(plan.reverse)
+    if plan.axis_names:
+        neighbour = -1 if plan.reverse else 1
+        last = _shards(plan) - 1
+        moves = [(shard, shard - neighbour) for shard in range(last + 1) if 0 <= shard - neighbour <= last]
+        beyond = jax.lax.ppermute(keep[first], plan.axis_names, moves)
+    else:
+        beyond = jnp.ones_like(keep[first])
+    edge = [beyond[:, None], keep[after]] if plan.reverse else [keep[after], beyond[:, None]]
+    return jnp.concatenate(edge, axis=1)
+
+
+def _ends(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[slice, slice]]:
+    """Return indices of (batch, seq): the first position visited, all but the last visited, all but the first."""
+    everything, upto, since = slice(None), slice(None, -1), slice(1, None)
+    if reverse:
+        return (everything, -1), (everything, since), (everything, upto)
+    return (everything, 0), (everything, upto), (everything, since)
+
+
+def _shards(plan: _Plan) -> int:
+    """Return over how many devices the sequence is split."""
+    return jax.lax.axis_size(plan.axis_names)
+
+
+def _rank(plan: _Plan) -> Array:
+    """Return how many shards the recurrence visits before this device's."""
+    index = jax.lax.axis_index(plan.axis_names)
+    return _shards(plan) - 1 - index if plan.reverse else index

@@ -1,0 +1,101 @@
+"""Decides how complex numbers are held inside the recurrence: as pairs of float32 arrays, never joined.
+
+A pair keeps the real and the imaginary part in arrays of their own, so the state axis can be sharded without the two
+halves ever meeting on it, projections stay real matrix products, and the same code can enter a Pallas kernel.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
+"""A complex array as (real part, imaginary part), of one shape."""
+
+Eigenvalues = tuple[Float[Array, " state"], Float[Array, " state"]]
+"""One complex number per state: Lambda_bar, or a factor of B_bar."""
+
+Carry = tuple[Float[Array, "batch state"], Float[Array, "batch state"]]
+"""The state of every sequence at one position."""
+
+States = tuple[Float[Array, "batch seq state"], Float[Array, "batch seq state"]]
+"""The states, or the inputs of the states, at all positions."""
+
+Factor = Float[Array, "..."] | float | None
+"""A real factor that broadcasts against a complex array; None stands for 1."""
+
+Index = int | slice | tuple[int | slice, ...]
+"""A static index, the same for both parts."""
+
+Powers = tuple[Float32[Array, "exponent state"], Float32[Array, "exponent state"]]
+"""Powers of one complex number per state."""
+
+
+def mul(a: Complex, b: Complex) -> Complex:
+    """Return the elementwise product a b, with NumPy broadcasting."""
+    return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+
+
+def add(a: Complex, b: Complex) -> Complex:
+    """Return the elementwise sum a + b, with NumPy broadcasting."""
+    return a[0] + b[0], a[1] + b[1]
+
+
+def conj(a: Complex) -> Complex:
+    """Return the complex conjugate of a."""
+    return a[0], -a[1]
+
+
+def scaled(factor: Factor, a: Complex) -> Complex:
+    """Return a times a real factor."""
+    return a if factor is None else (factor * a[0], factor * a[1])
+
+
+def div(a: Complex, b: Complex) -> Complex:
+    """Return the elementwise quotient a / b, for |b|**2 within float32's range."""
+    norm = b[0] * b[0] + b[1] * b[1]
+    quotient = mul(a, conj(b))
+    return quotient[0] / norm, quotient[1] / norm
+
+
+def as_float32(a: Complex) -> Complex:
+    """Return a with both parts in float32."""
+    return a[0].astype(jnp.float32), a[1].astype(jnp.float32)
+
+
+def zeros_like(a: Complex) -> Complex:
+    """Return zeros that lie on devices as a does (its sharding, and its varying axes inside `jax.shard_map`)."""
+    return jnp.zeros_like(a[0]), jnp.zeros_like(a[1])
+
+
+def at(a: Complex, index: Index) -> Complex:
+    """Return the same slice of both parts."""
+    return a[0][index], a[1][index]
+
+
+def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
+    """Return base**exponent for an exponent of at least 1, by squaring.
+
+    Squaring the rounded float32 base follows what a step-by-step recurrence does to it. exp(exponent * Lambda * Delta)
+    would not: for HiPPO's large imaginary parts it loses the phase in the product.
+    """
+    assert exponent >= 1, exponent
+    result: Eigenvalues | None = None
+    while True:
+        if exponent & 1:
+            result = base if result is None else mul(result, base)
+        exponent >>= 1
+        if not exponent:
+            assert result is not None
+            return result
+        base = mul(base, base)
+
+
+def powers(base: Eigenvalues, count: int) -> Powers:
+    """Return base**1 ... base**count, in that order, by doubling the list: log2(count) rounds of multiplications."""
+    assert count >= 1, count
+    listed = base[0][None], base[1][None]
+    while listed[0].shape[0] < count:
+        upper = mul(listed, at(listed, slice(-1, None)))
+        listed = jnp.concatenate([listed[0], upper[0]]), jnp.concatenate([listed[1], upper[1]])
+    return at(listed, slice(0, count))
