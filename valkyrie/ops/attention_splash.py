@@ -1,0 +1,176 @@
+"""Decides how splash attention (JAX's Pallas kernel for TPU) is called for a sliding window.
+
+Blocks of 512 fit windows of a few hundred keys; from 8192 positions on the backward pass is the un-fused one, because
+the fused one writes dq once per block of keys. Its LocalMask is inclusive: a window of W is (W - 1, 0) when causal.
+Imported only where it is used, because importing Pallas takes a while.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jaxtyping import Array, Bool, Float, Int
+
+from valkyrie.ops.attention_parts import Columns, Span
+
+LANES = 128
+BLOCK = 512
+UNFUSED_FROM = 8192
+
+
+def splash_window(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
+    *,
+    span: Span,
+    before: int,
+    key_valid: Bool[Array, "batch keys"] | None,
+    query_segments: Int[Array, "batch seq"] | None,
+    key_segments: Int[Array, "batch keys"] | None,
+    columns: Columns | None,
+    interpret: bool = False,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Return sliding-window attention (dilation 1) where query i stands at key `before + i`, by splash attention.
+
+    The columns join by their log-sum-exp. `interpret` runs the kernel without a TPU, slowly, for tests.
+    """
+    assert span.dilation == 1
+    batch, seq, heads, head_dim = q.shape
+    keys = k.shape[1]
+    rows_padded = _padded_length(seq)
+    # Every row, padding too, keeps the key it stands at: a row without any block would divide zero by zero.
+    keys_padded = _padded_length(max(keys, before + rows_padded))
+    if key_valid is None:
+        key_valid = jnp.ones((batch, keys), bool)
+    if query_segments is None or key_segments is None:
+        query_segments, key_segments = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
+    # Real segments become even numbers, so that the odd ones are free for what no row may see.
+    segments = splash.SegmentIds(
+        q=_pad(2 * query_segments, rows_padded, fill=-1),
+        kv=_pad(jnp.where(key_valid, 2 * key_segments, -1), keys_padded, fill=-1),
+    )
+    kernel = _splash_kernel(heads, rows_padded, keys_padded, span, before, interpret)
+    scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    queries, local_k, local_v = (
+        _pad(x, n).swapaxes(1, 2) for x, n in ((scaled, rows_padded), (k, keys_padded), (v, keys_padded))
+    )
+    if columns is None:
+        out = jax.vmap(kernel)(queries, local_k, local_v, segments)
+    else:
+        extra, extra_sum = _columns_attention(q, columns)
+        extra = jnp.pad(extra, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
+        extra_sum = jnp.pad(extra_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
+        out = jax.vmap(functools.partial(_merged, kernel))(queries, local_k, local_v, segments, extra, extra_sum)
+    return out.swapaxes(1, 2)[:, :seq]
+
+
+def _padded_length(length: int) -> int:
+    lanes = -(-length // LANES) * LANES
+    return lanes if lanes <= BLOCK else -(-length // BLOCK) * BLOCK
+
+
+def _pad(x: Array, length: int, fill: int = 0) -> Array:
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
+
+
+@functools.lru_cache(maxsize=64)
+def _splash_kernel(
+    heads: int, rows: int, keys: int, span: Span, before: int, interpret: bool
+) -> splash.SplashAttentionKernel:
+    """The kernel object for one shape; making its mask takes host time, so it is kept."""
+    row_block, key_block = min(BLOCK, rows), min(BLOCK, keys)
+    fused = rows < UNFUSED_FROM
+    blocks = splash.BlockSizes(
+        block_q=row_block,
+        block_kv=key_block,
+        block_q_dkv=row_block,
+        block_kv_dkv=key_block,
+        block_q_dq=None if fused else row_block,
+        block_kv_dq=None if fused else key_block,
+        use_fused_bwd_kernel=fused,
+    )
+    if span.window is None and not span.causal:
+        mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
+    else:
+        side = None if span.window is None else span.window - 1
+        mask = splash_mask.LocalMask((rows, keys), (side, 0 if span.causal else side), offset=before)
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mha(
+            splash_mask.MultiHeadMask([mask] * heads), block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret
+        )
+
+
+def _columns_attention(
+    q: Float[Array, "batch seq heads head_dim"], columns: Columns
+) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch heads seq"]]:
+    """Attention over the columns alone, with the log of its softmax's denominator (-inf where nothing is seen)."""
+    group = q.shape[2] // columns.k.shape[2]
+    k, v = jnp.repeat(columns.k, group, axis=2), jnp.repeat(columns.v, group, axis=2)
+    logits = jnp.einsum("bqhd,bghd->bhqg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = columns.visible[:, None]
+    top = jax.lax.stop_gradient(jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True))
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(jnp.where(seen, logits, -jnp.inf) - top)
+    total = weights.sum(-1)
+    some = total > 0
+    summed = jnp.einsum("bhqg,bghd->bhqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = summed / jnp.where(some, total, 1.0)[..., None]
+    return out, jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + top[..., 0], -jnp.inf)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _merged(
+    kernel: splash.SplashAttentionKernel,
+    q: Float[Array, "heads rows head_dim"],
+    k: Float[Array, "kv_heads keys head_dim"],
+    v: Float[Array, "kv_heads keys head_dim"],
+    segments: Any,
+    extra: Float[Array, "heads rows head_dim"],
+    extra_sum: Float[Array, "heads rows"],
+) -> Float[Array, "heads rows head_dim"]:
+    """One softmax over the kernel's keys and the extra ones, which come as a finished piece and its log-sum-exp."""
+    return _merged_forward(kernel, q, k, v, segments, extra, extra_sum)[0]
+
+
+def _merged_forward(kernel, q, k, v, segments, extra, extra_sum):
+    with_sums = splash.SplashAttentionKernel(
+        kernel.fwd_mask_info, None, None, **(kernel.kwargs | {"save_residuals": True})
+    )
+    local, (local_sum,) = with_sums(q, k, v, segments)
+    total = jnp.logaddexp(local_sum, extra_sum)
+    share = jnp.exp(extra_sum - total)[..., None]
+    out = (local.astype(jnp.float32) * (1 - share) + extra * share).astype(q.dtype)
+    return out, (q, k, v, segments, extra, share, out, total)
+
+
+def _merged_backward(kernel, saved, cotangent):
+    """The kernel's own backward, given the output and log-sum-exp of the whole softmax, is that of its share in it."""
+    q, k, v, segments, extra, share, out, total = saved
+    options = kernel.kwargs
+    inside = (q, k, v, segments, None, out, total, kernel.dq_mask_info, kernel.dkv_mask_info)
+    cotangents = splash._splash_attention_bwd(
+        save_residuals=False,
+        mask_value=options["mask_value"],
+        is_mqa=options["is_mqa"],
+        block_sizes=options["block_sizes"],
+        residual_checkpoint_name=options["residual_checkpoint_name"],
+        mask_function=options["mask_function"],
+        attn_logits_soft_cap=options["attn_logits_soft_cap"],
+        interpret=options["interpret"],
+        res=inside,
+        do=cotangent,
+    )
+    dq, dk, dv = cotangents[3:6]
+    wide = cotangent.astype(jnp.float32)
+    d_extra = share * wide
+    d_sum = share[..., 0] * (wide * (extra - out.astype(jnp.float32))).sum(-1)
+    return dq, dk, dv, None, d_extra, d_sum
+
+
+_merged.defvjp(_merged_forward, _merged_backward)
