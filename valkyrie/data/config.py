@@ -18,7 +18,7 @@ class Source(Enum):
 class DataConfig:
     """One dataset: where its documents come from, how they become tokens, and how they are split.
 
-    `paths`: files, directories or globs (`~` and `**` understood, relative to the current directory), for `source=text`;
+    `paths`: for `source=text`, files, directories or globs (`~` and `**` known, relative to the current directory);
     a single directory written by `valkyrie-data prepare` is used as it is.
     `field`: the key that holds the text in .jsonl; `column`: the column that holds it in .parquet.
     `tokenizer`: `bytes`, `gpt2`, another tiktoken encoding, or a .tiktoken file; null is the model's.
@@ -27,7 +27,7 @@ class DataConfig:
     `shard_tokens`: tokens in one shard file; `workers`: tokenising threads, null for one a CPU core.
     `shuffle_seed`: the order in which training rows are read.
     `max_bytes`: stop after so many bytes of UTF-8 text, null for all.
-    `documents`, `mean_length`, `states`, `generator_seed`: size, tokens a document, alphabet and seed of the synthetic chain.
+    `documents`, `mean_length` (tokens), `states`, `generator_seed`: the size, alphabet and seed of the synthetic chain.
     """
 
     name: str = "stdlib"

@@ -1,7 +1,8 @@
 """Decides which document goes to which split, and cuts long ones into pieces that can be tokenised apart.
 
-A document's split follows from the hash of its text: the same text is in the same split on every machine, under any name,
-and a copy of a training document is never evaluated on. A single .txt, .md or .py file is split inside, its end for validation.
+A document's split follows from the hash of its text: the same text is in the same split on every machine, under any
+name, and a copy of a training document is never evaluated on. A single .txt, .md or .py file is split inside, its end
+for validation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Piece:
 
 @dataclass
 class Census:
-    """What was seen while the documents went by: their number, bytes, undecodable characters, lowest and highest hash."""
+    """What went by: the number of documents, their bytes, undecodable characters, lowest and highest hash."""
 
     documents: int = 0
     bytes: int = 0
@@ -101,7 +102,7 @@ def cut(config: DataConfig, listing: Listing, threshold: int, census: Census) ->
             if single:
                 yield from _split_inside(document.id, text, config)
             else:
-                yield from _pieces(text, _split(digest, threshold))
+                yield from pieces(text, _split(digest, threshold))
         if last:
             return
 
@@ -120,15 +121,18 @@ def _split_inside(name: str, text: str, config: DataConfig) -> Iterator[Piece]:
     at = line.end() if line is not None and line.end() < len(text) else wanted
     if not 0 < at < len(text):
         raise ValueError(
-            f"{name} has {len(text)} characters: data.validation_fraction={config.validation_fraction} of it leaves a split "
-            f"without text. Give more text."
+            f"{name} has {len(text)} characters: data.validation_fraction={config.validation_fraction} of it "
+            f"leaves a split without text. Give more text."
         )
-    yield from _pieces(text[:at], "train")
-    yield from _pieces(text[at:], "validation")
+    yield from pieces(text[:at], "train")
+    yield from pieces(text[at:], "validation")
 
 
-def _pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[Piece]:
-    """Cut only between a single line end and a letter or digit: no known pattern lets a token reach across."""
+def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[Piece]:
+    """Yield a text in pieces of `size` characters and a little more, which give the tokens that the whole text gives.
+
+    It is cut only between a single line end and a letter or digit: no pattern lets a token reach across.
+    """
     start = 0
     while (found := _CUT.search(text, start + size)) is not None:
         yield Piece(text[start : found.end()], split, start == 0)

@@ -1,9 +1,9 @@
-"""Decides which row of a dataset goes to which step, place in the batch and process, and reads ahead of the training loop.
+"""Decides which row of a dataset goes to which step, place in the batch and process, and reads ahead of the loop.
 
-Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are the tokens one further: windows
-are packed documents, and every token but the first is a target once. Training draws a new order of the rows every epoch
-from the seed; evaluation keeps their order and pads the last ones. The global batch of a step depends on nothing but the
-data, the seed, `batch` and `seq`: processes only divide it, so a run may continue on another number of them.
+Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are the tokens one further:
+windows are packed documents, and every token but the first is a target once. Training draws a new order of the rows
+every epoch from the seed; evaluation keeps their order and pads the last ones. The global batch of a step depends on
+nothing but the data, the seed, `batch` and `seq`: processes only divide it, so a run may continue on another number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Int32
 
 from valkyrie.data.manifest import Prepared
 
@@ -43,13 +43,14 @@ class TokenStream:
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " tokens"]:
         """Return the tokens from `start` up to `stop`; fewer at the end of the stream."""
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        parts = []
-        for shard, offset in zip(self._shards[first:], self._starts[first:], strict=False):
-            if offset >= stop:
-                break
-            parts.append(shard[max(start - offset, 0) : stop - offset])
-        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+        stop = min(stop, len(self))
+        parts = [np.zeros(0, np.int32)]
+        while start < stop:
+            number = int(np.searchsorted(self._starts, start, side="right")) - 1
+            offset, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
+            parts.append(self._shards[number][start - offset : end - offset].astype(np.int32))
+            start = end
+        return np.concatenate(parts)
 
 
 class _Rows:
@@ -61,8 +62,8 @@ class _Rows:
     def __len__(self) -> int:
         return self._rows
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        start = row * self._seq
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = index * self._seq
         return self._stream.read(start, start + self._seq + 1)
 
 
@@ -75,23 +76,23 @@ class _Steps:
     def __len__(self) -> int:
         return len(self._rows) // self._batch
 
-    def __getitem__(self, step: int) -> Batch:
-        first = step * self._batch
+    def __getitem__(self, index: int) -> Batch:
+        first = index * self._batch
         return make_batch([self._rows[first + int(place)] for place in self._places], self._seq, self._bos_id)
 
 
 def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
     """Return the arrays of a batch from windows of at most seq + 1 tokens.
 
-    `segment_ids` number the documents of a row from 1, a new one at every BOS; padding is segment 0. `weights` are 1 for
-    targets and 0 for padding. The BOS of the next document is a target too: it is how a document ends.
+    `segment_ids` number the documents of a row from 1, a new one at every BOS; padding is segment 0. `weights` are 1
+    for targets and 0 for padding. The BOS of the next document is a target too: it is how a document ends.
     """
     filled = np.full((len(windows), seq + 1), bos_id, np.int32)
     lengths = np.array([len(window) for window in windows], np.int64)
     for row, window in zip(filled, windows, strict=True):
         row[: len(window)] = window
     tokens, targets = filled[:, :-1], filled[:, 1:]
-    real: Float32[np.ndarray, "batch seq"] = (np.arange(seq) < (lengths - 1)[:, None]).astype(np.float32)
+    real = (np.arange(seq) < (lengths - 1)[:, None]).astype(np.float32)
     begins = tokens == bos_id
     segments = np.cumsum(begins, axis=1, dtype=np.int32) + ~begins[:, :1]
     return {
@@ -156,8 +157,8 @@ class Loader(Iterator[Batch]):
         for name, mine in self._identity.items():
             if state[name] != mine:
                 raise ValueError(
-                    f"the data position was saved with {_WORDS[name]}={state[name]}, this run has {mine}: its rows come in "
-                    f"another order. Use the same {_WORDS[name]}, or start without the position."
+                    f"the data position was saved with {_WORDS[name]}={state[name]}, this run has {mine}: its rows "
+                    f"come in another order. Use the same {_WORDS[name]}, or start without the position."
                 )
         step, rest = divmod(state["row"], self.batch)
         if rest:
@@ -188,7 +189,7 @@ _WORDS = {"split": "split", "seq": "seq", "seed": "data.shuffle_seed", "content"
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:
-    """Return the tokens of the split `train` or `validation`; ValueError if there are too few to predict one from another."""
+    """Return the tokens of the split `train` or `validation`; ValueError if there are fewer than two."""
     stream = TokenStream(prepared, split)
     if len(stream) < 2:
         raise ValueError(f"data={prepared.name} has {len(stream)} tokens in its {split} split; it needs 2 or more.")
@@ -209,8 +210,8 @@ def make_loader(
 ) -> Loader:
     """Return an iterator over this process's part of global batches of `batch` rows of `seq` tokens.
 
-    `repeat=True` (training): rows in a new order every epoch, for ever. `repeat=False` (evaluation): rows in their order,
-    once, the last ones padded with weight 0, so that every target counts exactly once.
+    `repeat=True` (training): rows in a new order every epoch, for ever. `repeat=False` (evaluation): rows in their
+    order, once, the last ones padded with weight 0, so that every target counts exactly once.
     The process feeds the rows at `places` of the global batch: by default the process_index-th of process_count equal
     stretches. Give `places` where the processes lie otherwise on the data axes, or where several need the same rows.
     ValueError, with the numbers, if the split has not one batch of rows or the batch cannot be divided.
@@ -256,7 +257,7 @@ def _places(batch: int, index: int, count: int, places: Sequence[int] | None) ->
 
 
 def _mixed(seed: int) -> int:
-    """Return 32 bits of the seed's hash: grain adds the epoch to a seed, and neighbouring seeds must not share orders."""
+    """Return 32 bits of the seed's hash: grain adds the epoch to a seed, and two seeds must not share orders."""
     return int.from_bytes(hashlib.sha256(f"row order {seed}".encode()).digest()[:4], "big")
 
 

@@ -1,7 +1,8 @@
 """Decides how prepared token shards lie on disk, and when they are trusted.
 
-A directory holds `manifest.json` and flat little-endian token files. Sizes are compared whenever it is opened. Checksums
-are compared the first time, and remembered in `verified.json` by size and modification time; `verify` reads all again.
+A directory holds `manifest.json` and flat little-endian token files. Sizes are compared whenever it is opened.
+Checksums are compared the first time, and remembered in `verified.json` by size and modification time; `verify` reads
+all again.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def write_manifest(prepared: Prepared) -> None:
 def open_prepared(path: Path | str) -> Prepared:
     """Return the dataset in a directory, after its files were compared with its manifest.
 
-    ValueError names every file that is missing, has another size, or (the first time after it changed) another checksum.
+    ValueError names every file that is missing, has another size, or (the first time after a change) another checksum.
     """
     prepared = read_manifest(Path(path).expanduser())
     _raise_problems(prepared, size_problems(prepared))
@@ -109,7 +110,7 @@ def open_prepared(path: Path | str) -> Prepared:
 
 
 def verify(path: Path | str) -> Prepared:
-    """Return the dataset in a directory after every byte was read and compared with its checksum, or raise ValueError."""
+    """Return the dataset in a directory after every byte was read and compared with its checksum, else ValueError."""
     prepared = read_manifest(Path(path).expanduser())
     _raise_problems(prepared, size_problems(prepared))
     _raise_problems(prepared, checksum_problems(prepared, _shards(prepared)))

@@ -1,7 +1,7 @@
 """Decides how a source becomes token shards in the cache: found again by content, written whole or not at all.
 
-Threads tokenise, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every core, start
-at once and cannot inherit a half-forked JAX. The result does not depend on their number.
+Threads tokenise, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every core,
+start at once and cannot inherit a half-forked JAX. The result does not depend on their number.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
         return None
     if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
         raise ValueError(
-            f"{path} was prepared with tokenizer={read_manifest(path).tokenizer}, but tokenizer={tokenizer} is asked for. "
-            f"Set data.tokenizer, or prepare its source again."
+            f"{path} was prepared with tokenizer={read_manifest(path).tokenizer}, but tokenizer={tokenizer} is asked "
+            f"for. Set data.tokenizer, or prepare its source again."
         )
     return open_prepared(path)
 

@@ -121,7 +121,8 @@ def _list_stdlib() -> Listing:
     if size < MIN_STDLIB_BYTES:
         raise ValueError(
             f"data=stdlib found {len(files)} .py files with {size:,} bytes under {root} and on sys.path; it needs "
-            f"{MIN_STDLIB_BYTES:,}. This Python comes without its source: use data=text data.paths=[FILES] or data=synthetic."
+            f"{MIN_STDLIB_BYTES:,}. This Python comes without its source: use data=text data.paths=[FILES], "
+            f"or data=synthetic."
         )
     return Listing(tuple(files), 0)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import tiktoken
 from jaxtyping import Int32
 
 BYTES_VOCAB = 257
@@ -48,7 +49,7 @@ PATTERNS = {
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `bos_id` starts every document; it stands for no bytes and never comes out of `encode_ordinary`."""
+    """Text to ids and back. `bos_id` starts every document, and no text encodes to it."""
 
     @property
     def name(self) -> str:
@@ -122,10 +123,7 @@ class ByteTokenizer:
 class TiktokenTokenizer:
     """A tiktoken encoding whose `<|endoftext|>` is BOS."""
 
-    def __init__(self, name: str, encoding: object, bos_id: int, fingerprint: str) -> None:
-        import tiktoken
-
-        assert isinstance(encoding, tiktoken.Encoding)
+    def __init__(self, name: str, encoding: tiktoken.Encoding, bos_id: int, fingerprint: str) -> None:
         self.name = name
         self.encoding = encoding
         self.bos_id = bos_id
@@ -200,8 +198,6 @@ def check_name(name: str) -> None:
     if _is_file_name(name):
         _file_and_pattern(name)
         return
-    import tiktoken
-
     known = tiktoken.list_encoding_names()
     if name not in known:
         choices = ", ".join(["bytes", *sorted(known)])
@@ -251,8 +247,6 @@ def _parse_ranks(data: bytes, what: str) -> dict[bytes, int]:
 
 
 def _from_ranks(name: str, ranks: dict[bytes, int], pattern: str) -> TiktokenTokenizer:
-    import tiktoken
-
     bos_id = max(ranks.values()) + 1
     encoding = tiktoken.Encoding(
         name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={END_OF_TEXT: bos_id}
@@ -262,14 +256,13 @@ def _from_ranks(name: str, ranks: dict[bytes, int], pattern: str) -> TiktokenTok
 
 def _from_tiktoken(name: str) -> TiktokenTokenizer:
     import requests
-    import tiktoken
 
     try:
         encoding = tiktoken.get_encoding(name)
     except (requests.RequestException, OSError) as error:
         raise ValueError(
             f"tokenizer={name} has to be fetched once and the network did not answer ({type(error).__name__}). Set "
-            f"TIKTOKEN_CACHE_DIR to a folder that has it, give a local FILE.tiktoken:PATTERN, or use tokenizer=gpt2 or bytes."
+            f"TIKTOKEN_CACHE_DIR to a folder that has it, give a local FILE.tiktoken:PATTERN, or use gpt2 or bytes."
         ) from None
     if END_OF_TEXT not in encoding.special_tokens_set:
         raise ValueError(f"tokenizer={name} has no {END_OF_TEXT} to start a document with. Use gpt2 or cl100k_base.")

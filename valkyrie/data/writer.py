@@ -52,7 +52,7 @@ def encode(pieces: list[Piece], tokenizer: Tokenizer, token_bytes: np.ndarray, d
 
 
 def encode_all(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Tokens]:
-    """Yield the tokens of all pieces in their order, encoded by so many threads; at most a few pieces a thread are in memory."""
+    """Yield the tokens of all pieces in their order, encoded by `workers` threads, a few pieces a thread in memory."""
     token_bytes = tokenizer.token_bytes
     pool = ThreadPoolExecutor(workers, thread_name_prefix="valkyrie-tokenise")
     waiting: deque[Future[list[Tokens]]] = deque()

@@ -1,0 +1,149 @@
+"""`valkyrie-data`: prepares token shards ahead of a run, checks them, and shows what is in them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from valkyrie.data.config import DataConfig, Source
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; a user's mistake is one line on stderr and exit status 2."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        sys.exit(_complain(str(error), 2))
+    except KeyboardInterrupt:
+        sys.exit(_complain("stopped; nothing half-written is left", 130))
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"valkyrie-data: {message}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="valkyrie-data", description="Prepare token shards ahead of a run, check them, look inside.")
+    commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}", parser_class=_Parser)
+    defaults = DataConfig()
+
+    prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
+    prepare.set_defaults(run=_prepare)
+    prepare.add_argument("source", nargs="?", default="stdlib", choices=[source.value for source in Source])
+    prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text")
+    prepare.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, an encoding of tiktoken, FILE.tiktoken")
+    prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
+    prepare.add_argument("--max-bytes", type=int, default=None, help="stop after so many bytes of text")
+    prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
+    prepare.add_argument("--workers", type=int, default=None, help="tokenising threads; one a CPU core if not given")
+    prepare.add_argument("--field", default=defaults.field, help="the key of .jsonl that holds the text")
+    prepare.add_argument("--column", default=defaults.column, help="the column of .parquet that holds the text")
+    prepare.add_argument("--cache-dir", default=_default_cache(), help="where shards are kept")
+
+    verify = commands.add_parser("verify", help="read every shard and compare it with its checksum")
+    verify.set_defaults(run=_verify)
+    verify.add_argument("path", help="the directory that prepare printed")
+
+    show = commands.add_parser("show", help="print the manifest as a table, and the beginning of the text")
+    show.set_defaults(run=_show)
+    show.add_argument("path", help="the directory that prepare printed")
+    show.add_argument("--split", default="train", choices=["train", "validation"], help="where the excerpt is from")
+    show.add_argument("--tokens", type=int, default=200, help="tokens of the excerpt")
+    return parser
+
+
+def _default_cache() -> str:
+    return os.path.join(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie"), "data")
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    if arguments.paths and arguments.source != Source.text.value:
+        raise ValueError(f"{arguments.source} takes no paths: use valkyrie-data prepare text {arguments.paths[0]}")
+    config = DataConfig(
+        name=arguments.source,
+        source=Source(arguments.source),
+        paths=arguments.paths,
+        field=arguments.field,
+        column=arguments.column,
+        validation_fraction=arguments.validation_fraction,
+        cache_dir=arguments.cache_dir,
+        shard_tokens=arguments.shard_tokens,
+        workers=arguments.workers,
+        max_bytes=arguments.max_bytes,
+    )
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from valkyrie.data.prepare import prepare
+
+    start = time.perf_counter()
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("tokenising", total=None)
+
+        def show(done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total)
+
+        prepared = prepare(config, arguments.tokenizer, show)
+    print(
+        f"{prepared.train.tokens:,} training and {prepared.validation.tokens:,} validation tokens "
+        f"in {time.perf_counter() - start:.1f} s"
+    )
+    print(prepared.path)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from valkyrie.data.manifest import verify
+
+    prepared = verify(arguments.path)
+    shards = [*prepared.train.shards, *prepared.validation.shards]
+    size = sum(shard.tokens for shard in shards) * prepared.token_size
+    print(f"{len(shards)} shards, {size:,} bytes: every checksum is right")
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from valkyrie.data.loader import open_split
+    from valkyrie.data.manifest import SPLITS, open_prepared
+    from valkyrie.data.tokenizer import load_tokenizer
+
+    if arguments.tokens < 1:
+        raise ValueError(f"--tokens {arguments.tokens}: use 1 or more.")
+    prepared = open_prepared(arguments.path)
+    console = Console()
+    source = ", ".join(f"{name}={value}" for name, value in prepared.source.items() if value not in (None, []))
+    console.print(Text(f"{prepared.name}: {source}"))
+    console.print(Text(f"tokenizer {prepared.tokenizer}, {prepared.vocab_size:,} ids, {prepared.dtype}"))
+    table = Table()
+    for column in ("split", "documents", "tokens", "bytes", "bytes/token", "shards"):
+        table.add_column(column, justify="left" if column == "split" else "right")
+    for name in SPLITS:
+        split = prepared.split(name)
+        ratio = f"{split.bytes / split.tokens:.2f}"
+        counts = (split.documents, split.tokens, split.bytes)
+        table.add_row(name, *(f"{count:,}" for count in counts), ratio, str(len(split.shards)))
+    console.print(table)
+    console.print(Text(f"content {prepared.content}"))
+    ids = open_split(prepared, arguments.split).read(0, arguments.tokens)
+    console.rule(f"the first {len(ids)} tokens of {arguments.split}")
+    console.print(Text(load_tokenizer(prepared.tokenizer).decode(ids)))
+
+
+if __name__ == "__main__":
+    main()
