@@ -1,0 +1,173 @@
+"""Chunked cross-entropy against the plain formula over all logits: values, gradients, masks, memory and messages."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from valkyrie.ops.cross_entropy import cross_entropy
+
+BATCH, SEQ, EMBED, ROWS, VOCAB = 4, 12, 8, 24, 19
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (BATCH, SEQ, EMBED))
+    unembed = jax.random.normal(keys[1], (ROWS, EMBED))
+    targets = jax.random.randint(keys[2], (BATCH, SEQ), 0, VOCAB)
+    weights = jax.random.uniform(keys[3], (BATCH, SEQ)).at[1, 5:].set(0.0)
+    return hidden, unembed, targets, weights
+
+
+def plain(hidden, unembed, targets, weights, z_loss=0.0, softcap=None):
+    """Weighted loss, weighted z-loss and the loss of every token, from all logits at once."""
+    logits = jnp.einsum("bse,ve->bsv", hidden, unembed)[..., :VOCAB]
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    nll = log_sum - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return (weights * nll).sum(), z_loss * (weights * log_sum**2).sum(), jnp.where(weights != 0, nll, 0.0)
+
+
+def gradients(f, hidden, unembed):
+    """Everything `f` returns, and the gradients of a mixture in which each of its parts counts."""
+
+    def mixture(hidden, unembed):
+        parts = loss, z, per_token = f(hidden, unembed)
+        return loss + 0.3 * z + jnp.sum(jnp.sin(per_token)), parts
+
+    return jax.jit(jax.value_and_grad(mixture, (0, 1), has_aux=True))(hidden, unembed)
+
+
+@pytest.mark.parametrize(
+    ("seq", "chunk", "options"),
+    [
+        (12, 12, {}),
+        (12, 5, {"z_loss": 0.1}),
+        (11, 4, {"softcap": 1.5}),
+        (12, 100, {"softcap": 3.0, "z_loss": 0.5}),
+        (12, 2, {"shards": 3, "batch_shards": 2}),
+        (10, 3, {"shards": 2, "z_loss": 0.2}),
+    ],
+)
+def test_equals_the_plain_formula(inputs, seq, chunk, options):
+    hidden, unembed, targets, weights = inputs
+    hidden, targets, weights = hidden[:, :seq], targets[:, :seq], weights[:, :seq]
+
+    def chunked(hidden, unembed):
+        out = cross_entropy(hidden, unembed, targets, weights, vocab_size=VOCAB, chunk=chunk, **options)
+        return out.loss_sum, out.z_sum, out.per_token
+
+    formula = {name: value for name, value in options.items() if name in ("z_loss", "softcap")}
+    ours = gradients(chunked, hidden, unembed)
+    reference = gradients(lambda h, u: plain(h, u, targets, weights, **formula), hidden, unembed)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert not np.asarray(ours[1][1])[VOCAB:].any(), "the padding of the vocabulary is not trained"
+
+
+def test_sums_and_ignored_targets(inputs):
+    hidden, unembed, targets, weights = inputs
+    out = cross_entropy(hidden, unembed, targets, weights, vocab_size=VOCAB, chunk=5)
+    np.testing.assert_allclose(out.weight_sum, weights.sum(), rtol=1e-6)
+    np.testing.assert_allclose(out.loss_sum, (out.per_token * weights).sum(), rtol=1e-6)
+    ignored = jnp.where(weights == 0, -100, targets)
+    again = cross_entropy(hidden, unembed, ignored, weights, vocab_size=VOCAB, chunk=5)
+    np.testing.assert_array_equal(again.per_token, out.per_token)
+    assert not np.asarray(out.per_token)[1, 5:].any()
+
+
+def test_bfloat16_operands_and_a_float32_gradient_of_float32_parameters(inputs):
+    hidden, unembed, targets, weights = inputs
+
+    def loss(hidden, unembed):
+        out = cross_entropy(hidden, unembed, targets, weights, vocab_size=VOCAB, chunk=1)
+        return out.loss_sum
+
+    exact = jax.grad(loss, (0, 1))(hidden, unembed)
+    mixed = jax.grad(loss, (0, 1))(hidden.astype(jnp.bfloat16), unembed)
+    assert mixed[0].dtype == jnp.bfloat16
+    assert mixed[1].dtype == jnp.float32
+    for a, b in zip(mixed, exact, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05)
+
+
+def test_gradient_over_many_chunks_is_summed_in_float32():
+    """Ones cannot be counted past 256 in bfloat16: with one chunk per position that would show."""
+    seq = 600
+    hidden = jnp.ones((1, seq, 1), jnp.bfloat16)
+    unembed = jnp.zeros((2, 1), jnp.bfloat16)
+    targets, weights = jnp.zeros((1, seq), jnp.int32), jnp.full((1, seq), 2.0)
+    f = lambda u: cross_entropy(hidden, u, targets, weights, vocab_size=2, chunk=1).loss_sum  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(f)(unembed).astype(jnp.float32)[:, 0], [-600.0, 600.0])
+
+
+def test_memory_holds_one_chunk_of_logits():
+    vocab, embed, seq = 4096, 8, 256
+    shapes = [((2, seq, embed), jnp.float32), ((vocab, embed), jnp.float32), ((2, seq), jnp.int32), ((2, seq), jnp.float32)]
+
+    def temporaries(chunk):
+        def loss(hidden, unembed, targets, weights):
+            return cross_entropy(hidden, unembed, targets, weights, vocab_size=vocab, chunk=chunk).loss_sum
+
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    all_logits = 2 * seq * vocab * 4
+    assert temporaries(16) < all_logits / 4 < all_logits <= temporaries(seq)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("d", "s", "m"), axis_types=(AxisType.Auto,) * 3)
+    batch, seq, embed, vocab = 4, 32, 8, 64
+    shapes = [
+        ((batch, seq, embed), jnp.float32, P("d", "s")),
+        ((vocab, embed), jnp.float32, P("m")),
+        ((batch, seq), jnp.int32, P("d", "s")),
+        ((batch, seq), jnp.float32, P("d", "s")),
+    ]
+    shardings = [NamedSharding(mesh, spec) for *_, spec in shapes]
+    logits_sharding = NamedSharding(mesh, P("d", "s", "m"))
+
+    def loss(hidden, unembed, targets, weights):
+        out = cross_entropy(
+            hidden, unembed, targets, weights, vocab_size=60, chunk=4, shards=2, batch_shards=2,
+            constrain=lambda x: jax.lax.with_sharding_constraint(x, logits_sharding),
+        )  # fmt: skip
+        return out.loss_sum
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)), in_shardings=shardings)
+    keys = jax.random.split(jax.random.key(5), 3)
+    arrays = [jax.random.normal(keys[0], shapes[0][0]), jax.random.normal(keys[1], shapes[1][0])]
+    arrays += [jax.random.randint(keys[2], (batch, seq), 0, 60), jnp.ones((batch, seq))]
+    compiled = step.lower(*arrays).compile()
+    # A shard of the gradient is (32, 8) and nothing else is; loops stand before the entry computation.
+    loops, entry = compiled.as_text().split("ENTRY ")
+    reduced = re.compile(r"f32\[32,8\].* all-reduce\(")
+    assert reduced.search(entry) and not reduced.search(loops)
+    on_mesh = compiled(*(jax.device_put(a, s) for a, s in zip(arrays, shardings, strict=True)))
+    alone = jax.value_and_grad(lambda h, u: cross_entropy(h, u, *arrays[2:], vocab_size=60, chunk=4).loss_sum, (0, 1))
+    for a, b in zip(jax.tree.leaves(on_mesh), jax.tree.leaves(alone(*arrays[:2])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 25}, "vocab_size=25, but the unembedding has 24 rows"),
+        ({"shards": 5}, "a sequence of 12 cannot be split into 5 shards"),
+        ({"batch_shards": 3}, "a batch of 4 cannot be split into 3 shards"),
+        ({"chunk": 0}, "chunk=0"),
+    ],
+)
+def test_refusals(inputs, options, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(*inputs, **({"vocab_size": VOCAB, "chunk": 4} | options))
