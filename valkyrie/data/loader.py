@@ -152,7 +152,7 @@ class Loader(Iterator[Batch]):
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(
-                f"the data position has version {state.get('version')}; this program reads {STATE_VERSION}."
+                f"the data position has version {state.get('version')}; this program reads version {STATE_VERSION}."
             )
         for name, mine in self._identity.items():
             if state[name] != mine:

@@ -125,7 +125,7 @@ def read_manifest(path: Path) -> Prepared:
     try:
         told = json.loads(file.read_text())
         version = told.pop("version")
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"{file} is damaged: it is not the JSON of a manifest. Remove {path} and prepare again."
         ) from None

@@ -87,7 +87,7 @@ def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
 def _check(config: DataConfig) -> None:
     if not 0 < config.validation_fraction < 1:
         raise ValueError(
-            f"data.validation_fraction={config.validation_fraction}: use a share between 0 and 1, such as 0.05."
+            f"data.validation_fraction={config.validation_fraction}: use a share above 0 and below 1, such as 0.05."
         )
     if config.shard_tokens < 1:
         raise ValueError(f"data.shard_tokens={config.shard_tokens}: use 1 or more.")

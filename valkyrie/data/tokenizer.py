@@ -129,14 +129,7 @@ class TiktokenTokenizer:
         self.bos_id = bos_id
         self.fingerprint = fingerprint
         self.vocab_size = encoding.n_vocab
-
-    @property
-    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
-        """Bytes that each id stands for; 0 for special ids and for holes in the vocabulary."""
-        lengths = np.zeros(self.vocab_size, np.int32)
-        values = self.encoding.token_byte_values()
-        lengths[[self.encoding.encode_single_token(value) for value in values]] = [len(value) for value in values]
-        return lengths
+        self.token_bytes = _token_bytes(encoding)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
         """Return the ids of a text. The merging runs without the interpreter lock: threads do it in parallel."""
@@ -202,6 +195,14 @@ def check_name(name: str) -> None:
     if name not in known:
         choices = ", ".join(["bytes", *sorted(known)])
         raise ValueError(f"tokenizer={name} is not known. Use one of {choices}, or the path of a .tiktoken file.")
+
+
+def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
+    """Return the bytes that each id stands for; 0 for special ids and for holes in the vocabulary."""
+    lengths = np.zeros(encoding.n_vocab, np.int32)
+    values = encoding.token_byte_values()
+    lengths[[encoding.encode_single_token(value) for value in values]] = [len(value) for value in values]
+    return lengths
 
 
 def _checked_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

@@ -1,0 +1,95 @@
+"""`valkyrie-data`: what it prints, and that a mistake is one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from valkyrie.cli.data import main
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02d}.txt").write_text(f"the text of document {number}")
+    return folder
+
+
+def prepared(corpus: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    main(["prepare", "text", str(corpus), "--validation-fraction", "0.3", *more])
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = prepared(corpus, capsys, "--shard-tokens", "100")
+    assert Path(path).parent == tmp_path / "cache" / "data"
+    assert prepared(corpus, capsys, "--shard-tokens", "100") == path != prepared(corpus, capsys)
+    main(["verify", path])
+    size = sum(len(file.read_bytes()) + 1 for file in corpus.iterdir()) * 2
+    assert f" shards, {size:,} bytes: every checksum is right" in capsys.readouterr().out
+    main(["show", path, "--tokens", "30"])
+    shown = capsys.readouterr().out
+    assert "text: kind=text" in shown and "tokenizer bytes, 257 ids, uint16" in shown
+    assert "bytes/token" in shown and "the first 30 tokens of train" in shown and "the text of document" in shown
+
+
+def test_the_tokenizer_and_the_limit_are_passed_on(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", prepared(corpus, capsys, "--tokenizer", "gpt2", "--max-bytes", "100")])
+    shown = capsys.readouterr().out
+    assert "tokenizer gpt2, 50,257 ids" in shown and "max_bytes=100" in shown
+
+
+def test_synthetic_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["prepare", "synthetic"])
+    main(["show", capsys.readouterr().out.splitlines()[-1]])
+    assert "entropy_nats_per_token=1.06" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: {prepare,verify,show}"),
+        (["prepare", "wiki"], "valkyrie-data prepare: argument source: invalid choice: 'wiki'"),
+        (["prepare", "text"], "valkyrie-data: data=text needs files: data.paths=["),
+        (["prepare", "text", "none.txt"], "valkyrie-data: data.paths: there is no file or directory none.txt"),
+        (["prepare", "stdlib", "a.txt"], "valkyrie-data: stdlib takes no paths: use valkyrie-data prepare text a.txt"),
+        (["prepare", "--tokenizer", "gtp2"], "valkyrie-data: tokenizer=gtp2 is not known. Use one of bytes, "),
+        (["prepare", "--workers", "many"], "argument --workers: invalid int value: 'many'"),
+        (["verify", "nowhere"], "valkyrie-data: nowhere has no manifest.json"),
+        (["show", "nowhere"], "valkyrie-data: nowhere has no manifest.json"),
+        (["show", "nowhere", "--tokens", "0"], "valkyrie-data: --tokens 0: use 1 or more."),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    corpus: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    out, errors = capsys.readouterr()
+    assert (stopped.value.code, out, errors.count("\n")) == (2, "", 1)
+    assert message in errors
+
+
+def test_a_corrupt_shard_is_named(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = prepared(corpus, capsys)
+    shard = Path(path, "train-00000.bin")
+    shard.write_bytes(b"!" + shard.read_bytes()[1:])
+    with pytest.raises(SystemExit, match="2"):
+        main(["verify", path])
+    assert "train-00000.bin has SHA-256 " in capsys.readouterr().err
+
+
+def test_the_program_runs_and_loads_no_jax(corpus: Path) -> None:
+    program = (
+        f"import sys; from valkyrie.cli.data import main; main(['prepare', 'text', {str(corpus)!r}]);"
+        "assert 'jax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,331 @@
+"""The loader: rows, their order, their division among processes, their place, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valkyrie.data.loader import Batch, Loader, TokenStream, make_batch, make_loader, open_split
+from valkyrie.data.manifest import Prepared, Split, content_hash, write_manifest
+from valkyrie.data.writer import ShardWriter, Tokens
+
+BOS = 60000
+
+
+def write_dataset(
+    path: Path, train: Sequence[int], validation: Sequence[int] = (BOS, 1), shard_tokens: int = 100
+) -> Prepared:
+    """A dataset of given tokens; `arange` makes a row recognisable by its first token."""
+    splits: dict[str, Split] = {}
+    path.mkdir(parents=True, exist_ok=True)
+    for name, ids in (("train", train), ("validation", validation)):
+        writer = ShardWriter(path, name, np.dtype("<u2"), shard_tokens)
+        writer.add(Tokens(name, np.asarray(ids), documents=1, bytes=len(ids)))
+        splits[name] = writer.finish()
+    content = content_hash({name: list(split.shards) for name, split in splits.items()}, "uint16", BOS)
+    prepared = Prepared(
+        path, "mine", "key", content, {"kind": "text"}, "bytes", "print", BOS + 1, BOS, "uint16", **splits
+    )
+    write_manifest(prepared)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """37 rows of 16 tokens and a rest, in shards of 100 tokens: rows cross shards."""
+    return write_dataset(tmp_path_factory.mktemp("counted"), range(37 * 16 + 5), range(50))
+
+
+def take(loader: Loader, count: int) -> list[Batch]:
+    return [next(loader) for _ in range(count)]
+
+
+def starts(batches: list[Batch]) -> list[int]:
+    """The number of every row, of datasets that count."""
+    return [int(row[0]) // 16 for batch in batches for row in batch["tokens"]]
+
+
+def assert_same(one: list[Batch], two: list[Batch]) -> None:
+    assert len(one) == len(two)
+    for first, second in zip(one, two, strict=True):
+        assert first.keys() == second.keys()
+        for name in first:
+            np.testing.assert_array_equal(first[name], second[name])
+
+
+def joined(parts: Sequence[list[Batch]]) -> list[Batch]:
+    """The global batches, from those of the processes in order."""
+    return [
+        {name: np.concatenate([part[name] for part in step]) for name in step[0]} for step in zip(*parts, strict=True)
+    ]
+
+
+def test_a_stream_reads_across_shards(counted: Prepared) -> None:
+    stream = open_split(counted, "train")
+    assert len(stream) == 597 and len(counted.train.shards) == 6
+    for start, stop in [(0, 1), (99, 101), (100, 200), (95, 405), (590, 700), (597, 600), (700, 800)]:
+        assert stream.read(start, stop).tolist() == list(range(min(start, 597), min(stop, 597)))
+    assert stream.read(0, 5).dtype == np.int32
+
+
+def test_a_batch_has_the_promised_arrays(counted: Prepared) -> None:
+    with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
+        batch = next(loader)
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
+        "tokens": ((4, 16), "int32"),
+        "targets": ((4, 16), "int32"),
+        "segment_ids": ((4, 16), "int32"),
+        "weights": ((4, 16), "float32"),
+    }
+    assert all(array.flags.c_contiguous for array in batch.values())
+    np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
+    assert (batch["weights"] == 1).all() and (batch["segment_ids"] == 1).all()
+
+
+@given(st.lists(st.lists(st.sampled_from([BOS, 1, 2]), max_size=9), min_size=1, max_size=4))
+@settings(deadline=None)
+def test_packing_agrees_with_a_plain_loop(windows: list[list[int]]) -> None:
+    seq = 8
+    batch = make_batch([np.array(window, np.int32) for window in windows], seq, BOS)
+    for row, window in enumerate(windows):
+        segment = 1
+        for position in range(seq):
+            real = position + 1 < len(window)
+            if real and window[position] == BOS and position > 0:
+                segment += 1
+            assert batch["weights"][row, position] == real
+            assert batch["segment_ids"][row, position] == (segment if real else 0)
+            if real:
+                assert batch["tokens"][row, position] == window[position]
+                assert batch["targets"][row, position] == window[position + 1]
+
+
+def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(counted: Prepared) -> None:
+    def epochs(seed: int) -> list[list[int]]:
+        with make_loader(counted, "train", batch=8, seq=16, seed=seed, repeat=True) as loader:
+            assert (loader.rows, loader.batches) == (37, None)
+            rows = starts(take(loader, 37))
+            assert loader.epoch == 8
+        return [rows[start : start + 37] for start in range(0, 8 * 37, 37)]
+
+    first, second = epochs(0), epochs(1)
+    for epoch in first + second:
+        assert sorted(epoch) == list(range(37))
+    assert len({tuple(epoch) for epoch in first + second}) == 16
+    assert epochs(0) == first
+
+
+def test_the_order_of_seed_0_stays_what_it_is(counted: Prepared) -> None:
+    """A change here breaks the resumption of every saved run."""
+    with make_loader(counted, "train", batch=6, seq=16, seed=0, repeat=True) as loader:
+        assert starts(take(loader, 2)) == [9, 31, 20, 3, 11, 21, 8, 29, 33, 10, 19, 14]
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_processes_divide_the_same_global_batches(counted: Prepared, split: str, processes: int) -> None:
+    """Also with more processes than shards: validation has one."""
+    repeat = split == "train"
+
+    def read(index: int, count: int) -> list[Batch]:
+        with make_loader(
+            counted, split, batch=8, seq=16, process_index=index, process_count=count, repeat=repeat
+        ) as loader:
+            return take(loader, 6) if repeat else list(loader)
+
+    assert_same(joined([read(index, processes) for index in range(processes)]), read(0, 1))
+
+
+def test_a_process_may_feed_any_places(counted: Prepared) -> None:
+    with (
+        make_loader(counted, "train", batch=8, seq=16, repeat=True) as whole,
+        make_loader(counted, "train", batch=8, seq=16, places=[6, 1, 1], repeat=True) as some,
+    ):
+        for full, part in zip(take(whole, 3), take(some, 3), strict=True):
+            np.testing.assert_array_equal(full["tokens"][[6, 1, 1]], part["tokens"])
+
+
+@pytest.mark.parametrize("before", [1, 4])
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_restored_loader_continues_on_any_number_of_processes(counted: Prepared, before: int, after: int) -> None:
+    def loaders(count: int) -> list[Loader]:
+        return [
+            make_loader(
+                counted, "train", batch=8, seq=16, seed=5, process_index=index, process_count=count, repeat=True
+            )
+            for index in range(count)
+        ]
+
+    old, new = loaders(before), loaders(after)
+    for loader in old:
+        take(loader, 7)
+    (state,) = {json.dumps(loader.state(), sort_keys=True) for loader in old}
+    expected = joined([take(loader, 9) for loader in old])
+    for loader in new:
+        take(loader, 2)
+        loader.restore(json.loads(state))
+        assert loader.step == 7 and loader.state() == json.loads(state)
+    assert_same(joined([take(loader, 9) for loader in new]), expected)
+    for loader in old + new:
+        loader.close()
+
+
+def test_reading_ahead_does_not_move_the_place(counted: Prepared) -> None:
+    with make_loader(counted, "train", batch=8, seq=16, repeat=True) as loader:
+        assert loader.state()["row"] == 0
+        next(loader)
+        time.sleep(0.05)
+        assert loader.state()["row"] == 8
+
+
+def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared) -> None:
+    with make_loader(counted, "train", batch=6, seq=16, repeat=True) as loader:
+        take(loader, 2)
+        state = loader.state()
+        expected = starts(take(loader, 4))
+    with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
+        loader.restore(state)
+        assert starts(take(loader, 6)) == expected
+    with make_loader(counted, "train", batch=5, seq=16, repeat=True) as loader:
+        with pytest.raises(
+            ValueError, match=r"row 12, not a multiple of batch=5\. Use a batch that divides it, such as 4"
+        ):
+            loader.restore(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 1}, "saved with data.shuffle_seed=1, this run has 0: its rows come in another order."),
+        ({"seq": 8}, "saved with seq=8, this run has 16"),
+        ({"content": "x"}, "saved with data (hash of its tokens)=x, this run has "),
+        ({"split": "validation"}, "saved with split=validation, this run has train"),
+        ({"version": 2}, "the data position has version 2; this program reads version 1"),
+    ],
+)
+def test_the_place_of_another_order_is_refused(counted: Prepared, change: dict[str, Any], message: str) -> None:
+    with make_loader(counted, "train", batch=8, seq=16, repeat=True) as loader:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            loader.restore({**loader.state(), **change})
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 17, 18, 33, 64, 65, 66, 200])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_evaluation_counts_every_target_once(tmp_path: Path, tokens: int, processes: int) -> None:
+    prepared = write_dataset(tmp_path, [BOS, 1], range(tokens))
+    parts = []
+    for index in range(processes):
+        with make_loader(
+            prepared, "validation", batch=4, seq=16, process_index=index, process_count=processes, repeat=False
+        ) as loader:
+            batches = list(loader)
+            assert len(batches) == loader.batches == -(-(tokens - 1) // 64)
+            parts.append(batches)
+    counted = [batch["targets"][batch["weights"] == 1] for batch in joined(parts)]
+    assert np.concatenate(counted).tolist() == list(range(1, tokens))
+    for batch in joined(parts):
+        assert ((batch["segment_ids"] > 0) == (batch["weights"] == 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"seq": 597},
+            "data=mine has 597 tokens in its train split: too few for one row of seq=597. Use seq<=596, or more",
+        ),
+        (
+            {"batch": 38},
+            "597 tokens in its train split: 37 rows of seq=16, fewer than batch=38. Use batch<=37 or seq<=15,",
+        ),
+        ({"batch": 600, "seq": 1}, "596 rows of seq=1, fewer than batch=600. Use batch<=596, or more text."),
+        ({"batch": 0}, "batch=0: use 1 or more."),
+        ({"seq": 0}, "seq=0: use 1 or more."),
+        ({"process_count": 3}, "batch=8 rows cannot be divided among 3 processes. Use batch=6 or 9."),
+        ({"process_count": 16}, "batch=8 rows cannot be divided among 16 processes. Use batch=16."),
+        ({"process_index": 2, "process_count": 2}, "process_index=2 is not one of process_count=2 processes."),
+        ({"places": [0, 8]}, "places=[0, 8] are not all places of batch=8, which are 0 to 7."),
+    ],
+)
+def test_what_cannot_be_dealt_is_refused_with_numbers(
+    counted: Prepared, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_loader(counted, "train", **{"batch": 8, "seq": 16, "repeat": True, **arguments})
+
+
+def test_the_advice_of_a_refusal_works(counted: Prepared) -> None:
+    for batch, seq in ((37, 16), (38, 15), (1, 596)):
+        make_loader(counted, "train", batch=batch, seq=seq, repeat=True).close()
+
+
+def test_an_empty_split_is_refused(tmp_path: Path) -> None:
+    prepared = write_dataset(tmp_path, [], [BOS])
+    for split, has in (("train", 0), ("validation", 1)):
+        message = f"data=mine has {has} tokens in its {split} split; it needs 2 or more."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make_loader(prepared, split, batch=1, seq=1, repeat=False)
+    with pytest.raises(ValueError, match="there is no split 'test': use train or validation"):
+        TokenStream(prepared, "test")
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+
+
+def test_closing_ends_the_thread(counted: Prepared) -> None:
+    before = len(reading_threads())
+    loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
+    next(loader)
+    assert len(reading_threads()) == before + 1
+    loader.close()
+    loader.close()
+    for thread in reading_threads():
+        thread.join(5)
+    assert len(reading_threads()) == 0
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+PROGRAM = """
+import sys, time
+from valkyrie.data.loader import make_loader
+from valkyrie.data.manifest import open_prepared
+loader = make_loader(open_prepared(sys.argv[1]), "train", batch=8, seq=16, repeat=True)
+print(next(loader)["tokens"].shape, flush=True)
+try:
+    while sys.argv[2] == "wait":
+        next(loader)
+except KeyboardInterrupt:
+    print(loader.state()["row"] % 8)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "wait"])
+def test_a_program_ends_at_once_with_a_loader_open(counted: Prepared, how: str) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, str(counted.path), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    first = program.stdout.readline()
+    if how == "wait":
+        time.sleep(0.2)
+        program.send_signal(signal.SIGINT)
+    out, errors = program.communicate(timeout=10)
+    assert (program.returncode, first, out, errors) == (0, "(8, 16)\n", "0\n" if how == "wait" else "", "")

@@ -1,0 +1,338 @@
+"""Preparation: the cache, the shards, and what happens when something goes wrong in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from valkyrie.data import prepare as preparing
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.loader import open_split
+from valkyrie.data.manifest import MANIFEST, Prepared, open_prepared, verify
+from valkyrie.data.prepare import prepare
+from valkyrie.data.tokenizer import load_tokenizer
+
+CORPUS = {f"{number:02d}.txt": f"document {number}: {'é' * number}\nline two\n" * 3 for number in range(40)}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, text in CORPUS.items():
+        (corpus / name).write_text(text)
+    cache = str(tmp_path / "cache")
+    return DataConfig(
+        name="text", source=Source.text, paths=[str(corpus)], cache_dir=cache, shard_tokens=300, validation_fraction=0.2
+    )
+
+
+def all_tokens(prepared: Prepared, split: str) -> np.ndarray:
+    stream = open_split(prepared, split)
+    return stream.read(0, len(stream))
+
+
+def texts_of(prepared: Prepared, split: str) -> list[str]:
+    """Cut the stream at BOS and decode."""
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    tokens = all_tokens(prepared, split)
+    starts = np.flatnonzero(tokens == prepared.bos_id)
+    assert starts[0] == 0
+    return [tokenizer.decode(document) for document in np.split(tokens, starts[1:])]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_the_shards_hold_every_document_once_behind_a_bos(config: DataConfig, tokenizer: str) -> None:
+    prepared = prepare(config, tokenizer)
+    train, validation = texts_of(prepared, "train"), texts_of(prepared, "validation")
+    assert sorted(train + validation) == sorted(CORPUS.values())
+    assert (
+        train == [text for text in CORPUS.values() if text in train]
+        and len(validation) == prepared.validation.documents > 0
+    )
+    for name, texts in (("train", train), ("validation", validation)):
+        split = prepared.split(name)
+        assert split.bytes == sum(len(text.encode()) for text in texts)
+        assert split.documents == len(texts)
+        assert split.tokens == len(all_tokens(prepared, name)) == sum(shard.tokens for shard in split.shards)
+        assert [shard.tokens for shard in split.shards[:-1]] == [300] * (len(split.shards) - 1)
+    assert len(prepared.train.shards) > 2 and prepared.dtype == "uint16"
+    assert json.loads((prepared.path / MANIFEST).read_text())["version"] == 1
+
+
+def test_a_large_vocabulary_takes_four_bytes(config: DataConfig, tmp_path: Path) -> None:
+    import base64
+
+    lines = [base64.b64encode(bytes([value])) + b" %d" % value for value in range(256)]
+    (tmp_path / "large.tiktoken").write_bytes(b"\n".join([*lines, base64.b64encode(b"document") + b" 70000"]))
+    prepared = prepare(config, str(tmp_path / "large.tiktoken"))
+    assert (prepared.dtype, prepared.bos_id, prepared.vocab_size) == ("uint32", 70001, 70002)
+    assert sorted(texts_of(prepared, "train") + texts_of(prepared, "validation")) == sorted(CORPUS.values())
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_the_result_does_not_depend_on_the_workers(
+    config: DataConfig, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = prepare(config, "gpt2").content
+    monkeypatch.setattr("valkyrie.data.writer.PIECE_CHARS", 100)
+    config.workers = workers
+    config.cache_dir += "-other"
+    assert prepare(config, "gpt2").content == content
+
+
+def test_the_second_call_tokenises_nothing(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(config, "gpt2")
+
+    def never(*arguments: object) -> None:
+        raise AssertionError
+
+    for name in ("load_tokenizer", "cut", "encode_all"):
+        monkeypatch.setattr(preparing, name, never)
+    monkeypatch.setattr("valkyrie.data.manifest._sha256", never)
+    assert prepare(config, "gpt2", never) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: Path(config.paths[0], "00.txt").write_text("another text"),
+        lambda config: Path(config.paths[0], "new.md").write_text("another text"),
+        lambda config: Path(config.paths[0], "00.txt").unlink(),
+        lambda config: setattr(config, "validation_fraction", 0.3),
+        lambda config: setattr(config, "shard_tokens", 301),
+        lambda config: setattr(config, "max_bytes", 1000),
+    ],
+)
+def test_a_change_that_matters_is_another_dataset(config: DataConfig, change: Callable[[DataConfig], object]) -> None:
+    first = prepare(config, "bytes")
+    change(config)
+    second = prepare(config, "bytes")
+    assert second.path != first.path and second.content != first.content
+    assert open_prepared(first.path) == first
+
+
+def test_what_does_not_change_the_tokens_keeps_the_content(config: DataConfig) -> None:
+    first = prepare(config, "bytes")
+    config.shuffle_seed, config.workers, config.name = 3, 1, "other"
+    Path(config.paths[0], "00.txt").touch()
+    second = prepare(config, "bytes")
+    assert (second.content, second.path != first.path) == (first.content, True)
+    assert prepare(config, "gpt2").content != first.content
+
+
+def test_synthetic_documents_become_shards(tmp_path: Path) -> None:
+    config = DataConfig(
+        name="synthetic", source=Source.synthetic, documents=50, mean_length=20, cache_dir=str(tmp_path)
+    )
+    prepared = prepare(config, "bytes")
+    assert prepared.train.documents + prepared.validation.documents == 50
+    assert prepared.train.tokens == prepared.train.bytes + prepared.train.documents
+    assert prepared.source["entropy_nats_per_token"] == pytest.approx(1.0627, abs=1e-4)
+    config.generator_seed = 1
+    assert prepare(config, "bytes").content != prepared.content
+
+
+def test_a_prepared_directory_is_a_dataset(config: DataConfig, tmp_path: Path) -> None:
+    prepared = prepare(config, "bytes")
+    moved = prepared.path.rename(tmp_path / "moved")
+    config.paths = [str(moved)]
+    assert prepare(config, "bytes").content == prepared.content
+    with pytest.raises(
+        ValueError, match=r"moved was prepared with tokenizer=bytes, but tokenizer=gpt2 is asked for\. Set"
+    ):
+        prepare(config, "gpt2")
+
+
+PROGRAM = """
+import os, signal, sys
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.prepare import prepare
+what, corpus, cache = sys.argv[1:]
+def progress(done, total):
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+config = DataConfig(name="text", source=Source.text, paths=[corpus], cache_dir=cache, shard_tokens=300,
+                    validation_fraction=0.2)
+print(prepare(config, "bytes", progress).content)
+"""
+
+
+def start(what: str, config: DataConfig) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", PROGRAM, what, config.paths[0], config.cache_dir]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_several_processes_at_once_come_to_one_result(config: DataConfig) -> None:
+    running = [start("work", config) for _ in range(4)]
+    contents = {process.communicate(timeout=60)[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0] * 4
+    assert contents == {prepare(config, "bytes").content}
+    assert [entry.name for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == [
+        prepare(config, "bytes").path.name
+    ]
+
+
+def test_two_results_at_once_are_one_without_locks(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system has no locks, the second to finish takes the result of the first."""
+    import fcntl
+
+    def no_locks(*arguments: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    nested: list[Prepared] = []
+
+    def other_process(done: int, total: int | None) -> None:
+        if not nested:
+            nested.append(prepare(config, "bytes"))
+
+    assert prepare(config, "bytes", other_process) == nested[0] == verify(nested[0].path)
+    assert not list(Path(config.cache_dir).glob(".*tmp*"))
+
+
+def test_a_killed_preparation_leaves_nothing_that_counts(config: DataConfig) -> None:
+    process = start("kill", config)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    (leftover,) = Path(config.cache_dir).glob(".*tmp*")
+    assert not (leftover / MANIFEST).exists() and list(leftover.iterdir())
+    prepared = prepare(config, "bytes")
+    assert verify(prepared.path).train.documents > 0
+    assert not leftover.exists()
+
+
+def test_an_interrupted_preparation_cleans_up(config: DataConfig) -> None:
+    def interrupt(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, "bytes", interrupt)
+    assert [entry for entry in Path(config.cache_dir).iterdir() if entry.is_dir()] == []
+
+
+def test_progress_counts_the_bytes(config: DataConfig) -> None:
+    seen: list[tuple[int, int | None]] = []
+    prepared = prepare(config, "bytes", lambda done, total: seen.append((done, total)))
+    size = sum(len(text.encode()) for text in CORPUS.values())
+    assert seen[-1] == (size, size) == (prepared.train.bytes + prepared.validation.bytes, size)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: DataConfig) -> None:
+    prepared = prepare(config, "bytes")
+    count = len(prepared.train.shards) + len(prepared.validation.shards)
+    shard = prepared.shard_path(prepared.train.shards[1])
+    flip(shard)
+    sums = "SHA-256 [0-9a-f]{12}, its manifest says [0-9a-f]{12}"
+    message = rf"is corrupt, 1 of {count} shards: train-00001\.bin has {sums}\. Remove the directory"
+    with pytest.raises(ValueError, match=message):
+        open_prepared(prepared.path)
+    with pytest.raises(ValueError, match="train-00001.bin has SHA-256"):
+        prepare(config, "bytes")
+    flip(shard)
+    assert open_prepared(prepared.path) == prepared
+
+
+def test_verify_reads_what_opening_trusts(config: DataConfig) -> None:
+    prepared = prepare(config, "bytes")
+    shard = prepared.shard_path(prepared.validation.shards[0])
+    before = shard.stat().st_mtime_ns
+    flip(shard)
+    os.utime(shard, ns=(before, before))
+    assert open_prepared(prepared.path) == prepared
+    with pytest.raises(ValueError, match=r"validation-00000\.bin has SHA-256"):
+        verify(prepared.path)
+
+
+def test_short_and_missing_shards_are_named_together(config: DataConfig) -> None:
+    prepared = prepare(config, "bytes")
+    os.truncate(prepared.shard_path(prepared.train.shards[0]), 599)
+    prepared.shard_path(prepared.validation.shards[0]).unlink()
+    tokens = prepared.validation.shards[0].tokens
+    message = (
+        f"train-00000.bin has 599 bytes, its manifest says 600; validation-00000.bin is missing ({tokens:,} tokens)"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_prepared(prepared.path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "manifest.json is damaged"),
+        ("[]", "manifest.json is damaged"),
+        ('{"version": 99}', "manifest.json has version 99; this program reads version 1"),
+        ('{"version": 1}', "manifest.json is damaged ('train')"),
+    ],
+)
+def test_a_damaged_manifest_is_refused(config: DataConfig, content: str, message: str) -> None:
+    path = prepare(config, "bytes").path
+    (path / MANIFEST).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_prepared(path)
+
+
+def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"has no manifest\.json: it is not a dataset written by valkyrie-data prepare"
+    ):
+        open_prepared(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "wrong", "message"),
+    [
+        ({"a.txt": ""}, {}, "data=text has no text: 1 files with 0 bytes, all of them empty."),
+        (
+            {"a.jsonl": '{"text": "x"}'},
+            {},
+            "data=text has 1 document with 1 bytes; it needs 2, one for training and one for",
+        ),
+        (
+            {"a.txt": "x", "b.txt": "x"},
+            {},
+            "data=text has 2 documents that are all the same text; validation needs another.",
+        ),
+        (
+            {"a.txt": "xy"},
+            {"validation_fraction": 1.0},
+            "data.validation_fraction=1.0: use a share above 0 and below 1",
+        ),
+        (
+            {"a.txt": "xy"},
+            {"validation_fraction": 0.0},
+            "data.validation_fraction=0.0: use a share above 0 and below 1",
+        ),
+        ({"a.txt": "xy"}, {"workers": 0}, "data.workers=0: use 1 or more"),
+        ({"a.txt": "xy"}, {"max_bytes": 0}, "data.max_bytes=0: use 1 or more"),
+        ({"a.txt": "xy"}, {"shard_tokens": 0}, "data.shard_tokens=0: use 1 or more"),
+    ],
+)
+def test_mistakes_are_refused_and_leave_nothing(
+    tmp_path: Path, files: dict[str, str], wrong: dict[str, Any], message: str
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, text in files.items():
+        (corpus / name).write_text(text)
+    cache = tmp_path / "cache"
+    config = DataConfig(name="text", source=Source.text, paths=[str(corpus)], cache_dir=str(cache), **wrong)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(config, "bytes")
+    assert not cache.exists() or not [entry for entry in cache.iterdir() if entry.is_dir()]

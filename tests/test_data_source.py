@@ -1,0 +1,290 @@
+"""Sources: which documents they give, in which order, how they are split, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from valkyrie.data import cut as cutting
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.cut import Census, cut, first_threshold, pieces, second_threshold
+from valkyrie.data.source import Document, documents, list_source
+from valkyrie.data.synthetic import FIRST_ID, SUCCESSOR_WEIGHTS, SyntheticDocument, synthetic_entropy
+from valkyrie.data.tokenizer import load_tokenizer
+
+GPT2 = load_tokenizer("gpt2")
+
+
+def text_config(*paths: object, **more: Any) -> DataConfig:
+    return DataConfig(name="text", source=Source.text, paths=[str(path) for path in paths], **more)
+
+
+def read(config: DataConfig) -> list[Document]:
+    found = list(documents(config, list_source(config)))
+    chosen = [document for document in found if isinstance(document, Document)]
+    assert chosen == found
+    return chosen
+
+
+def texts(config: DataConfig) -> list[str]:
+    return [document.text for document in read(config)]
+
+
+def test_the_config_loads_without_numpy_and_nothing_here_loads_jax() -> None:
+    program = (
+        "import sys; import valkyrie.data.config; assert not {'numpy', 'jax', 'grain', 'omegaconf'} & set(sys.modules);"
+        "import valkyrie.data.prepare, valkyrie.data.loader; assert not {'jax', 'grain', 'pyarrow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[1].glob("conf/data/*.yaml")), ids=lambda file: file.stem)
+def test_every_dataset_of_conf_is_a_data_config(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert file.read_text().startswith(f"# valkyrie-train data={file.stem}")
+    loaded = OmegaConf.load(file)
+    assert isinstance(loaded, DictConfig) and loaded.pop("defaults") == ["data_schema", "_self_"]
+    merged = OmegaConf.merge(OmegaConf.structured(DataConfig), loaded)
+    monkeypatch.delenv("VALKYRIE_CACHE", raising=False)
+    assert merged.cache_dir == "~/.cache/valkyrie/data"
+    monkeypatch.setenv("VALKYRIE_CACHE", "/elsewhere")
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, DataConfig)
+    assert (config.name, config.source.value, config.cache_dir) == (file.stem, file.stem, "/elsewhere/data")
+
+
+def test_stdlib_is_the_source_of_this_python_without_its_tests() -> None:
+    config = DataConfig()
+    listing = list_source(config)
+    names = [file.id for file in listing.files]
+    assert {"os.py", "json/decoder.py"} < set(names) and names == sorted(names)
+    assert not [name for name in names if {"site-packages", "test", "tests"} & set(name.split("/"))]
+    assert listing.bytes > 5_000_000
+    assert list_source(config) == listing
+    first = next(iter(documents(config, listing)))
+    assert isinstance(first, Document) and (Path(sysconfig.get_paths()["stdlib"]) / first.id).read_text() == first.text
+
+
+def test_a_zipped_stdlib_is_read_and_a_missing_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / "python311.zip"
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr("os.py", "# os\n" * 300_000)
+        opened.writestr("json/decoder.py", "# json")
+        opened.writestr("json/tests/test_it.py", "# not this")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr(sys, "path", [str(archive)])
+    assert texts(DataConfig()) == ["# json", "# os\n" * 300_000]
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ValueError, match=r"data=stdlib found 0 \.py files with 0 bytes under .*; it needs 1,000,000"):
+        list_source(DataConfig())
+
+
+def test_files_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes" / "deep").mkdir(parents=True)
+    (tmp_path / "notes" / ".hidden").mkdir()
+    for name, text in {
+        "a.txt": "A",
+        "notes/b.md": "B",
+        "notes/deep/c.py": "C",
+        "notes/.hidden/d.txt": "D",
+        "notes/picture.png": "E",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert texts(text_config("notes/**/*.py", "a.txt")) == ["A", "C"]
+    assert texts(text_config("notes")) == ["B", "C"]
+    assert texts(text_config("**/*.md", "notes/b.md", tmp_path / "notes")) == ["B", "C"]
+    assert list_source(text_config("notes/*")).skipped == 1
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
+
+
+def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lines = [{"body": "one"}, {"body": ""}, {"body": "two\nlines", "n": 1}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    parquet.write_table(arrow.table({"story": ["three", None, "four"], "n": [1, 2, 3]}), tmp_path / "b.parquet")
+    config = text_config(tmp_path, field="body", column="story")
+    assert [(d.id.removeprefix(f"{tmp_path}/"), d.text) for d in read(config)] == [
+        ("a.jsonl:1", "one"),
+        ("a.jsonl:3", "two\nlines"),
+        ("b.parquet:1", "three"),
+        ("b.parquet:3", "four"),
+    ]
+    with pytest.raises(
+        ValueError, match=r"b\.parquet has no text column data\.column=n; its text columns are story, of"
+    ):
+        read(text_config(tmp_path / "b.parquet", column="n"))
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 has no text under data\.field=text; it has the keys body"):
+        read(text_config(tmp_path / "a.jsonl"))
+    (tmp_path / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
+    with pytest.raises(ValueError, match=r"c\.jsonl:2 is not JSON \("):
+        read(text_config(tmp_path / "c.jsonl"))
+    (tmp_path / "d.parquet").write_text("no")
+    with pytest.raises(ValueError, match=r"d\.parquet is not a readable \.parquet file"):
+        read(text_config(tmp_path / "d.parquet"))
+    (tmp_path / "e.jsonl").write_text("[1]")
+    with pytest.raises(ValueError, match=r"e\.jsonl:1 .*; it has a list"):
+        read(text_config(tmp_path / "e.jsonl"))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b.parquet").write_text("no")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=re.escape('pip install "valkyrie-jax[parquet]"')):
+        read(text_config(tmp_path / "b.parquet"))
+
+
+def test_bytes_that_are_not_utf8_are_counted_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9 and twenty more characters")
+    (document,) = read(text_config(tmp_path / "a.txt"))
+    assert document.text == "caf\ufffd and twenty more characters" and document.replaced == 1
+    (tmp_path / "b.txt").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 text: 128 of its 256 characters cannot be decoded"):
+        read(text_config(tmp_path / "b.txt"))
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are .txt, .md, .py"),
+        (["none.txt"], "data.paths: there is no file or directory none.txt (looked from "),
+        (["*.rst"], "data.paths: *.rst matches 0 files (looked from "),
+        (["a.rst"], "data.paths: a.rst matches 1 files (looked from "),
+    ],
+)
+def test_paths_without_text_are_refused(
+    paths: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if paths == ["a.rst"]:
+        (tmp_path / "a.rst").write_text("text")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list_source(text_config(*paths))
+
+
+def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
+    config = DataConfig(name="synthetic", source=Source.synthetic, documents=700, mean_length=100, states=16)
+    found = list(documents(config, list_source(config)))
+    again = list(documents(config, list_source(config)))
+    assert len(found) == 700
+    counts = np.zeros((16, 16))
+    for first, second in zip(found, again, strict=True):
+        assert isinstance(first, SyntheticDocument) and isinstance(second, SyntheticDocument)
+        assert np.array_equal(first.tokens, second.tokens) and 50 <= first.tokens.size <= 150
+        np.add.at(counts, (first.tokens[:-1] - FIRST_ID, first.tokens[1:] - FIRST_ID), 1)
+    assert ((counts > 0).sum(axis=1) == len(SUCCESSOR_WEIGHTS)).all()
+    share = counts / counts.sum(axis=1, keepdims=True)
+    measured = -(counts.sum(axis=1) / counts.sum()) @ np.where(share > 0, share * np.log(share + (share == 0)), 0).sum(
+        axis=1
+    )
+    assert measured == pytest.approx(synthetic_entropy(), rel=0.01)
+    other = next(iter(documents(DataConfig(source=Source.synthetic, states=16, generator_seed=1), list_source(config))))
+    assert isinstance(other, SyntheticDocument) and isinstance(found[0], SyntheticDocument)
+    assert other.tokens.tolist() != found[0].tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"states": 3}, "data.states=3: use 4 to 224."),
+        ({"documents": 1}, "data.documents=1: use 2 or more"),
+        ({"mean_length": 1}, "data.mean_length=1: use 2 or more"),
+    ],
+)
+def test_a_chain_that_cannot_be_drawn_is_refused(wrong: dict[str, Any], message: str) -> None:
+    config = DataConfig(source=Source.synthetic, **wrong)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        next(iter(documents(config, list_source(config))))
+
+
+def splits_of(config: DataConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
+    census = Census()
+    found: dict[str, list[str]] = {"train": [], "validation": []}
+    limit = first_threshold(config) if threshold is None else threshold
+    for piece in cut(config, list_source(config), limit, census):
+        assert isinstance(piece.content, str)
+        found[piece.split].append(piece.content)
+    return found, census
+
+
+def test_a_split_follows_from_the_text_alone(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    for number in range(400):
+        (tmp_path / "one" / f"{number}.txt").write_text(f"text {number}")
+        (tmp_path / "two" / f"renamed-{number}.md").write_text(f"text {number}")
+    one, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.2))
+    both, _ = splits_of(text_config(tmp_path / "one", tmp_path / "two", validation_fraction=0.2))
+    assert 50 < len(one["validation"]) < 110
+    assert sorted(both["validation"]) == sorted(one["validation"] * 2)
+    smaller, _ = splits_of(text_config(tmp_path / "one", validation_fraction=0.1))
+    assert set(smaller["validation"]) < set(one["validation"])
+
+
+@pytest.mark.parametrize("fraction", [1e-6, 0.999999])
+def test_both_splits_get_a_document(tmp_path: Path, fraction: float) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    config = text_config(tmp_path, validation_fraction=fraction)
+    first, census = splits_of(config)
+    assert min(map(len, first.values())) == 0
+    threshold = second_threshold(config, list_source(config), census, first_threshold(config))
+    second, _ = splits_of(config, threshold)
+    assert sorted(map(len, second.values())) == [1, 2]
+    assert second_threshold(config, list_source(config), census, threshold) == threshold
+
+
+def test_a_single_file_is_split_inside_at_a_line(tmp_path: Path) -> None:
+    lines = [f"line {number}\n" for number in range(100)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    found, census = splits_of(text_config(tmp_path / "a.txt", validation_fraction=0.1))
+    train, validation = "".join(found["train"]), "".join(found["validation"])
+    assert train + validation == "".join(lines) and train.endswith("\n") and validation.startswith("line 9")
+    assert census.documents == 1
+    (tmp_path / "b.txt").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"b\.txt has 1 characters: data\.validation_fraction=0\.1 of it leaves a split"
+    ):
+        splits_of(text_config(tmp_path / "b.txt", validation_fraction=0.1))
+
+
+@pytest.mark.parametrize("limit", [1, 11, 12, 999, 1000])
+def test_max_bytes_is_exact(tmp_path: Path, limit: int) -> None:
+    for number in range(100):
+        (tmp_path / f"{number:03d}.txt").write_text(f"document {number % 10}")  # 10 bytes
+    found, census = splits_of(text_config(tmp_path, max_bytes=limit))
+    assert sum(len(text) for split in found.values() for text in split) == census.bytes == limit
+
+
+def test_max_bytes_never_cuts_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("é" * 10)
+    (tmp_path / "b.txt").write_text("è" * 10)
+    found, _ = splits_of(text_config(tmp_path, max_bytes=33))
+    assert sorted("".join(text) for text in found["train"] + found["validation"]) == ["è" * 6, "é" * 10]
+
+
+@given(text=st.text(st.sampled_from("ab1 \n\t!/'é\r"), max_size=200), size=st.integers(1, 40))
+@settings(deadline=None, max_examples=300)
+def test_pieces_give_the_tokens_of_the_whole(text: str, size: int) -> None:
+    found = list(pieces(text, "train", size))
+    contents = [piece.content for piece in found]
+    assert "".join(map(str, contents)) == text
+    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+    apart = np.concatenate([GPT2.encode_ordinary(str(content)) for content in contents])
+    assert apart.tolist() == GPT2.encode_ordinary(text).tolist()
+
+
+def test_long_texts_are_cut() -> None:
+    assert len(list(pieces("one line\n" * (cutting.PIECE_CHARS // 3), "train"))) == 3

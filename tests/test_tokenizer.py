@@ -1,0 +1,162 @@
+"""Tokenizers: round trips, known ids, and what they say about mistakes."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valkyrie.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    check_name,
+    fingerprint_of,
+    load_tokenizer,
+    vocab_size_of,
+)
+
+GPT2 = load_tokenizer("gpt2")
+BOTH = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), GPT2], ids=["bytes", "gpt2"])
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+def write_vocabulary(path: Path) -> Path:
+    """A vocabulary of all bytes and of `he`."""
+    tokens = [bytes([value]) for value in range(256)] + [b"he"]
+    path.write_bytes(b"\n".join(base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)))
+    return path
+
+
+@BOTH
+@given(text=texts)
+@settings(deadline=None)
+def test_decode_undoes_encode(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode_ordinary(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+
+
+@BOTH
+def test_bos_is_never_encoded_and_never_decoded(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_ordinary("a<|endoftext|>b")
+    assert tokenizer.bos_id not in ids
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.bos_id]) == "a<|endoftext|>b"
+    assert tokenizer.token_bytes[tokenizer.bos_id] == 0
+    assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
+    assert (np.delete(tokenizer.token_bytes, tokenizer.bos_id) > 0).all()
+
+
+@BOTH
+def test_a_lone_surrogate_becomes_a_question_mark(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode_ordinary("a\ud800b")) == "a?b"
+
+
+def test_gpt2_gives_the_published_ids() -> None:
+    assert GPT2.encode_ordinary("hello world").tolist() == [31373, 995]
+    assert GPT2.encode_ordinary("    return x\n").tolist() == [220, 220, 220, 1441, 2124, 198]
+    assert (GPT2.vocab_size, GPT2.bos_id) == (50257, 50256)
+
+
+def test_text_may_stop_inside_a_character() -> None:
+    first, second = ByteTokenizer().encode_ordinary("é")
+    assert ByteTokenizer().decode([first]) == "\ufffd"
+    assert ByteTokenizer().decode_bytes([first]) + ByteTokenizer().decode_bytes([second]) == "é".encode()
+
+
+@BOTH
+def test_an_id_beyond_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocab_size
+    with pytest.raises(
+        ValueError, match=f"token id {size + 3} is outside the {size} ids of tokenizer={tokenizer.name}"
+    ):
+        tokenizer.decode([1, size + 3])
+    with pytest.raises(ValueError, match="token id -1 is outside"):
+        tokenizer.decode([-1])
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_vocab_size_and_fingerprint_need_no_loading(name: str) -> None:
+    tokenizer = load_tokenizer(name)
+    assert vocab_size_of(name) == tokenizer.vocab_size
+    assert fingerprint_of(name) == tokenizer.fingerprint
+
+
+def test_the_sizes_of_encodings_that_are_fetched() -> None:
+    known = {"r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
+    assert {name: vocab_size_of(name) for name in known} == known
+    assert len({fingerprint_of(name) for name in ["bytes", "gpt2", *known]}) == 6
+
+
+def test_a_vocabulary_file(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "mine.tiktoken")
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (258, 257)
+    assert tokenizer.encode_ordinary("hehy").tolist() == [256, ord("h"), ord("y")]
+    assert vocab_size_of(str(path)) == 258
+    assert load_tokenizer(f"{path}:cl100k").fingerprint != tokenizer.fingerprint == fingerprint_of(str(path))
+    before = tokenizer.fingerprint
+    path.write_bytes(path.read_bytes() + b"\n" + base64.b64encode(b"ha") + b" 257")
+    assert fingerprint_of(str(path)) != before
+
+
+def test_the_pattern_of_a_file_decides_how_text_is_cut(tmp_path: Path) -> None:
+    digits = [b"12", b"34", b"1234"]
+    path = write_vocabulary(tmp_path / "digits.tiktoken")
+    lines = [base64.b64encode(token) + b" %d" % (257 + rank) for rank, token in enumerate(digits)]
+    path.write_bytes(path.read_bytes() + b"\n" + b"\n".join(lines))
+    assert load_tokenizer(f"{path}:r50k").encode_ordinary("1234").tolist() == [259]
+    assert load_tokenizer(f"{path}:cl100k").encode_ordinary("1234").tolist() == [257, ord("3"), ord("4")]
+    assert load_tokenizer(f"{path}:o200k").encode_ordinary("1234").tolist() == [257, ord("3"), ord("4")]
+
+
+def test_mistakes_in_the_name_are_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"tokenizer=gtp2 is not known\. Use one of bytes, cl100k_base, gpt2, .* or the path"
+    ):
+        check_name("gtp2")
+    with pytest.raises(ValueError, match=r"there is no file .*none\.tiktoken \(looked from "):
+        check_name(str(tmp_path / "none.tiktoken"))
+    path = write_vocabulary(tmp_path / "mine.tiktoken")
+    with pytest.raises(ValueError, match="pattern 'gpt5' is not one of r50k, cl100k, o200k"):
+        check_name(f"{path}:gpt5")
+
+
+def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "mine.tiktoken")
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"\n", b"\nnot base64!\n", 1))
+    with pytest.raises(ValueError, match=r"mine\.tiktoken, line 2: expected a base64 token and its rank"):
+        load_tokenizer(str(path))
+    path.write_bytes(b"\n".join(whole.splitlines()[3:]))
+    with pytest.raises(ValueError, match=r"mine\.tiktoken lacks 3 of the 256 single bytes"):
+        load_tokenizer(str(path))
+
+
+def test_without_a_network_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str) -> None:
+        raise requests.ConnectionError(name)
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    message = "tokenizer=cl100k_base has to be fetched once and the network did not answer (ConnectionError)"
+    with pytest.raises(ValueError, match=re.escape(message) + ".*TIKTOKEN_CACHE_DIR"):
+        load_tokenizer("cl100k_base")
+
+
+def test_the_vendored_vocabulary_is_the_published_file() -> None:
+    import hashlib
+    import lzma
+
+    from valkyrie.data import tokenizer
+
+    packed = Path(tokenizer.__file__).parent / "gpt2.tiktoken.xz"
+    digest = hashlib.sha256(lzma.decompress(packed.read_bytes())).hexdigest()
+    assert digest == "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+    assert digest in packed.with_name("gpt2.tiktoken.LICENSE").read_text()
