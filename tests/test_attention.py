@@ -1,0 +1,330 @@
+"""Attention: the dense oracle against a reference, and every other form against the oracle, values and gradients."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from valkyrie.ops.attention import (
+    AttentionImpl,
+    GlobalStep,
+    GlobalTokens,
+    attention,
+    attention_step,
+    choose,
+    init_cache,
+    sharded_attention,
+)
+from valkyrie.ops.attention_kernels import Request
+from valkyrie.ops.attention_local import Method, local_attention
+from valkyrie.ops.attention_parts import Span
+
+GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
+
+
+def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
+    """Random q, k, v and, where asked for, segment ids and global tokens with one repeated and one invalid entry."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    q, k, v = normal(batch, seq, heads, head_dim), *(normal(batch, seq, kv_heads, head_dim) for _ in range(2))
+    tokens = ids = None
+    if global_tokens:
+        positions = np.stack([rng.permutation(seq)[:global_tokens] for _ in range(batch)]).astype(np.int32)
+        queries = normal(batch, global_tokens, heads, head_dim)
+        positions[:, -1], queries[:, -1] = positions[:, 0], queries[:, 0]
+        valid = np.ones((batch, global_tokens), bool)
+        valid[0, 1] = False
+        tokens = GlobalTokens(positions, valid, queries, *(normal(batch, seq, kv_heads, head_dim) for _ in range(2)))
+        tokens = jax.tree.map(jnp.asarray, tokens)
+    if segments:
+        ids = jnp.asarray(np.cumsum(rng.random((batch, seq)) < 0.1, axis=1).astype(np.int32) - 1)
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    return q, k, v, ids, tokens
+
+
+def brute_force(q, k, v, window, causal, dilation, segment_ids, tokens):
+    """The definition, row by row, in float64."""
+    q, k, v, segment_ids, tokens = jax.tree.map(np.asarray, (q, k, v, segment_ids, tokens))
+    batch, seq, heads, head_dim = q.shape
+    out = np.zeros(q.shape)
+    for b, i in itertools.product(range(batch), range(seq)):
+        entries = [] if tokens is None else [n for n in range(len(tokens.valid[b])) if tokens.valid[b, n]]
+        chosen = {int(tokens.positions[b, n]): n for n in reversed(entries)}
+        visible = []
+        for j in range(seq):
+            near = window is None or abs(i - j) <= (window - 1) * dilation
+            near = near and (i - j) % dilation == 0
+            same = segment_ids is None or segment_ids[b, i] == segment_ids[b, j]
+            if same and (j <= i or not causal) and (near or i in chosen or j in chosen):
+                visible.append(j)
+        query, keys, values = q[b, i], k[b, visible], v[b, visible]
+        if i in chosen:
+            query, keys, values = tokens.q[b, chosen[i]], tokens.k[b, visible], tokens.v[b, visible]
+        for h in range(heads):
+            group = h // (heads // k.shape[2])
+            weights = np.exp(keys[:, group].astype(np.float64) @ query[h] / head_dim**0.5)
+            out[b, i, h] = weights @ values[:, group] / weights.sum()
+    return out
+
+
+# seq, window, causal, dilation, segments, global tokens, chunk
+CASES = [
+    (37, 5, True, 1, False, 0, 8),
+    (37, 5, False, 1, True, 3, 8),
+    (40, 4, True, 3, True, 4, 5),
+    (41, 6, False, 2, False, 4, 7),
+    (33, None, True, 1, True, 3, 8),
+    (33, None, False, 2, False, 3, 8),
+    (30, 1, True, 1, False, 3, 16),
+    (29, 40, True, 1, True, 3, 8),
+    (50, 19, True, 1, True, 3, 4),
+]
+
+
+def run(impl, q, k, v, tokens, ids=None, **options):
+    """The output and the gradient, by everything that has one, of a function of all of its entries."""
+
+    @jax.jit
+    @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
+    def f(q, k, v, tokens):
+        out = attention(q, k, v, segment_ids=ids, global_tokens=tokens, impl=impl, **options)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    (_, out), grads = f(q, k, v, tokens)
+    return [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
+
+
+def assert_close(ours, expected, atol=1e-5):
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dense_is_the_definition_and_chunks_equal_it(case):
+    seq, window, causal, dilation, segments, count, chunk = case
+    q, k, v, ids, tokens = make(seq, global_tokens=count, segments=segments)
+    options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
+    dense = run(AttentionImpl.dense, q, k, v, tokens, **options)
+    chunked = run(AttentionImpl.chunked, q, k, v, tokens, chunk=chunk, **options)
+    np.testing.assert_allclose(dense[0], brute_force(q, k, v, window, causal, dilation, ids, tokens), atol=2e-6)
+    assert_close(chunked, dense)
+
+
+@pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
+def test_equals_transformers_longformer(impl):
+    golden = np.load(GOLDEN)
+    positions = jnp.asarray(golden["globals"])
+    seq = golden["q"].shape[1]
+    padding = (np.arange(seq) >= golden["lengths"][:, None]).astype(np.int32)
+    q_global = np.take_along_axis(golden["q_global"], golden["globals"][:, :, None, None], axis=1)
+    tokens = GlobalTokens(
+        positions, jnp.ones(positions.shape, bool), *(jnp.asarray(x) for x in (q_global, golden["k_global"], golden["v_global"]))
+    )  # fmt: skip
+    out = attention(
+        *(jnp.asarray(golden[name]) for name in "qkv"),
+        window=int(golden["window"]) + 1,
+        causal=False,
+        segment_ids=jnp.asarray(padding),
+        global_tokens=tokens,
+        impl=impl,
+        chunk=8,
+    )
+    real = padding == 0
+    np.testing.assert_allclose(np.asarray(out)[real], golden["out"][real], atol=3e-6)
+
+
+@pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
+def test_bfloat16_stays_close_to_float32(impl):
+    q, k, v, ids, tokens = make(40, global_tokens=3, segments=True)
+    exact = attention(q, k, v, window=6, segment_ids=ids, global_tokens=tokens, impl=impl, chunk=8)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, (q, k, v, tokens))
+    out = attention(*half[:3], window=6, segment_ids=ids, global_tokens=half[3], impl=impl, chunk=8)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.06)
+
+
+def temporaries(impl, seq, **options):
+    """Bytes of temporary memory of the gradient on this backend."""
+
+    def loss(q, k, v):
+        return attention(q, k, v, impl=impl, **options).sum()
+
+    shape = jax.ShapeDtypeStruct((1, seq, 2, 8), jnp.float32)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_memory_of_chunks_is_linear_in_length(dilation):
+    short, long = (temporaries(AttentionImpl.chunked, seq, window=64, dilation=dilation) for seq in (1024, 2048))
+    assert long < 2.2 * short
+    assert long < temporaries(AttentionImpl.dense, 2048, window=64, dilation=dilation) / 8
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
+    """What a shard of the sequence asks for: more keys than queries, and some that do not exist."""
+    seq, before, after = 150, 30, 0 if causal else 20
+    q, *_ = make(seq, batch=1, heads=2, head_dim=16)
+    _, k, v, ids, _ = make(before + seq + after, batch=1, kv_heads=2, head_dim=16, segments=True, seed=1)
+    request = {
+        "span": Span(21, causal),
+        "before": before,
+        "key_valid": (jnp.arange(k.shape[1]) >= 25)[None],
+        "query_segments": ids[:, before : before + seq],
+        "key_segments": ids,
+    }
+
+    def gradients(method):
+        def f(q, k, v):
+            out = local_attention(q, k, v, method=method, **request)
+            return jnp.sum(jnp.sin(out)), out
+
+        (_, out), grads = jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(q, k, v)
+        return [out, *grads]
+
+    assert_close(gradients(Method(platform="tpu", interpret=True)), gradients(Method(chunk=32)), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "dilation", "segments", "count"),
+    [(40, True, 1, False, 0), (17, False, 1, True, 0), (20, True, 2, True, 3), (None, True, 1, False, 3)],
+)
+def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, count):
+    """The TPU's kernel in Pallas' interpreter; the columns of global tokens test its merged backward pass."""
+    from valkyrie.ops import attention as module
+
+    q, k, v, ids, tokens = make(200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments)
+    options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
+    dense = run(AttentionImpl.dense, q, k, v, tokens, **options)
+    monkeypatch.setattr(module, "Method", partial(Method, interpret=True))
+    kernel = run(AttentionImpl.kernel, q, k, v, tokens, backend="tpu", **options)
+    assert_close(kernel, dense, atol=2e-5)
+
+
+# window, causal, dilation, segments, global tokens; a shard has 5 positions, so the halo takes 1, 2, 3 or all 7 hops
+SHARDED = [
+    (4, True, 1, False, 0),
+    (9, True, 1, True, 3),
+    (5, True, 3, True, 3),
+    (4, False, 2, True, 3),
+    (39, True, 1, False, 0),
+    (14, False, 3, False, 0),
+    (None, True, 1, True, 3),
+]
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("case", SHARDED, ids=str)
+def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case):
+    window, causal, dilation, segments, count = case
+    q, k, v, ids, tokens = make(40, global_tokens=count, segments=segments)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    split, whole = P(None, ("a", "b")), P()
+    token_specs = None if tokens is None else GlobalTokens(whole, whole, whole, split, split)
+
+    def local(q, k, v, tokens, ids):
+        return sharded_attention(
+            q, k, v, axis_names=("a", "b"), window=window, causal=causal, dilation=dilation,
+            segment_ids=ids, global_tokens=tokens, chunk=3,
+        )  # fmt: skip
+
+    @jax.jit
+    @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
+    def f(q, k, v, tokens):
+        specs = (split, split, split, token_specs, None if ids is None else split)
+        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)(q, k, v, tokens, ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), grads = f(q, k, v, tokens)
+    ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
+    options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
+    assert_close(ours, run(AttentionImpl.dense, q, k, v, tokens, **options))
+
+
+@pytest.mark.parametrize(("dilation", "count", "window"), [(1, 0, 4), (3, 2, 4), (1, 3, None)])
+def test_streaming_equals_parallel_token_by_token(dilation, count, window):
+    batch, seq = 2, 23
+    q, k, v, _, tokens = make(seq, batch=batch)
+    q_global, k_global, v_global, *_ = make(seq, batch=batch, seed=1)
+    if count:
+        positions = jnp.broadcast_to(jnp.arange(count), (batch, count))
+        tokens = GlobalTokens(positions, jnp.ones(positions.shape, bool), q_global[:, :count], k_global, v_global)
+    parallel = attention(q, k, v, window=window, dilation=dilation, global_tokens=tokens, impl=AttentionImpl.dense)
+    cache = init_cache(batch, 2, 8, window=window, max_len=seq, dilation=dilation, global_tokens=count)
+
+    def step(cache, x):
+        q, k, v, *own = x
+        out, cache = attention_step(q, k, v, cache, global_step=GlobalStep(*own) if count else None)
+        return cache, out
+
+    inputs = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, q_global, k_global, v_global)]
+    final, rows = jax.lax.scan(step, cache, tuple(inputs))
+    np.testing.assert_allclose(jnp.moveaxis(rows, 0, 1), parallel, atol=2e-6)
+    if window is not None:
+        assert final.k.shape[1:3] == (dilation, window), "the ring does not grow with the sequence"
+
+
+def test_a_cache_with_global_tokens_wants_their_projections():
+    cache = init_cache(1, 1, 4, window=2, max_len=8, global_tokens=2)
+    with pytest.raises(ValueError, match="the cache has 2 global tokens"):
+        attention_step(jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), jnp.zeros((1, 1, 4)), cache)
+
+
+def request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=False, global_tokens=False):
+    return Request(Span(window, causal), dtype, head_dim, segments, global_tokens)
+
+
+@pytest.mark.parametrize(
+    ("backend", "seq", "asked", "chosen"),
+    [
+        ("cpu", 100, request(), AttentionImpl.dense),
+        ("cpu", 256, request(), AttentionImpl.dense),
+        ("cpu", 512, request(), AttentionImpl.chunked),
+        ("cpu", 4096, request(window=4096), AttentionImpl.chunked),
+        ("cpu", 512, request(window=None), AttentionImpl.dense),
+        ("tpu", 4096, request(segments=True, global_tokens=True), AttentionImpl.kernel),
+        ("gpu", 4096, request(), AttentionImpl.kernel),
+        ("gpu", 4096, request(segments=True), AttentionImpl.chunked),
+    ],
+)
+def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
+    assert choose(AttentionImpl.auto, backend, seq, asked) is chosen
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "reason"),
+    [
+        ("cpu", request(), "no attention kernel for cpu"),
+        ("gpu", request(dtype=jnp.float32), "bfloat16 or float16, not float32"),
+        ("gpu", request(causal=False), "bidirectional"),
+        ("gpu", request(segments=True), "segment ids"),
+        ("gpu", request(global_tokens=True), "global tokens"),
+        ("gpu", request(head_dim=136), "up to 128, not 136"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_says_why_and_what_to_use(backend, asked, reason):
+    with pytest.raises(ValueError, match=f"attention=kernel was asked for, but .*{reason}.*Use attention=chunked"):
+        choose(AttentionImpl.kernel, backend, 4096, asked)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "options", "message"),
+    [
+        (3, {"window": 4}, "heads=4 is not divisible by kv_heads=3. Use kv_heads=[24]"),
+        (2, {"window": 0}, "window=0: a window counts the token itself"),
+        (2, {"window": 4, "dilation": 0}, "dilation=0"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
+    q, k, v, *_ = make(8, kv_heads=kv_heads)
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, **options)
