@@ -70,6 +70,16 @@ def test_the_shards_hold_every_document_once_behind_a_bos(config: DataConfig, to
     assert json.loads((prepared.path / MANIFEST).read_text())["version"] == 1
 
 
+def test_a_long_file_is_one_document_in_each_split(config: DataConfig, tmp_path: Path) -> None:
+    text = "one line of many\n" * 150_000
+    (tmp_path / "long.txt").write_text(text)
+    config.paths, config.shard_tokens = [str(tmp_path / "long.txt")], 1 << 20
+    prepared = prepare(config, "bytes")
+    (train,), (validation,) = texts_of(prepared, "train"), texts_of(prepared, "validation")
+    assert train + validation == text and len(validation) == pytest.approx(0.2 * len(text), abs=20)
+    assert (prepared.train.documents, prepared.validation.documents) == (1, 1)
+
+
 def test_a_large_vocabulary_takes_four_bytes(config: DataConfig, tmp_path: Path) -> None:
     import base64
 
