@@ -25,7 +25,7 @@ from valkyrie.ops.attention import (
 )
 from valkyrie.ops.attention_kernels import Request
 from valkyrie.ops.attention_local import Method, local_attention
-from valkyrie.ops.attention_parts import Span
+from valkyrie.ops.attention_parts import Span, Stretch
 
 GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
 
@@ -125,9 +125,8 @@ def test_equals_transformers_longformer(impl):
     seq = golden["q"].shape[1]
     padding = (np.arange(seq) >= golden["lengths"][:, None]).astype(np.int32)
     q_global = np.take_along_axis(golden["q_global"], golden["globals"][:, :, None, None], axis=1)
-    tokens = GlobalTokens(
-        positions, jnp.ones(positions.shape, bool), *(jnp.asarray(x) for x in (q_global, golden["k_global"], golden["v_global"]))
-    )  # fmt: skip
+    separate = (jnp.asarray(x) for x in (q_global, golden["k_global"], golden["v_global"]))
+    tokens = GlobalTokens(positions, jnp.ones(positions.shape, bool), *separate)
     out = attention(
         *(jnp.asarray(golden[name]) for name in "qkv"),
         window=int(golden["window"]) + 1,
@@ -175,17 +174,12 @@ def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
     seq, before, after = 150, 30, 0 if causal else 20
     q, *_ = make(seq, batch=1, heads=2, head_dim=16)
     _, k, v, ids, _ = make(before + seq + after, batch=1, kv_heads=2, head_dim=16, segments=True, seed=1)
-    request = {
-        "span": Span(21, causal),
-        "before": before,
-        "key_valid": (jnp.arange(k.shape[1]) >= 25)[None],
-        "query_segments": ids[:, before : before + seq],
-        "key_segments": ids,
-    }
+    valid = (jnp.arange(k.shape[1]) >= 25)[None]
+    stretch = Stretch(before, valid, query_segments=ids[:, before : before + seq], key_segments=ids)
 
     def gradients(method):
         def f(q, k, v):
-            out = local_attention(q, k, v, method=method, **request)
+            out = local_attention(q, k, v, span=Span(21, causal), method=method, stretch=stretch)
             return jnp.sum(jnp.sin(out)), out
 
         (_, out), grads = jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(q, k, v)

@@ -111,13 +111,15 @@ def test_gradient_over_many_chunks_is_summed_in_float32():
 
 def test_memory_holds_one_chunk_of_logits():
     vocab, embed, seq = 4096, 8, 256
-    shapes = [((2, seq, embed), jnp.float32), ((vocab, embed), jnp.float32), ((2, seq), jnp.int32), ((2, seq), jnp.float32)]
+    floats = [(2, seq, embed), (vocab, embed), (2, seq)]
+    hidden, unembed, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in floats)
+    targets = jax.ShapeDtypeStruct((2, seq), jnp.int32)
 
     def temporaries(chunk):
         def loss(hidden, unembed, targets, weights):
             return cross_entropy(hidden, unembed, targets, weights, vocab_size=vocab, chunk=chunk).loss_sum
 
-        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        lowered = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, unembed, targets, weights)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     all_logits = 2 * seq * vocab * 4

@@ -54,15 +54,22 @@ def main() -> None:
         projected = {
             name: getattr(layer, projection)(hidden).reshape(BATCH, SEQ, HEADS, HEAD_DIM)
             for name, projection in {
-                "q": "query", "k": "key", "v": "value",
-                "q_global": "query_global", "k_global": "key_global", "v_global": "value_global",
+                "q": "query",
+                "k": "key",
+                "v": "value",
+                "q_global": "query_global",
+                "k_global": "key_global",
+                "v_global": "value_global",
             }.items()
         }
     arrays = {name: value.numpy().astype(np.float32) for name, value in projected.items()}
     np.savez_compressed(
         Path(__file__).with_name("longformer.npz"),
         out=out.reshape(BATCH, SEQ, HEADS, HEAD_DIM).numpy().astype(np.float32),
-        globals=GLOBALS, lengths=LENGTHS, window=WINDOW, **arrays,
+        globals=GLOBALS,
+        lengths=LENGTHS,
+        window=WINDOW,
+        **arrays,
     )
 
 

@@ -17,6 +17,7 @@ from valkyrie.ops.attention_parts import (
     Columns,
     GlobalTokens,
     Span,
+    Stretch,
     column_visibility,
     counted,
     global_rows,
@@ -116,14 +117,14 @@ def windowed_with_globals(
     global_tokens: GlobalTokens | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return attention by chunks or a kernel: the windows joined by global columns, then the global rows."""
-    segments = {"query_segments": segment_ids, "key_segments": segment_ids}
+    stretch = Stretch(query_segments=segment_ids, key_segments=segment_ids)
     if global_tokens is None:
-        return local_attention(q, k, v, span=span, method=method, **segments)
+        return local_attention(q, k, v, span=span, method=method, stretch=stretch)
     positions, rows = global_tokens.positions, jnp.arange(q.shape[1])
     valid = counted(global_tokens, q.shape[1])
     at_globals = None if segment_ids is None else take_positions(segment_ids, positions)
     visible = column_visibility(span, rows, segment_ids, positions, valid, at_globals)
     columns = Columns(take_positions(k, positions), take_positions(v, positions), visible)
-    out = local_attention(q, k, v, span=span, method=method, columns=columns, **segments)
+    out = local_attention(q, k, v, span=span, method=method, stretch=stretch._replace(columns=columns))
     full = global_rows(global_tokens, span.causal, rows, segment_ids, at_globals)
     return overwrite_rows(out, full, positions, valid)

@@ -6,14 +6,15 @@ taken away first, by putting positions of equal residue together, so that what r
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from valkyrie.ops import attention_chunked as chunked
+from valkyrie.ops.attention_chunked import full_chunks, pick_chunk, windowed_chunks
 from valkyrie.ops.attention_kernels import cudnn_window
-from valkyrie.ops.attention_parts import Columns, Span, regroup, ungroup
+from valkyrie.ops.attention_parts import Columns, Span, Stretch, regroup, ungroup
 
 
 class Method(NamedTuple):
@@ -31,33 +32,23 @@ def local_attention(
     *,
     span: Span,
     method: Method,
-    before: int = 0,
-    key_valid: Bool[Array, "batch keys"] | None = None,
-    query_segments: Int[Array, "batch seq"] | None = None,
-    key_segments: Int[Array, "batch keys"] | None = None,
-    columns: Columns | None = None,
+    stretch: Stretch,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return attention where query i stands at key `before + i`; `before` is a multiple of the dilation."""
+    """Return attention of the queries over the keys around them; `stretch.before` is a multiple of the dilation."""
     if span.dilation > 1:
-        if key_valid is None:
-            key_valid = jnp.ones(k.shape[:2], bool)
-        return _undilated(q, k, v, span, method, before, key_valid, query_segments, key_segments, columns)
-    segments = {"query_segments": query_segments, "key_segments": key_segments}
+        return _undilated(q, k, v, span, method, stretch)
     if method.platform == "tpu":
         from valkyrie.ops.attention_splash import splash_window  # Pallas is slow to import and rarely needed
 
-        return splash_window(
-            q, k, v, span=span, before=before, key_valid=key_valid, columns=columns, interpret=method.interpret, **segments
-        )
+        return splash_window(q, k, v, span=span, stretch=stretch, interpret=method.interpret)
     if method.platform == "gpu":
-        assert before == 0 and columns is None
+        assert stretch.before == 0 and stretch.columns is None
         return cudnn_window(q, k, v, span)
     seq, keys = q.shape[1], k.shape[1]
-    chunk = min(method.chunk or chunked.pick_chunk(span.window, seq), seq)
-    shared = segments | {"key_valid": key_valid, "columns": columns, "chunk": chunk}
-    if span.window is None or chunk + (span.window - 1) * (1 if span.causal else 2) >= keys:
-        return chunked.full_chunks(q, k, v, span=span, start=before, **shared)
-    return chunked.windowed_chunks(q, k, v, window=span.window, causal=span.causal, before=before, **shared)
+    chunk = min(method.chunk or pick_chunk(span.window, seq), seq)
+    whole = span.window is None or chunk + (span.window - 1) * (1 if span.causal else 2) >= keys
+    form = full_chunks if whole else windowed_chunks
+    return form(q, k, v, span=span, stretch=stretch, chunk=chunk)
 
 
 def _undilated(
@@ -66,28 +57,29 @@ def _undilated(
     v: Float[Array, "batch keys kv_heads head_dim"],
     span: Span,
     method: Method,
-    before: int,
-    key_valid: Bool[Array, "batch keys"],
-    query_segments: Int[Array, "batch seq"] | None,
-    key_segments: Int[Array, "batch keys"] | None,
-    columns: Columns | None,
+    stretch: Stretch,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Each residue of the position, taken alone, is a sequence with a plain window."""
-    dilation = span.dilation
-    assert before % dilation == 0
+    dilation, columns = span.dilation, stretch.columns
+    assert isinstance(stretch.before, int) and stretch.before % dilation == 0
+    by_residue = functools.partial(regroup, dilation=dilation)
     if columns is not None:
-        repeated = (jnp.repeat(x, dilation, axis=0) for x in (columns.k, columns.v))
-        columns = Columns(*repeated, regroup(columns.visible, dilation))
+        k_columns, v_columns = (jnp.repeat(x, dilation, axis=0) for x in (columns.k, columns.v))
+        columns = Columns(k_columns, v_columns, by_residue(columns.visible))
+    valid = jnp.ones(k.shape[:2], bool) if stretch.key_valid is None else stretch.key_valid
+    of_rows, of_keys = stretch.query_segments, stretch.key_segments
     out = local_attention(
-        regroup(q, dilation),
-        regroup(k, dilation),
-        regroup(v, dilation),
+        by_residue(q),
+        by_residue(k),
+        by_residue(v),
         span=Span(span.window, span.causal),
         method=method,
-        before=before // dilation,
-        key_valid=regroup(key_valid, dilation),
-        query_segments=None if query_segments is None else regroup(query_segments, dilation),
-        key_segments=None if key_segments is None else regroup(key_segments, dilation),
-        columns=columns,
+        stretch=Stretch(
+            before=stretch.before // dilation,
+            key_valid=by_residue(valid),
+            query_segments=None if of_rows is None else by_residue(of_rows),
+            key_segments=None if of_keys is None else by_residue(of_keys),
+            columns=columns,
+        ),
     )
     return ungroup(out, dilation, q.shape[1])

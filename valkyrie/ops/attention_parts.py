@@ -80,7 +80,22 @@ class Columns(NamedTuple):
     visible: Bool[Array, "batch seq globals"]
 
 
-def heads_first(x: Float[Array, "batch seq heads head_dim"], kv_heads: int) -> Float[Array, "batch kv_heads group seq head_dim"]:
+class Stretch(NamedTuple):
+    """How a stretch of keys lies beside its queries: query i stands at key `before + i`.
+
+    Keys that are not valid, or of another segment, are not seen; `columns` are seen beside the stretch.
+    """
+
+    before: int | Int[Array, ""] = 0
+    key_valid: Bool[Array, "batch keys"] | None = None
+    query_segments: Int[Array, "batch seq"] | None = None
+    key_segments: Int[Array, "batch keys"] | None = None
+    columns: Columns | None = None
+
+
+def heads_first(
+    x: Float[Array, "batch seq heads head_dim"], kv_heads: int
+) -> Float[Array, "batch kv_heads group seq head_dim"]:
     """Return queries with the heads that share a key head side by side: head h uses key head h // group."""
     batch, seq, heads, head_dim = x.shape
     return x.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
@@ -126,7 +141,9 @@ def _maximum(arrays: list[Array]) -> Array:
     return top
 
 
-def same_segment(query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None) -> Bool[Array, "#batch #rows #keys"]:
+def same_segment(
+    query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None
+) -> Bool[Array, "#batch #rows #keys"]:
     """Return whether rows and keys lie in the same segment; without segments all do."""
     if query is None or key is None:
         return jnp.ones((1, 1, 1), bool)
@@ -144,7 +161,7 @@ def counted(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
 
 def column_visibility(
     span: Span,
-    rows: Int[Array, "rows"],
+    rows: Int[Array, " rows"],
     row_segments: Int[Array, "batch rows"] | None,
     positions: Int[Array, "batch globals"],
     valid: Bool[Array, "batch globals"],
@@ -159,7 +176,7 @@ def column_visibility(
 def global_rows(
     tokens: GlobalTokens,
     causal: bool,
-    key_positions: Int[Array, "seq"],
+    key_positions: Int[Array, " seq"],
     key_segments: Int[Array, "batch seq"] | None,
     segments: Int[Array, "batch globals"] | None,
     axis_names: tuple[str, ...] = (),
@@ -192,7 +209,7 @@ def take_positions(x: Array, positions: Int[Array, "batch globals"]) -> Array:
 
 
 def regroup(x: Array, dilation: int) -> Array:
-    """Return `x` (batch, seq, ...) as (batch * dilation, ceil(seq / dilation), ...): positions of equal residue together."""
+    """Return `x` (batch, seq, ...) as (batch * dilation, ceil(seq / dilation), ...): equal residues together."""
     batch, seq = x.shape[:2]
     steps = -(-seq // dilation)
     x = jnp.pad(x, ((0, 0), (0, steps * dilation - seq)) + ((0, 0),) * (x.ndim - 2))

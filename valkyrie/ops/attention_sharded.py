@@ -7,11 +7,12 @@ Global columns are summed out of their owners; global rows are one softmax over 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention_chunked import full_chunks, pick_chunk
 from valkyrie.ops.attention_local import Method, local_attention
@@ -19,6 +20,7 @@ from valkyrie.ops.attention_parts import (
     Columns,
     GlobalTokens,
     Span,
+    Stretch,
     column_visibility,
     counted,
     global_rows,
@@ -48,93 +50,78 @@ def sharded_attention(
     splash kernel, elsewhere in chunks.
     """
     span, seq = Span(window, causal, dilation), q.shape[1]
-    shard, shards = jax.lax.axis_index(axis_names), math.prod(jax.lax.axis_size(axis) for axis in axis_names)
-    start = shard * seq
-    columns = at_globals = None
-    if global_tokens is not None:
-        valid = counted(global_tokens, seq * shards)
-        here = global_tokens.positions - start
-        at_globals = None if segment_ids is None else _from_owner(segment_ids, here, axis_names)
-        rows = start + jnp.arange(seq)
-        visible = column_visibility(span, rows, segment_ids, global_tokens.positions, valid, at_globals)
-        columns = Columns(_from_owner(k, here, axis_names), _from_owner(v, here, axis_names), visible)
-    if window is None:
-        out = _gathered(q, k, v, span, segment_ids, columns, start, axis_names, chunk)
-    else:
-        backend = jax.default_backend() if backend is None else backend
-        method = Method(platform="tpu" if backend == "tpu" else None, chunk=chunk)
-        out = _with_halo(q, k, v, span, segment_ids, columns, method, axis_names, shards)
+    shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
+    start = jax.lax.axis_index(axis_names) * seq
+    backend = jax.default_backend() if backend is None else backend
+    method = Method(platform="tpu" if backend == "tpu" else None, chunk=chunk)
+    spread = functools.partial(_everywhere if window is None else _beside, span=span, method=method)
     if global_tokens is None:
-        return out
-    full = global_rows(global_tokens, causal, start + jnp.arange(seq), segment_ids, at_globals, axis_names)
+        return spread(q, k, v, stretch=Stretch(start, None, segment_ids), axis_names=axis_names, shards=shards)
+    positions, rows = global_tokens.positions, start + jnp.arange(seq)
+    valid, here = counted(global_tokens, seq * shards), positions - start
+    at_globals = None if segment_ids is None else _from_owner(segment_ids, here, axis_names)
+    visible = column_visibility(span, rows, segment_ids, positions, valid, at_globals)
+    columns = Columns(_from_owner(k, here, axis_names), _from_owner(v, here, axis_names), visible)
+    stretch = Stretch(start, None, segment_ids, None, columns)
+    out = spread(q, k, v, stretch=stretch, axis_names=axis_names, shards=shards)
+    full = global_rows(global_tokens, causal, rows, segment_ids, at_globals, axis_names)
     return overwrite_rows(out, full, here, valid)
 
 
-def _gathered(
+def _everywhere(
     q: Float[Array, "batch seq heads head_dim"],
     k: Float[Array, "batch seq kv_heads head_dim"],
     v: Float[Array, "batch seq kv_heads head_dim"],
+    *,
     span: Span,
-    segment_ids: Int[Array, "batch seq"] | None,
-    columns: Columns | None,
-    start: Int[Array, ""],
-    axis_names: tuple[str, ...],
-    chunk: int | None,
-) -> Float[Array, "batch seq heads head_dim"]:
-    gather = lambda x: jax.lax.all_gather(x, axis_names, axis=1, tiled=True)  # noqa: E731 (a name for one argument list)
-    seq = q.shape[1]
-    return full_chunks(
-        q,
-        gather(k),
-        gather(v),
-        span=span,
-        start=start,
-        key_valid=None,
-        query_segments=segment_ids,
-        key_segments=None if segment_ids is None else gather(segment_ids),
-        columns=columns,
-        chunk=min(chunk or pick_chunk(None, seq), seq),
-    )
-
-
-def _with_halo(
-    q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads head_dim"],
-    span: Span,
-    segment_ids: Int[Array, "batch seq"] | None,
-    columns: Columns | None,
     method: Method,
+    stretch: Stretch,
     axis_names: tuple[str, ...],
     shards: int,
 ) -> Float[Array, "batch seq heads head_dim"]:
+    """Attention over the keys of all shards; `stretch` says where this one's queries stand."""
+    seq = q.shape[1]
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis_names, axis=1, tiled=True)
+    if stretch.query_segments is not None:
+        stretch = stretch._replace(key_segments=gather(stretch.query_segments))
+    chunk = min(method.chunk or pick_chunk(None, seq), seq)
+    return full_chunks(q, gather(k), gather(v), span=span, stretch=stretch, chunk=chunk)
+
+
+def _beside(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads head_dim"],
+    *,
+    span: Span,
+    method: Method,
+    stretch: Stretch,
+    axis_names: tuple[str, ...],
+    shards: int,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Attention over this shard's keys and those of its neighbours that a window reaches."""
     batch, seq = q.shape[:2]
     before = min(span.reach(), (shards - 1) * seq)
     after = 0 if span.causal else before
-    # The stretch before starts at a multiple of the dilation, so that residues of keys and queries agree.
+    # The stretch begins a multiple of the dilation before the first query, so that residues of keys and queries agree.
     padding = -before % span.dilation
-    exists = jnp.ones((batch, seq), bool)
-    extended = {
-        name: jnp.pad(_halo(x, before, after, axis_names, shards), ((0, 0), (padding, 0)) + ((0, 0),) * (x.ndim - 2))
-        for name, x in {"kv": jnp.stack([k, v], axis=2), "exists": exists, "segments": segment_ids}.items()
-        if x is not None
-    }
-    return local_attention(
-        q,
-        extended["kv"][:, :, 0],
-        extended["kv"][:, :, 1],
-        span=span,
-        method=method,
+
+    def extended(x: Array) -> Array:
+        x = _halo(x, before, after, axis_names, shards)
+        return jnp.pad(x, ((0, 0), (padding, 0)) + ((0, 0),) * (x.ndim - 2))
+
+    keys_values = extended(jnp.stack([k, v], axis=2))
+    segments = stretch.query_segments
+    stretch = stretch._replace(
         before=padding + before,
-        key_valid=extended["exists"],
-        query_segments=segment_ids,
-        key_segments=extended.get("segments"),
-        columns=columns,
+        key_valid=extended(jnp.ones((batch, seq), bool)),
+        key_segments=None if segments is None else extended(segments),
     )
+    return local_attention(q, keys_values[:, :, 0], keys_values[:, :, 1], span=span, method=method, stretch=stretch)
 
 
 def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
-    """`x` (batch, seq, ...) with the positions around it from the neighbours; zeros (False) where there is no neighbour."""
+    """`x` (batch, seq, ...) with the positions around it, from the neighbours; zeros where there is no neighbour."""
     seq = x.shape[1]
     parts = [x]
     for hop in range(1, -(-before // seq) + 1):
@@ -150,6 +137,6 @@ def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards
 
 def _from_owner(x: Array, here: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
     """The entries of `x` (batch, seq, ...) at positions relative to this shard, from whichever shard holds them."""
-    owned: Bool[Array, "batch globals"] = (here >= 0) & (here < x.shape[1])
+    owned = (here >= 0) & (here < x.shape[1])
     found = take_positions(x, here)
     return jax.lax.psum(jnp.where(owned.reshape(*owned.shape, *[1] * (x.ndim - 2)), found, 0), axis_names)

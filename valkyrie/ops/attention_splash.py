@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from valkyrie.ops.attention_parts import Columns, Span
+from valkyrie.ops.attention_parts import Columns, Span, Stretch
 
 LANES = 128
 BLOCK = 512
@@ -29,45 +29,46 @@ def splash_window(
     v: Float[Array, "batch keys kv_heads head_dim"],
     *,
     span: Span,
-    before: int,
-    key_valid: Bool[Array, "batch keys"] | None,
-    query_segments: Int[Array, "batch seq"] | None,
-    key_segments: Int[Array, "batch keys"] | None,
-    columns: Columns | None,
+    stretch: Stretch,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return sliding-window attention (dilation 1) where query i stands at key `before + i`, by splash attention.
+    """Return attention (dilation 1) by splash attention; columns join by their log-sum-exp.
 
-    The columns join by their log-sum-exp. `interpret` runs the kernel without a TPU, slowly, for tests.
+    `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    assert span.dilation == 1
+    before, columns = stretch.before, stretch.columns
+    assert span.dilation == 1 and isinstance(before, int)
     batch, seq, heads, head_dim = q.shape
-    keys = k.shape[1]
     rows_padded = _padded_length(seq)
     # Every row, padding too, keeps the key it stands at: a row without any block would divide zero by zero.
-    keys_padded = _padded_length(max(keys, before + rows_padded))
-    if key_valid is None:
-        key_valid = jnp.ones((batch, keys), bool)
-    if query_segments is None or key_segments is None:
-        query_segments, key_segments = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
-    # Real segments become even numbers, so that the odd ones are free for what no row may see.
-    segments = splash.SegmentIds(
-        q=_pad(2 * query_segments, rows_padded, fill=-1),
-        kv=_pad(jnp.where(key_valid, 2 * key_segments, -1), keys_padded, fill=-1),
-    )
+    keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
     kernel = _splash_kernel(heads, rows_padded, keys_padded, span, before, interpret)
+    segments = _segments(stretch, span.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
     scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
-    queries, local_k, local_v = (
-        _pad(x, n).swapaxes(1, 2) for x, n in ((scaled, rows_padded), (k, keys_padded), (v, keys_padded))
-    )
+    queries = _pad(scaled, rows_padded).swapaxes(1, 2)
+    keys, values = (_pad(x, keys_padded).swapaxes(1, 2) for x in (k, v))
     if columns is None:
-        out = jax.vmap(kernel)(queries, local_k, local_v, segments)
+        out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
         extra, extra_sum = _columns_attention(q, columns)
         extra = jnp.pad(extra, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
         extra_sum = jnp.pad(extra_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
-        out = jax.vmap(functools.partial(_merged, kernel))(queries, local_k, local_v, segments, extra, extra_sum)
-    return out.swapaxes(1, 2)[:, :seq]
+        out = jax.vmap(functools.partial(_merged, kernel))(queries, keys, values, segments, extra, extra_sum)
+    return jnp.asarray(out).swapaxes(1, 2)[:, :seq]
+
+
+def _segments(
+    stretch: Stretch, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
+) -> splash.SegmentIds | None:
+    """Segment ids that also hide the padding and keys that are not valid; None where a causal mask hides enough."""
+    of_rows, of_keys, valid = stretch.query_segments, stretch.key_segments, stretch.key_valid
+    if of_rows is None or of_keys is None:
+        if causal and valid is None:
+            return None
+        of_rows, of_keys = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
+    # Real segments become even numbers, so that the odd ones are free for what no row may see.
+    of_keys = 2 * of_keys if valid is None else jnp.where(valid, 2 * of_keys, -1)
+    return splash.SegmentIds(q=_pad(2 * of_rows, rows_padded, fill=-1), kv=_pad(of_keys, keys_padded, fill=-1))
 
 
 def _padded_length(length: int) -> int:
@@ -102,7 +103,11 @@ def _splash_kernel(
         mask = splash_mask.LocalMask((rows, keys), (side, 0 if span.causal else side), offset=before)
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
-            splash_mask.MultiHeadMask([mask] * heads), block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret
+            splash_mask.MultiHeadMask([mask] * heads),
+            block_sizes=blocks,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
         )
 
 

@@ -26,7 +26,10 @@ class GlobalCache(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """What causal attention remembers: `position` tokens have been seen; position p lies at [p % dilation, p // dilation % slots]."""
+    """What causal attention remembers after `position` tokens.
+
+    The token at position p lies at [p % dilation, p // dilation % slots].
+    """
 
     k: Float[Array, "batch dilation slots kv_heads head_dim"]
     v: Float[Array, "batch dilation slots kv_heads head_dim"]
@@ -84,7 +87,7 @@ def attention_step(
     keys = jax.lax.dynamic_update_slice(cache.k, k[:, None, None].astype(cache.k.dtype), index)
     values = jax.lax.dynamic_update_slice(cache.v, v[:, None, None].astype(cache.v.dtype), index)
     age = (step - jnp.arange(slots)) % slots
-    ring = Piece(*(_slots_of(x, residue) for x in (keys, values)), (age <= step)[None, None, :])
+    ring = Piece(_slots_of(keys, residue), _slots_of(values, residue), (age <= step)[None, None, :])
     query = heads_first(q[:, None], k.shape[1])
     first = cache.first
     if first is None:

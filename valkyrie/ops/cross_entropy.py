@@ -1,10 +1,10 @@
 """Decides how the loss over a large vocabulary is taken without all its logits: a chunk of positions at a time.
 
 Only one chunk of float32 logits exists, forward and backward. The backward pass is written out: it keeps the
-log-sum-exp of every token, makes each chunk's logits again, and sums the gradient of the unembedding in float32 whatever
-the compute dtype; a rematerialised scan takes the same time and a tenth more memory (experiments/LOG.md), but sums in
-the compute dtype. That gradient is summed over chunks apart for every shard of the batch and the sequence, and over the
-shards once, after the last chunk: otherwise each chunk would end in an all-reduce of the whole unembedding.
+log-sum-exp of every token, makes each chunk's logits again, and sums the gradient of the unembedding in float32
+whatever the compute dtype. (A rematerialised scan takes the same time and a tenth more memory, experiments/LOG.md, but
+sums in the compute dtype.) That gradient is summed over chunks apart for every shard of the batch and the sequence, and
+over the shards once, after the last chunk: otherwise each chunk would end in an all-reduce of the whole unembedding.
 """
 
 from __future__ import annotations
@@ -64,9 +64,13 @@ def cross_entropy(
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
-        raise ValueError(f"vocab_size={vocab_size}, but the unembedding has {unembed.shape[0]} rows. Use 1 to that many.")
+        raise ValueError(
+            f"vocab_size={vocab_size}, but the unembedding has {unembed.shape[0]} rows. Use 1 to that many."
+        )
     if seq % shards:
-        raise ValueError(f"a sequence of {seq} cannot be split into {shards} shards. Use a length divisible by {shards}.")
+        raise ValueError(
+            f"a sequence of {seq} cannot be split into {shards} shards. Use a length divisible by {shards}."
+        )
     if batch % batch_shards:
         raise ValueError(
             f"a batch of {batch} cannot be split into {batch_shards} shards. Use a batch divisible by {batch_shards}."

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
-    positions: Int[Array, "batch seq"] | Int[Array, "seq"],
+    positions: Int[Array, "batch seq"] | Int[Array, " seq"],
     theta: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return queries or keys rotated by their positions, in x's dtype; angles and products are float32.
