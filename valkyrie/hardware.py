@@ -84,6 +84,23 @@ def known_chips() -> dict[str, ChipConfig]:
     return found
 
 
+def known_targets() -> list[TargetConfig]:
+    """Return every target described in `conf/target`, with its chip, by name."""
+    from omegaconf import OmegaConf
+
+    found = []
+    for path in sorted((conf_dir() / "target").glob("*.yaml")):
+        values = OmegaConf.load(path)
+        bases = values.pop("defaults", [])
+        target = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TargetConfig), values))
+        assert isinstance(target, TargetConfig)
+        for base in bases:
+            if isinstance(base, str) and base.startswith("chip/"):
+                target.chip = known_chips()[base.removeprefix("chip/").removesuffix("@chip")]
+        found.append(target)
+    return found
+
+
 def chip_of(device_kind: str) -> ChipConfig | None:
     """Return the chip that JAX reports under this `device_kind`, or None when it is not described."""
     for chip in known_chips().values():

@@ -176,23 +176,29 @@ def _spent_twice(layout: Layout, tensors: Sequence[TensorLike]) -> list[str]:
 
 
 def _indivisible(layout: Layout, tensors: Sequence[TensorLike]) -> list[str]:
-    found = []
+    cases: dict[tuple[str, int, str | None], list[str]] = {}
     for tensor in tensors:
-        for logical, size, key, held in zip(
-            tensor.axes, tensor.shape, tensor.keys, layout.stored(tensor.axes), strict=True
-        ):
-            parts = math.prod(layout.mesh.axes[m] for m in held)
-            if parts > 1 and size % parts:
-                where = "·".join(f"{m}={layout.mesh.axes[m]}" for m in held)
-                lower, upper = size // parts * parts, -(-size // parts) * parts
-                near = f"{lower} or {upper}" if lower else f"{upper}"
-                setting = f"make {logical} {near}" + (f" ({key})" if key else "")
-                found.append(
-                    f"partition={layout.partition.name} puts {logical} ({size}) of {tensor.name} on {where}: "
-                    f"{size} is not divisible by {parts}. Use a mesh whose {'·'.join(held)} divides it "
-                    f"({_divisors(size)}), or {setting}."
-                )
+        for logical, size, key in zip(tensor.axes, tensor.shape, tensor.keys, strict=True):
+            if logical is not None:
+                cases.setdefault((logical, size, key), []).append(tensor.name)
+    found = []
+    for (logical, size, key), names in cases.items():
+        held = layout.parameters[logical]
+        parts = math.prod(layout.mesh.axes[m] for m in held)
+        if size % parts == 0:
+            continue
+        where = "·".join(f"{m}={layout.mesh.axes[m]}" for m in held)
+        setting = f"set {key} so that it is {_near(size, parts)}" if key else f"make {logical} {_near(size, parts)}"
+        found.append(
+            f"partition={layout.partition.name} puts {logical} ({size}) of {', '.join(names)} on {where}: {size} is not "
+            f"divisible by {parts}. Use a mesh whose {'·'.join(held)} divides it ({_divisors(size)}), or {setting}."
+        )
     return found
+
+
+def _near(size: int, parts: int) -> str:
+    lower, upper = size // parts * parts, -(-size // parts) * parts
+    return f"{lower} or {upper}" if lower else str(upper)
 
 
 def _batch_problems(layout: Layout, batch: int, seq: int) -> list[str]:
@@ -200,19 +206,17 @@ def _batch_problems(layout: Layout, batch: int, seq: int) -> list[str]:
     rows = layout.shards("batch") * layout.microbatches
     if batch % rows:
         held = "·".join(f"{m}={layout.mesh.axes[m]}" for m in layout.activations["batch"]) or "one shard"
-        lower, upper = batch // rows * rows, -(-batch // rows) * rows
-        near = f"batch={lower} or batch={upper}" if lower else f"batch={upper}"
         also = f" times microbatches={layout.microbatches}" if layout.microbatches > 1 else ""
         found.append(
             f"batch={batch} is not divisible by {rows}: partition={layout.partition.name} splits it over {held}"
-            f"{also}. Use {near}."
+            f"{also}. Use batch={_near(batch, rows).replace(' or ', ' or batch=')}."
         )
     parts = layout.shards("seq")
     if seq % parts:
         held = "·".join(f"{m}={layout.mesh.axes[m]}" for m in layout.activations["seq"])
         found.append(
             f"seq={seq} is not divisible by {parts}: partition={layout.partition.name} splits it over {held}. "
-            f"Use seq={seq // parts * parts or parts} or seq={-(-seq // parts) * parts}."
+            f"Use seq={_near(seq, parts).replace(' or ', ' or seq=')}."
         )
     return found
 

@@ -1,0 +1,120 @@
+"""Decides what `valkyrie-train` does: compose and check the run without JAX, then hand it to the mode asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from valkyrie.compose import explain, register
+from valkyrie.run import Run
+
+USER_ERROR = 2
+"""Exit status after a mistake of the user; 1 is ours."""
+
+
+def main() -> None:
+    """Run `valkyrie-train` with the arguments of the process; a user's mistake is a message and exit status 2."""
+    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    try:
+        config = _compose()
+        if config is not None:
+            run = Run.from_config(config)
+            problems = run.problems()
+            if problems:
+                raise ValueError(_with_choices(run, problems))
+            _dispatch(run)
+    except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
+        if show_traceback:
+            raise
+        fail(explain(error))
+
+
+def _compose() -> DictConfig | None:
+    """Return what Hydra composes from the arguments; None when Hydra did the work itself (multirun, help, completion)."""
+    composed: list[DictConfig] = []
+
+    def task(config: DictConfig) -> None:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            _run_alone(HydraConfig.get().overrides.task)
+        else:
+            composed.append(config)
+
+    given = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises, and the words of an error are ours
+    try:
+        folder = register()
+        _refuse_unreadable_meshes(sys.argv[1:])
+        hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR") if given is None else os.environ.update(HYDRA_FULL_ERROR=given)
+    return composed[0] if composed else None
+
+
+def _dispatch(run: Run) -> None:
+    from valkyrie.train.modes import MODES
+
+    name = run.config.mode.name
+    if name not in MODES:
+        raise ValueError(f"mode={name} is not known. Known: {', '.join(MODES)}.")
+    MODES[name](run)
+
+
+def fail(message: str) -> None:
+    """Print a user's mistake to stderr and exit; `HYDRA_FULL_ERROR=1` shows the traceback instead."""
+    lines = message.splitlines() or ["unknown error"]
+    head = "valkyrie-train: " if len(lines) == 1 else f"valkyrie-train: {len(lines)} problems\n  - "
+    print(head + "\n  - ".join(lines), file=sys.stderr)
+    sys.exit(USER_ERROR)
+
+
+def _with_choices(run: Run, problems: Sequence[str]) -> str:
+    if any("partition=" in p or "batch=" in p for p in problems):
+        legal = run.legal_partitions()
+        mesh = run.config.mesh.name
+        if legal:
+            return "\n".join([*problems, f"Legal with mesh={mesh} as it stands: partition={', '.join(legal)}."])
+    return "\n".join(problems)
+
+
+def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        match = re.fullmatch(r"mesh=(\d+)", argument)
+        if match:
+            raise ValueError(
+                f"mesh={match[1]} has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). "
+                f"Write mesh={match[1]}x1x1."
+            )
+
+
+def _run_alone(overrides: Any) -> None:
+    """Run one job of a multirun in a process of its own: JAX fixes its devices once a process."""
+    command = [sys.executable, "-m", "valkyrie.cli.train", *_global_flags(sys.argv[1:]), *overrides]
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise ChildProcessError(f"a job of the multirun ended with status {status}: {' '.join(overrides)}")
+
+
+def _global_flags(arguments: Sequence[str]) -> list[str]:
+    kept, flags = [], {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag in flags:
+            kept += [flag, value]
+        elif flag.split("=")[0] in flags and "=" in flag:
+            kept.append(flag)
+    return kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Decides how Hydra finds and types the configuration: schemas, meshes without files, and the defaults of a machine."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.data.config import DataConfig
+from valkyrie.hardware import ChipConfig, TargetConfig
+from valkyrie.models import FAMILIES, config_class
+from valkyrie.optim import OptimizerConfig
+from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.precision import PolicyConfig
+from valkyrie.run import ModeConfig, RunConfig, unknown_key
+from valkyrie.tracking import TrackingConfig
+
+SCHEMAS: dict[str, type] = {
+    "mesh": MeshConfig,
+    "partition": PartitionConfig,
+    "data": DataConfig,
+    "precision": PolicyConfig,
+    "optimizer": OptimizerConfig,
+    "target": TargetConfig,
+    "mode": ModeConfig,
+    "checkpoint": CheckpointConfig,
+    "tracking": TrackingConfig,
+}
+"""The dataclass behind every config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+
+ENVIRONMENT_MESH = "environment"
+"""The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
+SIMULATED_MESH = "2x2x2"
+"""The mesh of a machine without an accelerator: eight simulated CPU devices, two on each axis."""
+
+
+class ValkyrieSource(ConfigSource):
+    """Config groups that need no file: `mesh=AxBxC` of any shape, and the schema of every model family."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the scheme under which the primary config names this source."""
+        return "valkyrie"
+
+    def available(self) -> bool:
+        """Return True: nothing can be missing."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Return whether this source has configs in a group."""
+        return config_path in ("", "mesh", "model")
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether this is a mesh by its looks, or a model family's schema."""
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        return (group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)) or (group == "model" and name in _model_schemas())
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the mesh or the schema; a mesh that cannot be is refused with what to write instead."""
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        try:
+            value = _mesh(name) if group == "mesh" else config_class(name.removesuffix("_schema"))
+        except ValueError as error:
+            raise ConfigCompositionException(str(error)) from None
+        return ConfigResult(
+            config=OmegaConf.structured(value),
+            path=f"valkyrie://{config_path}",
+            provider=self.provider,
+            header={"package": None},
+        )
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the groups; meshes are too many to list, schemas are for files only."""
+        return ["mesh", "model"] if config_path == "" and results_filter is not ObjectType.CONFIG else []
+
+
+def register() -> Path:
+    """Register schemas, sources and resolvers with Hydra; return the folder of config groups."""
+    store = ConfigStore.instance()
+    store.store(name="run_schema", node=RunConfig)
+    for group, schema in SCHEMAS.items():
+        store.store(group=group, name=f"{group}_schema", node=schema)
+    store.store(group="target/chip", name="chip_schema", node=ChipConfig)
+    Plugins.instance().register(ValkyrieSource)
+    OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
+    OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
+    return conf_dir_checked()
+
+
+def conf_dir_checked() -> Path:
+    """Return the folder of config groups; RuntimeError when the installation lost it."""
+    from valkyrie.paths import conf_dir
+
+    folder = conf_dir()
+    if not (folder / "train.yaml").is_file():
+        raise RuntimeError(f"the configuration that ships with valkyrie is missing: {folder / 'train.yaml'}")
+    return folder
+
+
+def default_mesh() -> str:
+    """Return the mesh used when nothing names one: the launch environment's, all accelerators as data, or 2x2x2."""
+    mesh = mesh_from_environment()
+    if mesh is not None:
+        return ENVIRONMENT_MESH
+    found = accelerators()
+    return f"1x1x{found}" if found else SIMULATED_MESH
+
+
+def default_partition() -> str:
+    """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`."""
+    mesh = mesh_from_environment()
+    return "data_model_fsdp" if mesh is not None and mesh.names is not None else "2d_tp"
+
+
+def accelerators() -> int:
+    """Return how many accelerators of this host JAX could use, judged from device files, without importing JAX."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return 0
+    plugins = {"nvidia": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
+    files = {
+        "nvidia": [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()],
+        "tpu": [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")],
+    }
+    for kind, names in plugins.items():
+        if files[kind] and any(importlib.util.find_spec(name) for name in names):
+            return len(files[kind])
+    return 0
+
+
+def explain(error: Exception) -> str:
+    """Return an error of Hydra, OmegaConf or YAML in a few plain lines: what was asked, and the choices."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        asked = str(error.missing_cfg_file).removesuffix(".yaml").replace("/", "=")
+        options = [o for o in error.options or () if not o.endswith("_schema")]
+        near = difflib.get_close_matches(asked.partition("=")[2], options, n=1)
+        hint = f" Did you mean {asked.partition('=')[0]}={near[0]}?" if near else ""
+        return f"{asked} is not a choice.{hint} Choices: {', '.join(options) or 'none'}."
+    cause = error.__cause__
+    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
+        return str(error)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(str(cause.full_key), cause.parent_node)
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return f"{cause.full_key}: {str(cause).splitlines()[0]}."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
+    return "; ".join(lines) or type(error).__name__
+
+
+def _mesh(name: str) -> MeshConfig:
+    if name != ENVIRONMENT_MESH:
+        return parse_mesh(name)
+    mesh = mesh_from_environment()
+    if mesh is None:
+        raise ValueError("mesh=environment needs TPU_MESH_CONFIG, such as TPU_MESH_CONFIG=4,4,2.")
+    return mesh
+
+
+def _model_schemas() -> set[str]:
+    return {f"{family}_schema" for family in FAMILIES}

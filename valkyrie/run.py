@@ -1,0 +1,185 @@
+"""Decides what one run is: the composed, typed and validated object behind every command. Imports no JAX."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.data.config import DataConfig
+from valkyrie.hardware import Platform, TargetConfig, known_targets
+from valkyrie.models import config_class
+from valkyrie.models.config import ValkyrieConfig
+from valkyrie.optim import OptimizerConfig
+from valkyrie.parallel.layout import Layout, make_layout
+from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.paths import conf_dir
+from valkyrie.precision import PolicyConfig
+from valkyrie.tracking import TrackingConfig
+
+
+class Debug(Enum):
+    """Extra checks: `nans` turns on `jax_debug_nans`, which names the operation and is slow."""
+
+    none = "none"
+    nans = "nans"
+
+
+@dataclass
+class ModeConfig:
+    """What a command does with the run: `train`, `show`, `eval` or `generate`."""
+
+    name: str = "train"
+
+
+@dataclass
+class RunConfig:
+    """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence."""
+
+    mode: ModeConfig = field(default_factory=ModeConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    model: Any = MISSING
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PolicyConfig = field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    name: Optional[str] = None
+    runs: str = "runs"
+    resume: Optional[str] = None
+    seed: int = 0
+    steps: int = 300
+    batch: int = 32
+    seq: int = 128
+    microbatches: int = 1
+    remat: Remat = Remat.none
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 8
+    prompt: str = "def "
+    sample_tokens: int = 200
+    temperature: float = 0.8
+    top_k: Optional[int] = 40
+    debug: Debug = Debug.none
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as asked: every group typed, every word known. What follows from it (layout, shardings) is derived."""
+
+    config: RunConfig
+    model: ValkyrieConfig
+
+    @property
+    def layout(self) -> Layout:
+        """The legal layout of this run; ValueError lists all of its problems."""
+        layout, problems = self._layout()
+        if problems or layout is None:
+            raise ValueError("\n".join(problems))
+        return layout
+
+    @staticmethod
+    def from_config(config: DictConfig) -> Run:
+        """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
+        composed = OmegaConf.create({k: v for k, v in OmegaConf.to_container(config).items() if k != "hydra"})  # pyright: ignore[reportAttributeAccessIssue]
+        family = OmegaConf.select(composed, "model.family")
+        if family is None:
+            raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
+        schema = OmegaConf.structured(RunConfig)
+        schema.model = OmegaConf.structured(config_class(family))
+        try:
+            merged = OmegaConf.merge(schema, composed)
+            OmegaConf.resolve(merged)
+            typed = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:
+            raise ValueError(_explain(error)) from error
+        assert isinstance(typed, RunConfig)
+        return Run(typed, typed.model)
+
+    def problems(self) -> list[str]:
+        """Return everything wrong with this run that can be known without JAX and without a device."""
+        c = self.config
+        found = [*self.model.problems(), *c.optimizer.problems()]
+        for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
+            if getattr(c, key) < 1:
+                found.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
+        if c.temperature < 0:
+            found.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
+        if not self.model.causal and c.mode.name != "show":
+            found.append(
+                "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
+                "predict: a next-token loss needs a causal model. Only mode=show takes this one."
+            )
+        if not found:
+            found += self._layout()[1]
+        return found + self._target_problems()
+
+    def legal_partitions(self) -> list[str]:
+        """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
+        names = []
+        for path in sorted((conf_dir() / "partition").glob("*.yaml")):
+            values = OmegaConf.load(path)
+            values.pop("defaults", None)
+            partition = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PartitionConfig), values))
+            assert isinstance(partition, PartitionConfig)
+            if not self._layout(partition)[1]:
+                names.append(partition.name)
+        return names
+
+    def save(self, path: Path) -> None:
+        """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`)."""
+        body = OmegaConf.structured(self.config)
+        body = OmegaConf.create(OmegaConf.to_container(body, enum_to_str=True))
+        body["hydra"] = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
+        path.write_text(
+            f"# valkyrie-train --config-path {path.resolve().parent} --config-name {path.stem}\n"
+            + OmegaConf.to_yaml(body)
+        )
+
+    def _layout(self, partition: PartitionConfig | None = None) -> tuple[Layout | None, list[str]]:
+        c = self.config
+        return make_layout(
+            c.mesh,
+            partition or c.partition,
+            microbatches=c.microbatches,
+            remat=c.remat,
+            tensors=self.model.tensors(),
+            batch=c.batch,
+            seq=c.seq,
+        )
+
+    def _target_problems(self) -> list[str]:
+        target, mesh = self.config.target, self.config.mesh
+        if target.chips is None or target.platform is Platform.cpu or target.chips * target.slices == mesh.size:
+            return []
+        chips = target.chips * target.slices
+        fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.chips == mesh.size]
+        hint = f" {mesh.size} chips are target={', '.join(fitting)}." if fitting else ""
+        return [
+            f"target={target.describe()} has {chips} chips, but mesh={mesh.name} needs {mesh.size} devices.{hint} "
+            f"Use a mesh of {chips} devices, or a target of {mesh.size}."
+        ]
+
+
+def unknown_key(full_key: str, parent: Any) -> str:
+    """Return the refusal of a key that the schema does not have, with the ones it has and the nearest."""
+    prefix, _, last = full_key.rpartition(".")
+    known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
+    near = difflib.get_close_matches(last, known, n=1)
+    hint = f" Did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
+    return f"{full_key} is not a key.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
+
+
+def _explain(error: OmegaConfBaseException) -> str:
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(str(error.full_key), error.parent_node)
+    return f"{error.full_key}: {str(error).splitlines()[0]}."

@@ -1,0 +1,102 @@
+"""Decides where metrics go: always one JSON line per record in the run folder, and W&B beside it when asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Optional
+
+
+class WandbMode(Enum):
+    """How W&B is used: `auto` is online with an API key in the environment and offline without one."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    off = "off"
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set."""
+
+    name: str = "wandb"
+    wandb: WandbMode = WandbMode.auto
+    project: str = "valkyrie"
+    entity: Optional[str] = None
+    init_timeout: int = 10
+
+
+class Tracker:
+    """Writes records to `metrics.jsonl` and to W&B; a W&B that fails to start is reported once and left out."""
+
+    def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, fields: dict[str, Any], group: str):
+        self._file = open(folder / "metrics.jsonl", "a", buffering=1)
+        self.note: str | None = None
+        self._wandb = self._start_wandb(config, folder, run_name, fields, group)
+
+    def log(self, record: dict[str, Any], step: int) -> None:
+        """Append one record of scalars, stamped with its step."""
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Set values of the whole run: in W&B's summary, and as a last JSON line without a step."""
+        self._file.write(json.dumps({"summary": values}) + "\n")
+        if self._wandb is not None:
+            self._wandb.summary.update(values)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Flush and close both sinks."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=exit_code, quiet=True)
+
+    def _start_wandb(
+        self, config: TrackingConfig, folder: Path, run_name: str, fields: dict[str, Any], group: str
+    ) -> Any:
+        mode = _resolve(config.wandb)
+        if mode is WandbMode.off:
+            return None
+        import wandb
+
+        try:
+            return wandb.init(
+                mode=mode.value,  # pyright: ignore[reportArgumentType]
+                project=config.project,
+                entity=config.entity,
+                dir=folder,
+                name=run_name,
+                id=f"{run_name}-{folder.resolve().stat().st_ino}",
+                resume="allow" if mode is WandbMode.online else None,
+                group=group,
+                tags=[f"{k}={fields[k]}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
+                config=fields,
+                settings=wandb.Settings(silent=True, init_timeout=config.init_timeout, console="off"),
+            )
+        except Exception as error:  # a tracker must never end a run: report it, keep metrics.jsonl
+            self.note = f"W&B did not start ({type(error).__name__}: {error}); metrics.jsonl is written all the same."
+            return None
+
+
+def _resolve(mode: WandbMode) -> WandbMode:
+    if os.environ.get("WANDB_MODE") in {"offline", "disabled"}:
+        return WandbMode.offline if os.environ["WANDB_MODE"] == "offline" else WandbMode.off
+    if mode is not WandbMode.auto:
+        return mode
+    return WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a `metrics.jsonl`, oldest first; a last line torn by a crash is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
