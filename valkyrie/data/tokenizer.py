@@ -12,11 +12,14 @@ import hashlib
 import lzma
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import tiktoken
 from jaxtyping import Int32
+
+Ids = Sequence[SupportsIndex] | np.ndarray
+"""Token ids, as a list of integers or an array."""
 
 BYTES_VOCAB = 257
 END_OF_TEXT = "<|endoftext|>"
@@ -48,6 +51,7 @@ PATTERNS = {
 """How a text is cut before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Text to ids and back. `bos_id` starts every document, and no text encodes to it."""
 
@@ -80,11 +84,11 @@ class Tokenizer(Protocol):
         """Return the ids of a text (unsigned, one dimension); the spelling of a special token is ordinary text."""
         ...
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of ids: BOS is left out, bytes that are not UTF-8 become U+FFFD."""
         ...
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Return the bytes of ids, for text that arrives token by token and may stop inside a character."""
         ...
 
@@ -110,12 +114,12 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of a text; lone surrogates become `?`."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Return the bytes of ids, without BOS."""
         array = _checked_ids(ids, self)
         return array[array != self.bos_id].astype(np.uint8).tobytes()
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of ids, without BOS."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -138,12 +142,12 @@ class TiktokenTokenizer:
         except UnicodeEncodeError:  # a lone surrogate has no UTF-8
             return self.encode_ordinary(text.encode("utf-8", errors="replace").decode("utf-8"))
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Return the bytes of ids, without BOS."""
         array = _checked_ids(ids, self)
         return self.encoding.decode_bytes(array[array != self.bos_id].tolist())
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Return the text of ids, without BOS."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -205,7 +209,7 @@ def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
     return lengths
 
 
-def _checked_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+def _checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and not (0 <= array.min() and array.max() < tokenizer.vocab_size):
         wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
