@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 import zipfile
@@ -108,10 +109,9 @@ def _list_stdlib() -> Listing:
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[SourceFile] = []
     if (root / "os.py").is_file():
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if not _NOT_STDLIB.intersection(relative.parts):
-                files.append(_plain_file(relative.as_posix(), path))
+        for path in _walk(root, lambda directory: directory in _NOT_STDLIB):
+            if path.suffix == ".py":
+                files.append(_plain_file(path.relative_to(root).as_posix(), path))
     else:
         for archive in (Path(entry) for entry in sys.path if entry.endswith(".zip")):
             if archive.is_file():
@@ -161,16 +161,19 @@ def _match(pattern: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = (child for child in path.rglob("*") if not _is_hidden(child.relative_to(path)))
-        return [child for child in inside if child.is_file()]
+        inside = _walk(path, lambda directory: directory.startswith("."))
+        return [child for child in inside if child.is_file() and not child.name.startswith(".")]
     if glob.has_magic(pattern):
         matched = (Path(name) for name in glob.glob(str(path), recursive=True))
         return [child for child in matched if child.is_file()]
     raise ValueError(f"data.paths: there is no file or directory {path} (looked from {Path.cwd()}).")
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files under a directory, but not those in directories with a name to skip."""
+    for directory, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if not skip(name)]
+        yield from (Path(directory, name) for name in names)
 
 
 def _plain_file(name: str, path: Path) -> SourceFile:
