@@ -217,8 +217,9 @@ SHARDED = [
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("case", SHARDED, ids=str)
-def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case):
+@pytest.mark.parametrize(("case", "check_vma"), [*((case, True) for case in SHARDED), (SHARDED[2], False)], ids=str)
+def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma):
+    """Also without varying-axes checks, as a caller with Pallas kernels inside `jax.shard_map` has to run it."""
     window, causal, dilation, segments, count = case
     q, k, v, ids, tokens = make(40, global_tokens=count, segments=segments)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -235,7 +236,9 @@ def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case):
     @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
     def f(q, k, v, tokens):
         specs = (split, split, split, token_specs, None if ids is None else split)
-        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split)(q, k, v, tokens, ids)
+        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=check_vma)(
+            q, k, v, tokens, ids
+        )
         return jnp.sum(jnp.sin(out)), out
 
     (_, out), grads = f(q, k, v, tokens)
