@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,11 +30,11 @@ from valkyrie.ops.ssm import (
 KEY = jax.random.key(7)
 
 
-def _complex(pair: tuple[jax.Array, jax.Array]) -> np.ndarray:
+def _complex(pair: tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]) -> np.ndarray:
     return np.asarray(pair[0], np.float64) + 1j * np.asarray(pair[1], np.float64)
 
 
-def _last_axis(x: jax.Array) -> np.ndarray:
+def _last_axis(x: jax.Array | np.ndarray) -> np.ndarray:
     return _complex((x[..., 0], x[..., 1]))
 
 
@@ -306,3 +307,23 @@ def test_half_of_the_states_give_the_output_of_the_real_system(method: Discretiz
     )
     got = 2 * (_complex(h)[0] @ C_tilde.T).real + D * u
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", list(Discretization), ids=lambda method: method.value)
+def test_the_layer_answers_as_the_pytorch_one_does(method: Discretization) -> None:
+    golden = np.load(Path(__file__).with_name("goldens") / "s5.npz")
+    Lambda, B, C, D, u = (golden[name] for name in ("Lambda", "B", "C", "D", "u"))
+    np.testing.assert_allclose(
+        np.imag(Lambda), np.imag(block_hippo(12, 2, conjugate_symmetric=False).Lambda), rtol=1e-5
+    )
+    parameters = np.real(Lambda), np.imag(Lambda), golden["log_step"]
+    lam_bar, scale = discretized(*map(jnp.asarray, parameters), method=method, step_rescale=2.0)
+    bu = _complex(scale) * (u @ _last_axis(B).T)
+    bu = jnp.float32(np.real(bu)), jnp.float32(np.imag(bu))
+    whole = _complex(linear_recurrence(lam_bar, bu, impl=ScanImpl.blocked, block=8))
+    np.testing.assert_allclose(np.real(whole @ C.T) + D * u, golden[f"y_{method.value}"], rtol=1e-5, atol=1e-6)
+
+    half = jnp.float32(np.real(whole[:, 9])), jnp.float32(np.imag(whole[:, 9]))
+    rest = _complex(linear_recurrence(lam_bar, (bu[0][:, 10:], bu[1][:, 10:]), h0=half, impl=ScanImpl.sequential))
+    continued = golden[f"y_{method.value}_continued"][:, 10:]
+    np.testing.assert_allclose(np.real(rest @ C.T) + (D * u)[:, 10:], continued, rtol=1e-5, atol=1e-6)

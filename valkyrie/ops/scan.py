@@ -134,10 +134,12 @@ def _checked(
     bu = as_float32(bu)
     assert bu[0].shape[1] > 0, "a recurrence over no positions"
     # Inside shard_map a value replicated over an axis takes part in a custom derivative only as a varying one; adding a
-    # zero that varies as bu does makes it so, and the transpose of that sum adds up the devices' gradients.
-    lam_bar = add(as_float32(lam_bar), zeros_like(at(bu, (0, 0))))
-    h0 = None if h0 is None else add(as_float32(h0), zeros_like(at(bu, (slice(None), 0))))
-    kept = None if keep is None else keep.astype(jnp.float32) + jnp.zeros_like(bu[0][:, :, 0])
+    # zero that varies as bu does makes it so, and the transpose of that sum adds up the devices' gradients. The zeros
+    # are shaped by sums, which nothing computes under jit, because explicit mesh axes do not let a slice cut them.
+    zero, zeros = jnp.zeros_like(bu[0].sum((0, 1))), jnp.zeros_like(bu[0].sum(1))
+    lam_bar = add(as_float32(lam_bar), (zero, zero))
+    h0 = None if h0 is None else add(as_float32(h0), (zeros, zeros))
+    kept = None if keep is None else keep.astype(jnp.float32) + jnp.zeros_like(bu[0].sum(2))
     return _recurrence(plan, lam_bar, bu, h0, kept)
 
 
