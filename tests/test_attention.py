@@ -284,8 +284,10 @@ def request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=F
     ("backend", "seq", "asked", "chosen"),
     [
         ("cpu", 100, request(), AttentionImpl.dense),
-        ("cpu", 256, request(), AttentionImpl.dense),
-        ("cpu", 512, request(), AttentionImpl.chunked),
+        ("cpu", 256, request(), AttentionImpl.chunked),
+        ("cpu", 256, request(window=256), AttentionImpl.dense),
+        ("gpu", 256, request(window=None, segments=True), AttentionImpl.dense),
+        ("tpu", 100, request(), AttentionImpl.dense),
         ("cpu", 4096, request(window=4096), AttentionImpl.chunked),
         ("cpu", 512, request(window=None), AttentionImpl.dense),
         ("tpu", 4096, request(segments=True, global_tokens=True), AttentionImpl.kernel),

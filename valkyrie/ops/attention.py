@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from valkyrie.ops.attention_chunked import pick_chunk
 from valkyrie.ops.attention_dense import dense_attention
 from valkyrie.ops.attention_kernels import Request, kernel_problem
 from valkyrie.ops.attention_local import Method, local_attention
@@ -40,7 +41,7 @@ __all__ = [
     "sharded_attention",
 ]
 
-ALWAYS_DENSE, LONGEST_DENSE = 128, 1024
+ALWAYS_DENSE = 128
 
 
 def attention(
@@ -77,6 +78,7 @@ def attention(
 def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> AttentionImpl:
     """Return the implementation that serves a request; only `auto` is replaced.
 
+    `auto` is dense where one chunk would hold the whole sequence, and otherwise the kernel before chunks.
     Raises ValueError for `kernel` where the backend's kernel cannot serve, with the reason.
     """
     problem = kernel_problem(backend, request)
@@ -86,11 +88,12 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
         )
     if impl is not AttentionImpl.auto:
         return impl
-    span = request.span
-    wide = span.window is None or seq <= 2 * (span.reach() + 1)
-    if seq <= ALWAYS_DENSE or (backend == "cpu" and wide and seq <= LONGEST_DENSE):
+    if seq <= ALWAYS_DENSE:
         return AttentionImpl.dense
-    return AttentionImpl.chunked if problem is not None else AttentionImpl.kernel
+    if problem is None:
+        return AttentionImpl.kernel
+    one_chunk = pick_chunk(request.span.window, seq) >= seq
+    return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
 
 
 def checked_span(q: Array, k: Array, window: int | None, causal: bool, dilation: int) -> Span:
