@@ -7,7 +7,7 @@ A model never names a mesh axis. It names the logical axes of an array and calls
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
@@ -30,8 +30,14 @@ Axes = tuple[str | None, ...]
 """One entry per array dimension: a logical axis, or None for a dimension that is never split."""
 
 
+@runtime_checkable
 class Shard(Protocol):
     """How a model asks for a placement; implemented by `valkyrie.parallel` for a mesh, by `Unsharded` without one."""
+
+    @property
+    def backend(self) -> str | None:
+        """The platform the program will run on (cpu, gpu, tpu); None is where JAX runs now."""
+        ...
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` constrained to lie as the partition puts these logical axes (one per dimension)."""
@@ -66,6 +72,8 @@ class Shard(Protocol):
 
 class Unsharded:
     """The `Shard` of a single device: every request is granted by doing nothing."""
+
+    backend: str | None = None
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""

@@ -64,7 +64,7 @@ class S5Config:
     dt_max: float = 1e-1
     step_rescale: float = 1.0
     clip_eigenvalues: bool = True
-    c_init: CInit = CInit.lecun_normal
+    c_init: CInit = CInit.trunc_standard_normal
     activation: Activation = Activation.half_glu1
     bidirectional: bool = False
     scan: ScanImpl = ScanImpl.auto

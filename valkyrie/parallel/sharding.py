@@ -22,9 +22,10 @@ def to_spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
 class MeshShard:
     """The `Shard` of a layout on a mesh: placements are sharding constraints, `map` is `jax.shard_map`."""
 
-    def __init__(self, layout: Layout, mesh: AnyMesh) -> None:
+    def __init__(self, layout: Layout, mesh: AnyMesh, backend: str | None = None) -> None:
         self.layout = layout
         self.mesh = mesh
+        self.backend = backend
 
     def sharding(self, split: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
         """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
@@ -59,4 +60,4 @@ class MeshShard:
             if isinstance(out_axes, list)
             else to_spec(activation(out_axes))
         )
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)  # pyright: ignore[reportArgumentType]
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)  # pyright: ignore[reportArgumentType]

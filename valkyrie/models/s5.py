@@ -1,0 +1,143 @@
+"""Decides the S5 layer (arXiv 2208.04933): a diagonal state space between two projections, then a gate.
+
+Letters are the paper's: H inputs (`embed`), P complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta. Everything
+up to the layer's output is float32, held as real pairs; only the output is cast to the compute dtype.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from valkyrie.axes import Axes, Shard
+from valkyrie.models.base import normal, parameter
+from valkyrie.models.config import Activation, S5Config
+from valkyrie.ops.linear import FLOAT32, Numerics, linear
+from valkyrie.ops.scan import linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
+from valkyrie.ops.ssm import block_hippo, discretize, init_B_tilde, init_C_tilde, init_D, init_Lambda, init_log_step
+
+_B_AXES: Axes = ("state", "embed")
+_C_AXES: Axes = ("embed", "state")
+
+
+class S5(nnx.Module):
+    """y = 2 Re(C x) + D u over x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
+
+    Without conjugate symmetry the factor 2 goes; a bidirectional layer scans both ways and has a C for each.
+    """
+
+    def __init__(self, config: S5Config, embed: int, *, numerics: Numerics, key: Array) -> None:
+        keys = jax.random.split(key, 7)
+        hippo = block_hippo(config.state_size, config.blocks, config.conjugate_symmetric)
+        re, im = init_Lambda(hippo)
+        self.config, self.numerics = config, numerics
+        self.Lambda_re = parameter(re, ("state",), "ssm")
+        self.Lambda_im = parameter(im, ("state",), "ssm")
+        self.log_step = parameter(
+            init_log_step(keys[0], hippo.state, config.dt_min, config.dt_max), ("state",), "ssm"
+        )
+        self.B = parameter(init_B_tilde(keys[1], hippo, embed), (*_B_AXES, None), "ssm")
+        self.C = parameter(init_C_tilde(keys[2], hippo, embed, config.c_init), (*_C_AXES, None))
+        if config.bidirectional:
+            self.C_reverse = parameter(init_C_tilde(keys[3], hippo, embed, config.c_init), (*_C_AXES, None))
+        self.D = parameter(init_D(keys[4], embed), ("embed",))
+        deviation, dtype = embed**-0.5, numerics.parameter
+        if config.activation is Activation.full_glu:
+            self.out = parameter(normal(keys[5], (embed, embed), deviation, dtype), ("embed", "mlp"))
+        if config.activation is not Activation.gelu:
+            self.gate = parameter(normal(keys[6], (embed, embed), deviation, dtype), ("embed", "mlp"))
+
+    def __call__(
+        self, u: Float[Array, "batch seq embed"], *, keep: Float[Array, "batch seq"] | None, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the layer's output before the residual sum, in the compute dtype.
+
+        `keep` is 0 where a document starts and the state begins anew (None: nowhere).
+        """
+        wide = u.astype(jnp.float32)
+        lam_bar, bu = self._driven(wide, shard)
+        y = self._read(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
+        if self.config.bidirectional:
+            ends = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
+            y = y + self._read(self.C_reverse[...], self._scan(lam_bar, bu, ends, shard, reverse=True), shard)
+        y = shard(y + self.D[...] * wide, "batch", "seq", "embed")
+        return self._gated(y.astype(self.numerics.compute), shard)
+
+    def init_state(self, batch: int) -> Carry:
+        """Return the state before the first position: zeros."""
+        zeros = jnp.zeros((batch, self.config.states), jnp.float32)
+        return zeros, zeros
+
+    def step(
+        self, u: Float[Array, "batch embed"], state: Carry, shard: Shard
+    ) -> tuple[Float[Array, "batch embed"], Carry]:
+        """Return the output of one more position and the state after it: the streaming form."""
+        wide = u.astype(jnp.float32)[:, None]
+        lam_bar, bu = self._driven(wide, shard)
+        state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
+        y = self._read(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * wide
+        return self._gated(y.astype(self.numerics.compute), shard)[:, 0], state
+
+    def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
+        """Return Lambda_bar and B_bar u."""
+        c, B = self.config, self.B[...]
+        lam_bar, scale = discretize(
+            self.Lambda_re[...],
+            self.Lambda_im[...],
+            self.log_step[...],
+            c.discretization,
+            step_rescale=c.step_rescale,
+            clip_eigs=c.clip_eigenvalues,
+        )
+        re, im = (
+            linear("bse,pe->bsp", u, B[..., part], axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in (0, 1)
+        )
+        return lam_bar, mul(scale, (re, im))
+
+    def _scan(
+        self,
+        lam_bar: Eigenvalues,
+        bu: States,
+        keep: Float[Array, "batch seq"] | None,
+        shard: Shard,
+        *,
+        reverse: bool,
+    ) -> States:
+        c, axis_names = self.config, shard.mesh_axes("seq")
+
+        def local(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
+            chosen = {"keep": keep, "reverse": reverse, "impl": c.scan, "block": c.scan_block, "backend": shard.backend}
+            if axis_names:
+                return list(sharded_linear_recurrence(lam_bar, bu, axis_names=axis_names, **chosen))
+            return list(linear_recurrence(lam_bar, bu, **chosen))
+
+        states: Axes = ("batch", "seq", "state")
+        run = shard.map(local, [("state",), states, None if keep is None else ("batch", "seq")], [states, states])
+        re, im = run(lam_bar, bu, keep)
+        return re, im
+
+    def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
+        re, im = (
+            linear("bsp,ep->bse", x[part], C[..., part], axes=_C_AXES, shard=shard, numerics=FLOAT32)
+            for part in (0, 1)
+        )
+        return (2 if self.config.conjugate_symmetric else 1) * (re - im)
+
+    def _gated(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
+        kind = self.config.activation
+        if kind is Activation.gelu:
+            return jax.nn.gelu(y)
+
+        def dense(x: Array, w: nnx.Param) -> Array:
+            return linear("bse,em->bsm", x, w[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
+
+        active = jax.nn.gelu(y)
+        gate = jax.nn.sigmoid(dense(active, self.gate))
+        if kind is Activation.full_glu:
+            return dense(active, self.out) * gate
+        return (active if kind is Activation.half_glu1 else y) * gate
+
+

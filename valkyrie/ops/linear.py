@@ -1,0 +1,70 @@
+"""Decides how a parameter meets an activation: cast and gathered for the product, its gradient summed in full and
+scattered back. Nothing gathered is kept for the backward pass, so fully sharded parameters stay sharded in memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from valkyrie.axes import Axes, Shard
+from valkyrie.precision import DType, PolicyConfig
+
+
+class Numerics(NamedTuple):
+    """The dtypes of a precision policy, hashable: parameters as stored, operands of products, gradient sums."""
+
+    parameter: str
+    compute: str
+    reduction: str
+
+    @staticmethod
+    def of(policy: PolicyConfig) -> Numerics:
+        """Return the dtypes that a policy names."""
+        return Numerics(policy.parameter.value, policy.compute.value, policy.reduction.value)
+
+
+FLOAT32 = Numerics(DType.float32.value, DType.float32.value, DType.float32.value)
+"""Everything in float32."""
+
+
+def linear(
+    equation: str,
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    *,
+    axes: Axes,
+    shard: Shard,
+    numerics: Numerics,
+) -> Float[Array, "..."]:
+    """Return the einsum of an activation and a parameter with these logical axes, in the compute dtype.
+
+    The parameter is cast, then gathered over the mesh axes that split data (`shard.computed`), here and again in the
+    backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, laid as the parameter
+    rests (`shard.stored`): under a fully sharded partition that is a reduce-scatter. Every index of `w` must appear in
+    `x` or in the result.
+    """
+    operands, out = equation.split("->")
+    of_x, of_w = operands.split(",")
+
+    def cast(w: Array) -> Array:
+        return shard.computed(w.astype(numerics.compute), *axes)
+
+    @jax.custom_vjp
+    def product(x: Array, w: Array) -> Array:
+        return jnp.einsum(equation, x, cast(w))
+
+    def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+        return product(x, w), (x, w)
+
+    def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+        x, w = saved
+        dx = jnp.einsum(f"{out},{of_w}->{of_x}", g, cast(w))
+        dw = jnp.einsum(f"{of_x},{out}->{of_w}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
+        return dx.astype(x.dtype), shard.stored(dw, *axes).astype(w.dtype)
+
+    product.defvjp(forward, backward)
+    return product(x.astype(numerics.compute), w)
