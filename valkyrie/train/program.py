@@ -1,0 +1,129 @@
+"""Decides the one step program: what training runs, evaluation measures and a search compiles, on a mesh or an
+abstract one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.models import module_class
+from valkyrie.models.base import Assembly, Checkpoint, flatten
+from valkyrie.ops.linear import Numerics
+from valkyrie.optim import learning_rate, make_optimizer
+from valkyrie.parallel.partition import Memory, Remat
+from valkyrie.parallel.sharding import AnyMesh, MeshShard
+from valkyrie.precision import DType
+from valkyrie.run import Run
+from valkyrie.train.state import TrainState, init_state, state_shardings
+from valkyrie.train.step import eval_step, train_step
+
+_BATCH = {"tokens": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
+
+
+class StepProgram:
+    """The jitted functions of a run on a mesh, with every shape and sharding known before an array exists.
+
+    On an abstract mesh it can be lowered but not run. `backend` is the platform it will run on (None: JAX's own).
+    """
+
+    def __init__(self, run: Run, mesh: AnyMesh, backend: str | None = None) -> None:
+        config = run.config
+        self.run = run
+        self.layout = run.layout
+        self.mesh = mesh
+        self.shard = MeshShard(self.layout, mesh, backend)
+        self.assembly = Assembly(module_class(run.model.family), run.model, Numerics.of(config.precision))
+        self.parameter_names = list(flatten(self.assembly.specs))
+        groups = jax.tree.map(lambda spec: spec.group, self.assembly.specs)
+        self.optimizer = make_optimizer(config.optimizer, config.steps, groups)
+        self.schedule = learning_rate(config.optimizer, config.steps)
+        self._keep_ema = config.optimizer.ema_decay is not None
+        if isinstance(mesh, jax.sharding.Mesh):
+            _check_memories(self.layout.partition.parameter_memory, self.layout.partition.optimizer_memory, mesh)
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the train state."""
+        shapes = jax.eval_shape(self._init, 0)
+        shardings = state_shardings(shapes, self.assembly, self.shard)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+    @cached_property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the global batch."""
+        c = self.run.config
+        sharding = self.shard.sharding(self.layout.activation(("batch", "seq")))
+        return {k: jax.ShapeDtypeStruct((c.batch, c.seq), dtype, sharding=sharding) for k, dtype in _BATCH.items()}
+
+    @cached_property
+    def _shardings(self) -> TrainState:
+        return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+    @cached_property
+    def init(self) -> Callable[[Any], TrainState]:
+        """The jitted function from a seed to the state before the first step, made where it lies."""
+        return jax.jit(self._init, out_shardings=self._shardings)
+
+    @cached_property
+    def step(self) -> Any:
+        """The jitted function (state, batch) -> (state, metrics); the state is donated."""
+
+        def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+            with self._precision():
+                return train_step(self, state, batch)
+
+        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The jitted function (parameters, batch, token_bytes) -> sums of an evaluation batch."""
+
+        def evaluate(parameters: Any, batch: dict[str, jax.Array], token_bytes: jax.Array) -> dict[str, jax.Array]:
+            with self._precision():
+                return eval_step(self, parameters, batch, token_bytes)
+
+        return jax.jit(evaluate)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """Return the train step lowered for the mesh, without a single array."""
+        return self.step.lower(self.abstract_state, self.abstract_batch)
+
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Return a process's part of the global batch as global arrays on the mesh."""
+        sharding = self.abstract_batch["tokens"].sharding
+        return {k: jax.make_array_from_process_local_data(sharding, batch[k]) for k in _BATCH}
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the rematerialisation of a block that the layout asks for."""
+        remat = self.layout.remat
+        if remat is Remat.none:
+            return lambda block: block
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy = dots if remat is Remat.dots else jax.checkpoint_policies.nothing_saveable
+        return lambda block: jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+    def _init(self, seed: int | jax.Array) -> TrainState:
+        return init_state(self.assembly, self.optimizer, self._keep_ema, seed)
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Under a float32 policy products are float32 on every backend, not TF32 or one bfloat16 pass."""
+        full = self.run.config.precision.compute is DType.float32
+        return jax.default_matmul_precision("highest") if full else contextlib.nullcontext()
+
+
+def _check_memories(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Mesh) -> None:
+    device = mesh.devices.flat[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    for key, memory in (("parameter_memory", parameters), ("optimizer_memory", optimizer)):
+        if memory is Memory.host and ("pinned_host" not in kinds or device.platform == "cpu"):
+            raise ValueError(
+                f"partition.{key}=host needs memory_kind=pinned_host beside device memory; {device.device_kind} "
+                f"({device.platform}) has {', '.join(kinds)}. Use partition.{key}=device."
+            )
