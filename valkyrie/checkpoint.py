@@ -2,13 +2,158 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+FOLDER = "checkpoints"
+"""The folder of a run folder that holds its checkpoints, one sub-folder a step."""
 
 
 @dataclass
 class CheckpointConfig:
-    """Saving: every `every` steps and at the end, asynchronously; the newest `keep` are kept. `every` null: only at the end."""
+    """Saving, in the background: every `every` steps (null: only at the end); the newest `keep` stay on disk."""
 
     name: str = "async"
-    every: int | None = 100
+    every: Optional[int] = 100
     keep: int = 2
+
+    def problems(self) -> list[str]:
+        """Return every reason why this makes no sense, in the words of the command line."""
+        found = []
+        if self.every is not None and self.every < 1:
+            found.append(f"checkpoint.every={self.every}: at least 1 is needed, or null to save only at the end.")
+        if self.keep < 1:
+            found.append(f"checkpoint.keep={self.keep}: at least 1 is needed.")
+        return found
+
+
+class Checkpoints:
+    """The checkpoints of one run folder: a train state, the data position, and what is needed to judge both.
+
+    Saving returns as soon as the arrays are copied off the devices; `wait` and `close` see it through. A save that
+    was interrupted leaves nothing that is taken for a checkpoint.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every thread it starts
+        self._ocp = ocp
+        self.path = (folder / FOLDER).resolve()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(self.path, options=options)
+        self.last_saved: int | None = self._manager.latest_step()
+
+    def save(self, step: int, state: Any, data: Mapping[str, Any]) -> None:
+        """Begin to save the state after `step` steps with the position of its data; once a step."""
+        if step == self.last_saved:
+            return
+        args = self._ocp.args
+        self._manager.save(
+            step, args=args.Composite(state=args.StandardSave(_tree(state)), data=args.JsonSave(dict(data)))
+        )
+        self.last_saved = step
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+        """Return (step, state, data position) of the newest checkpoint, or of `step`, laid as `abstract_state` says.
+
+        ValueError when there is none, when it does not fit the model, or when its files are damaged.
+        """
+        step = self._manager.latest_step() if step is None else step
+        if step is None:
+            raise ValueError(f"{self.path} holds no finished checkpoint. Start the run anew, or resume another.")
+        wanted = _tree(abstract_state)
+        self._refuse_other_shapes(step, wanted)
+        args = self._ocp.args
+        try:
+            restored = self._manager.restore(
+                step, args=args.Composite(state=args.StandardRestore(wanted), data=args.JsonRestore())
+            )
+        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
+                f"{_first_line(error)}). Delete {self.path / str(step)} to go on from an older one."
+            ) from error
+        return step, abstract_state._replace(**restored["state"]), dict(restored["data"])
+
+    def wait(self) -> None:
+        """Return when every save begun is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """See saves through and let go of the folder."""
+        self._manager.close()
+
+    def _refuse_other_shapes(self, step: int, wanted: dict[str, Any]) -> None:
+        saved = saved_shapes(self.path / str(step))
+        if saved is None:
+            return
+        asked = {path: shape for path, shape in _shapes(wanted).items() if path.startswith("parameters.")}
+        saved = {path: shape for path, shape in saved.items() if path.startswith("parameters.")}
+        problems = [
+            f"{path} is {saved.get(path, 'missing')} in the checkpoint and {asked.get(path, 'missing')} in the model"
+            for path in sorted({*asked, *saved})
+            if saved.get(path) != asked.get(path)
+        ]
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.path} is of another model: {problems[0]}{more}. "
+                "Use the model it was trained with, or another name= for this run."
+            )
+
+
+def latest_step(folder: Path) -> int | None:
+    """Return the newest finished checkpoint of a run folder without loading Orbax; None when there is none."""
+    steps = [
+        int(path.name)
+        for path in (folder / FOLDER).glob("*")
+        if path.name.isdigit() and (path / "_CHECKPOINT_METADATA").is_file()
+    ]
+    return max(steps, default=None)
+
+
+def saved_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes in a checkpoint by dotted path, read from its metadata; None where there is no metadata."""
+    metadata = path / "state" / "_METADATA"
+    if not metadata.is_file():
+        return None
+    try:
+        tree = json.loads(metadata.read_text())["tree_metadata"]
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"the checkpoint {path} is damaged ({_first_line(error)} in state/_METADATA). Delete that folder to go on "
+            "from an older one."
+        ) from error
+    found = {}
+    for entry in tree.values():
+        keys = ".".join(str(part["key"]) for part in entry["key_metadata"])
+        shape = entry["value_metadata"].get("write_shape")
+        if shape is not None:
+            found[keys] = tuple(shape)
+    return found
+
+
+def _tree(state: Any) -> dict[str, Any]:
+    """Return a train state as a dict without the entries that are None."""
+    return {key: value for key, value in state._asdict().items() if value is not None}
+
+
+def _shapes(tree: Any, prefix: str = "") -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            found |= _shapes(value, f"{prefix}{key}.")
+        elif hasattr(value, "shape"):
+            found[f"{prefix}{key}"] = tuple(value.shape)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

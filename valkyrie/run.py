@@ -87,6 +87,11 @@ class Run:
             raise ValueError("\n".join(problems))
         return layout
 
+    @property
+    def tokenizer(self) -> str:
+        """The name of the tokenizer: the data's if it names one, else the model's."""
+        return self.config.data.tokenizer or self.model.tokenizer
+
     @staticmethod
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
@@ -108,7 +113,7 @@ class Run:
     def problems(self) -> list[str]:
         """Return everything wrong with this run that can be known without JAX and without a device."""
         c = self.config
-        found = [*self.model.problems(), *c.optimizer.problems()]
+        found = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems()]
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 found.append(f"{key}={getattr(c, key)}: at least 1 is needed.")

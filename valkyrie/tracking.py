@@ -54,7 +54,7 @@ class Tracker:
         """Flush and close both sinks."""
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code, quiet=True)
+            self._wandb.finish(exit_code=exit_code)
 
     def _start_wandb(
         self, config: TrackingConfig, folder: Path, run_name: str, fields: dict[str, Any], group: str

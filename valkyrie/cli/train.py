@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
+from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
 """Exit status after a mistake of the user; 1 is ours."""
@@ -27,14 +28,17 @@ USER_ERROR = 2
 def main() -> None:
     """Run `valkyrie-train` with the arguments of the process; a user's mistake is a message and exit status 2."""
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    arguments = _plain(sys.argv[1:])
     try:
+        arguments = resumed_arguments(arguments)
+        sys.argv[1:] = arguments
         config = _compose()
         if config is not None:
             run = Run.from_config(config)
             problems = run.problems()
             if problems:
                 raise ValueError(_with_choices(run, problems))
-            _dispatch(run)
+            sys.exit(_dispatch(run, arguments))
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
@@ -62,13 +66,13 @@ def _compose() -> DictConfig | None:
     return composed[0] if composed else None
 
 
-def _dispatch(run: Run) -> None:
+def _dispatch(run: Run, arguments: Sequence[str]) -> int:
     from valkyrie.train.modes import MODES
 
     name = run.config.mode.name
     if name not in MODES:
         raise ValueError(f"mode={name} is not known. Known: {', '.join(MODES)}.")
-    MODES[name](run)
+    return MODES[name](run, arguments)
 
 
 def fail(message: str) -> None:
@@ -86,6 +90,11 @@ def _with_choices(run: Run, problems: Sequence[str]) -> str:
         if legal:
             return "\n".join([*problems, f"Legal with mesh={mesh} as it stands: partition={', '.join(legal)}."])
     return "\n".join(problems)
+
+
+def _plain(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `+experiment=` and `+sweep=` as `experiment=` and `sweep=`: both ways are in use."""
+    return [a[1:] if a.startswith(("+experiment=", "+sweep=")) else a for a in arguments]
 
 
 def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:

@@ -1,0 +1,91 @@
+"""Decides which devices a run gets: what the target names, what the machine has, or simulated CPU devices, said aloud."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from valkyrie.compose import accelerators
+from valkyrie.hardware import ChipConfig, Platform, chip_of
+from valkyrie.run import Run
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run. `simulated` means CPU devices stand in for the mesh: no speed of theirs is real."""
+
+    devices: tuple[Any, ...]
+    platform: str
+    chip: ChipConfig | None
+    simulated: bool
+
+    @property
+    def note(self) -> str:
+        """The loud line about what the run runs on."""
+        count = len(self.devices)
+        if self.simulated:
+            return (
+                f"SIMULATED: {count} CPU device{'s' * (count > 1)} on {os.cpu_count()} cores stand in for the mesh. "
+                "Losses are real; speeds are not those of any accelerator."
+            )
+        return f"{count} x {self.devices[0].device_kind}"
+
+
+def missing_devices(run: Run) -> list[str]:
+    """Return why this machine cannot give the target's devices, as far as device files tell; no JAX is needed."""
+    target = run.config.target
+    if target.platform in (Platform.any, Platform.cpu) or accelerators():
+        return []
+    return [
+        f"target={target.describe()} is not this machine: it has no accelerator that JAX can use "
+        f"({os.cpu_count()} CPU cores). Run this where the chips are, use target=auto, or mode=show to plan for them."
+    ]
+
+
+def acquire(run: Run) -> Devices:
+    """Return the devices for the run's mesh; ValueError when the machine has too few, or others than the target's.
+
+    Must come before anything else touches a JAX backend: the number of CPU devices is fixed at the first use.
+    """
+    import jax
+
+    config = run.config
+    mesh, target = config.mesh, config.target
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        try:
+            jax.config.update("jax_num_cpu_devices", mesh.size)
+        except RuntimeError:  # the backend is up already; the count below decides
+            pass
+    platform = None if target.platform is Platform.any else target.platform.value
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        raise ValueError(f"target={target.describe()}: JAX finds no {platform} device ({error}).") from error
+    kind, found = devices[0].device_kind, devices[0].platform
+    if target.chip is not None and kind not in target.chip.device_kinds:
+        raise ValueError(
+            f"target={target.describe()} wants {target.chip.name} chips; this machine has {len(devices)} x {kind}. "
+            "Use target=auto to take them."
+        )
+    if len(devices) < mesh.size or (found == "tpu" and len(devices) != mesh.size):
+        raise ValueError(
+            f"mesh={mesh.name} needs {mesh.size} devices; this machine has {len(devices)} x {kind}. "
+            f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
+        )
+    chip = target.chip or chip_of(kind)
+    return Devices(tuple(devices[: mesh.size]), found, chip, simulated=found == "cpu")
+
+
+def configure_jax(run: Run) -> None:
+    """Set the process-wide switches of JAX: the persistent compilation cache, and `debug=nans`."""
+    from pathlib import Path
+
+    import jax
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        root = Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_debug_nans", run.config.debug.value == "nans")

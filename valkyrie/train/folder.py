@@ -1,0 +1,105 @@
+"""Decides where a run lives on disk, which run a command continues, and what is written about it. Imports no JAX."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from valkyrie.checkpoint import FOLDER, latest_step
+from valkyrie.run import Run
+
+COMMAND = "command.json"
+"""The file of a run folder with the arguments that began the run; `resume` composes from them."""
+
+_PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def find_run(runs: Path, resume: str) -> Path:
+    """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError says which exist."""
+    candidates = sorted(
+        (f for f in runs.glob("*") if latest_step(f) is not None), key=lambda f: (f / FOLDER).stat().st_mtime
+    )
+    if resume == "latest":
+        if not candidates:
+            raise ValueError(f"resume=latest found no run with a checkpoint under runs={runs}. Train one first.")
+        return candidates[-1]
+    for folder in (runs / resume, Path(resume)):
+        if latest_step(folder) is not None:
+            return folder
+    known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
+    raise ValueError(f"resume={resume} is no run with a checkpoint under runs={runs}. Newest there: {known}.")
+
+
+def run_folder(run: Run) -> Path:
+    """Return the folder of this run: the one it resumes, the one of its name, or a new name of model, layout and time."""
+    runs = Path(run.config.runs)
+    if run.config.resume is not None:
+        return find_run(runs, run.config.resume)
+    if run.config.name is not None:
+        return runs / run.config.name
+    return _unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
+    """Write `run.yaml`, `versions.json` and, the first time, the command, into the run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run.save(folder / "run.yaml")
+    (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+    command = folder / COMMAND
+    if not command.exists():
+        command.write_text(json.dumps(list(arguments)) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide a run's numbers."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def resumed_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the run that `resume=` names, with the given ones in place of those they repeat.
+
+    Without a `resume=` among them the arguments come back as they are.
+    """
+    given = dict(_key_value(a) for a in arguments)
+    resume = given.get("resume")
+    if resume is None or resume == "null":
+        return list(arguments)
+    folder = find_run(Path(given.get("runs") or "runs"), resume)
+    command = folder / COMMAND
+    if not command.is_file():
+        return list(arguments)
+    kept, dropped = [], {*given, "resume", "name", "mode"}
+    saved = json.loads(command.read_text())
+    flag = False
+    for argument in saved:
+        takes_part = flag or argument.startswith("-")
+        flag = argument in _FLAGS_WITH_VALUE
+        if takes_part:
+            kept.append(argument)
+        elif _key_value(argument)[0] not in dropped:
+            kept.append(argument)
+    return [*kept, *arguments]
+
+
+_FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
+
+
+def _key_value(argument: str) -> tuple[str, str]:
+    key, _, value = argument.partition("=")
+    return key.lstrip("+~"), value.strip("\"'")
+
+
+def _unused(folder: Path) -> Path:
+    candidate, number = folder, 2
+    while candidate.exists():
+        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return candidate

@@ -1,0 +1,58 @@
+"""Decides what a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Screen:
+    """A progress bar with loss, rate, MFU and time left; in a file or a pipe, one line every `log_every` steps."""
+
+    def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
+        self.console, self._steps, self._simulated = console, steps, simulated
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=False,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=done, text="")
+
+    def __enter__(self) -> Screen:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, record: dict[str, Any], *, line: bool) -> None:
+        """Show a finished step; `line` also prints it where there is no live bar."""
+        text = self.describe(record)
+        self._bar.update(self._task, completed=step, text=text)
+        if line and not self.console.is_terminal:
+            self.console.print(f"step {step}/{self._steps}  {text}", highlight=False)
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    def describe(self, record: dict[str, Any]) -> str:
+        """Return loss, rate and MFU of a record in one short line."""
+        parts = [f"loss {record['loss']:.4f}"]
+        rate = record.get("tokens_per_second")
+        if rate is not None:
+            parts.append(f"{rate:,.0f} tokens/s{' simulated' if self._simulated else ''}")
+        if record.get("mfu") is not None:
+            parts.append(f"MFU {100 * record['mfu']:.1f}%")
+        return "  ".join(parts)

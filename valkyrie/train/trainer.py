@@ -1,0 +1,210 @@
+"""Decides the training loop: `fit`, one page from a run to a trained model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from valkyrie.checkpoint import Checkpoints
+from valkyrie.data.loader import Loader, make_loader
+from valkyrie.data.manifest import Prepared
+from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.run import Run
+from valkyrie.tracking import Tracker
+from valkyrie.train.devices import Devices
+from valkyrie.train.evaluate import Evaluator
+from valkyrie.train.folder import write_about
+from valkyrie.train.interrupt import Interrupt
+from valkyrie.train.meter import Meter
+from valkyrie.train.program import StepProgram
+from valkyrie.train.screen import Screen
+from valkyrie.train.state import TrainState
+
+BACKWARD = 2
+"""FLOPs of a backward pass over those of its forward pass; with the forward pass, 3 times (PaLM, appendix B)."""
+
+
+class DivergedError(RuntimeError):
+    """The loss or a gradient is no longer finite; the message says since when and where."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What training leaves: the state, the last evaluation, the summary, and whether it was interrupted."""
+
+    program: StepProgram
+    state: TrainState
+    summary: dict[str, Any]
+    interrupted: bool
+
+
+def fit(
+    run: Run,
+    devices: Devices,
+    prepared: Prepared,
+    tokenizer: Tokenizer,
+    folder: Path,
+    console: Console,
+    arguments: Sequence[str],
+) -> Fitted:
+    """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
+
+    Metrics of a step are read while the next one runs. Raises DivergedError when loss or gradients stop being finite,
+    and ValueError when the checkpoint or the data do not fit.
+    """
+    config = run.config
+    program = StepProgram(run, build_mesh(config.mesh, devices.devices))
+    write_about(run, folder, arguments)
+    meter = _meter(run, devices)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
+        loader = stack.enter_context(
+            make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=config.seed, repeat=True)
+        )
+        start, state = _begin(program, checkpoints, loader)
+        began = time.perf_counter()
+        compiled = program.lower_step().compile()
+        compile_s = time.perf_counter() - began
+        tracker = stack.enter_context(contextlib.closing(_tracker(run, devices, folder)))
+        screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
+        interrupt = stack.enter_context(Interrupt())
+        if tracker.note:
+            screen.say(tracker.note, style="yellow")
+        screen.say(f"compiled the step in {compile_s:.1f} s; training steps {start} to {config.steps}")
+        evaluate = Evaluator(program, prepared, tokenizer)
+        evaluation: dict[str, float] = {}
+        pending: dict[str, Any] | None = None
+        step = start
+
+        def read(metrics: dict[str, Any] | None, of_step: int) -> None:
+            """Wait for a step's metrics, check them, and record them."""
+            if metrics is None:
+                return
+            values = jax.device_get(metrics)
+            meter.finished()
+            with meter.paused():
+                _refuse_divergence(program, values, of_step, checkpoints.last_saved)
+                record = _record(values, meter, config.log_every)
+                log = of_step % config.log_every == 0 or of_step in (1, start + 1, config.steps)
+                if log:
+                    tracker.log(record, of_step)
+                screen.step(of_step, record, line=log)
+
+        def save() -> None:
+            checkpoints.save(step, state, loader.state())
+
+        def judge() -> None:
+            parameters = state.parameters if state.ema is None else state.ema
+            evaluation.update(evaluate(parameters, config.eval_batches))
+            tracker.log(evaluation, step)
+            screen.say(
+                f"step {step}: validation loss {evaluation['eval_loss']:.4f}, "
+                f"{evaluation['eval_bits_per_byte']:.3f} bits per byte"
+            )
+
+        meter.start()
+        for step in range(start + 1, config.steps + 1):
+            with meter.paused():
+                batch = program.place(next(loader))
+            state, metrics = compiled(state, batch)
+            read(pending, step - 1)
+            pending = metrics
+            due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
+            if interrupt.requested or due or step % config.eval_every == 0 or step == config.steps:
+                read(pending, step)
+                pending = None
+                with meter.paused():
+                    if due or interrupt.requested or step == config.steps:
+                        save()
+                    if step % config.eval_every == 0 and step != config.steps and not interrupt.requested:
+                        judge()
+            if interrupt.requested:
+                break
+        finished = step >= config.steps
+        if finished:
+            judge()
+        checkpoints.wait()
+        summary = {"compile_s": compile_s, **meter.summary(), **evaluation, "steps": step, "finished": finished}
+        tracker.summary(summary)
+    return Fitted(program, state, summary, interrupt.requested)
+
+
+def _begin(program: StepProgram, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState]:
+    """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start."""
+    if checkpoints.last_saved is None:
+        return 0, program.init(program.run.config.seed)
+    step, state, data = checkpoints.restore(program.abstract_state)
+    loader.restore(data)
+    return step, state
+
+
+def _meter(run: Run, devices: Devices) -> Meter:
+    tokens = run.config.batch * run.config.seq
+    chips = len(devices.devices)
+    peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
+    flops = (1 + BACKWARD) * run.model.flops_per_token(run.config.seq) * tokens
+    return Meter(tokens, chips, flops, None if peak is None else peak * chips)
+
+
+def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
+    """Return the fields by which runs are compared: layout, roles, model, target, chips, and MFU's denominator."""
+    layout = run.layout
+    peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
+    return {
+        "layout": layout.name,
+        "mesh": layout.mesh.name,
+        "partition": layout.partition.name,
+        "roles": layout.describe_roles(),
+        "microbatches": layout.microbatches,
+        "remat": layout.remat.value,
+        "model": run.model.name,
+        "target": run.config.target.name,
+        "chip": devices.chip.name if devices.chip is not None else devices.devices[0].device_kind,
+        "chips": len(devices.devices),
+        "simulated": devices.simulated,
+        "batch": run.config.batch,
+        "seq": run.config.seq,
+        "steps": run.config.steps,
+        "flops_per_token": (1 + BACKWARD) * run.model.flops_per_token(run.config.seq),
+        "mfu_denominator_flops_per_chip": peak,
+    }
+
+
+def _tracker(run: Run, devices: Devices, folder: Path) -> Tracker:
+    group = f"{run.model.name}-{run.config.target.name}"
+    return Tracker(
+        run.config.tracking, folder, run_name=folder.name, fields=layout_fields(run, devices), group=group
+    )
+
+
+def _record(values: dict[str, Any], meter: Meter, window: int) -> dict[str, Any]:
+    """Return one step's metrics as plain numbers, with the rates over the last `window` steps."""
+    names = ("loss", "grad_norm", "learning_rate", "tokens")
+    return {name: float(values[name]) for name in names} | meter.rates(window)
+
+
+def _refuse_divergence(program: StepProgram, values: dict[str, Any], step: int, saved: int | None) -> None:
+    if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+        return
+    bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+    where = (
+        f"the first parameter whose gradient is not finite is {program.parameter_names[bad[0]]} ({len(bad)} of "
+        f"{len(program.parameter_names)} are not)"
+        if bad.size
+        else "every gradient is finite"
+    )
+    last = "no checkpoint was saved before it" if saved is None else f"the last good checkpoint is of step {saved}"
+    raise DivergedError(
+        f"step {step}: loss is {float(values['loss'])} and the gradient norm {float(values['grad_norm'])}; {where}; "
+        f"{last}. Lower optimizer.learning_rate, or find the operation with debug=nans."
+    )
