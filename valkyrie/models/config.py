@@ -228,6 +228,42 @@ class ValkyrieConfig:
                 total += 2 * self.embed * self.mlp * (3 if self.feed_forward is FeedForward.swiglu else 2)
         return total + 2 * self.embed * self.vocab_rows
 
+    def activation_sizes(self) -> dict[str, int]:
+        """Return the length of every logical axis of an activation but batch and seq; `heads` counts head_dim too."""
+        a = self.attention
+        return {
+            "embed": self.embed,
+            "mlp": self.mlp,
+            "state": self.s5.states,
+            "heads": a.heads * a.head_dim,
+            "kv_heads": a.kv_heads * a.head_dim,
+            "vocab": self.vocab_rows,
+        }
+
+    def kept_activations(self, kind: BlockKind, remat: str) -> list[tuple[tuple[str, str, str], float, bool]]:
+        """Return what one block keeps for its backward pass: (logical axes, how many such arrays, float32 or compute).
+
+        An estimate, counted from the operations of the block: norms keep their input in float32, products their
+        input, gates both factors. `full` keeps the block's input alone, `dots` the results of matrix products too.
+        """
+
+        def of(axis: str, count: float, wide: bool = False) -> tuple[tuple[str, str, str], float, bool]:
+            return ("batch", "seq", axis), count, wide
+
+        kept = [of("embed", 1)]
+        if remat == "full":
+            return kept
+        none = remat == "none"
+        if kind is BlockKind.s5:
+            directions = 2 if self.s5.bidirectional else 1
+            kept += [of("state", 2 + 2 * directions * none, True), of("embed", 1 + 3 * none, True), of("embed", 1 + 3 * none)]
+        else:
+            kept += [of("heads", 2 + 2 * none), of("kv_heads", 2 + 2 * none), of("embed", 1 + none), of("embed", 2 * none, True)]
+        if kind in self.feed_forward_after:
+            gated = self.feed_forward is FeedForward.swiglu
+            kept += [of("mlp", (2 if gated else 1) + 2 * none), of("embed", 1 + none), of("embed", 2 * none, True)]
+        return [entry for entry in kept if entry[1]]
+
     def _mean_keys(self, attention_layer: int, seq: int) -> float:
         a = self.attention
         window = a.windows[attention_layer % len(a.windows)] or seq

@@ -94,7 +94,7 @@ MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(soft_wrap=True, highlight=False)
+    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def _tokenizer(run: Run) -> Tokenizer:

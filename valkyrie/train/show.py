@@ -1,0 +1,64 @@
+"""Decides what `mode=show` prints: every parameter with its placement, the roles, and the memory expected."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from valkyrie.hardware import GIB
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.run import Run
+from valkyrie.train.memory import ExpectedMemory, ParameterRow, expected_memory, parameter_rows
+
+
+def show_run(run: Run, console: Console) -> None:
+    """Print the tables of a run; nothing is allocated and no device is touched."""
+    from valkyrie.train.program import StepProgram
+
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+    layout, specs = program.layout, program.assembly.specs
+    rows = parameter_rows(specs, layout)
+    table = Table(title=f"{run.model.name} under {layout.name}", title_justify="left", header_style="bold", box=SIMPLE)
+    table.add_column("parameter", overflow="fold", no_wrap=console.width >= 110)
+    table.add_column("shape: logical axis / mesh axes", overflow="fold")
+    table.add_column("bytes/device", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.name, describe_split(row), f"{row.bytes_per_device:,}")
+    console.print(table, soft_wrap=False)
+    count = sum(row.spec.size for row in rows)
+    console.print(f"parameters: {count:,}   vocabulary: {run.model.vocab_size:,} tokens in {run.model.vocab_rows:,} rows")
+    console.print(f"roles: {layout.describe_roles()}")
+    console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
+    _print_memory(console, run, expected_memory(run, program.abstract_state, specs))
+
+
+def describe_split(row: ParameterRow) -> str:
+    """Return a parameter's dimensions with the mesh axes that split them: `8 layers · 5632 mlp/x · 2048 embed/yz`."""
+    parts = []
+    for size, axis, held in zip(row.spec.shape, row.spec.axes, row.split, strict=True):
+        parts.append(f"{size}{f' {axis}' if axis else ''}{'/' + ''.join(held) if held else ''}")
+    return " · ".join(parts)
+
+
+def _print_memory(console: Console, run: Run, memory: ExpectedMemory) -> None:
+    table = Table(title="expected memory on one device, GiB", title_justify="left", header_style="bold", box=SIMPLE)
+    table.add_column("what")
+    table.add_column("GiB", justify="right")
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "average of parameters (EMA)": memory.average,
+        "activations (estimate)": memory.activations,
+    }
+    for name, size in parts.items():
+        if size or not name.startswith("average"):
+            table.add_row(name, f"{size / GIB:.3f}")
+    table.add_row("total", f"{memory.total / GIB:.3f}", style="bold")
+    console.print(table, soft_wrap=False)
+    chip = run.config.target.chip
+    if chip is not None and chip.hbm_gib is not None:
+        share = memory.total / GIB / chip.hbm_gib
+        verdict = "does not fit" if share > 1 else "tight" if share > 0.9 else "should fit"
+        console.print(f"{verdict}: {100 * share:.0f}% of the {chip.hbm_gib:g} GiB of a {chip.name} chip")
