@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from valkyrie.axes import LOGICAL_AXES
 from valkyrie.parallel.mesh import MeshConfig
@@ -21,6 +21,7 @@ ACTIVATIONS: tuple[tuple[str, ...], ...] = (
 """The activations whose placement a partition decides."""
 
 
+@runtime_checkable
 class TensorLike(Protocol):
     """A named array with logical axes, sizes, and the config key behind each size."""
 
