@@ -54,9 +54,13 @@ class Checkpoints:
         """Begin to save the state after `step` steps with the position of its data; once a step."""
         if step == self.last_saved:
             return
-        args = self._ocp.args
+        args, tree = self._ocp.args, _tree(state)
+        about = {"parameters": {path: list(shape) for path, shape in _shapes(tree["parameters"]).items()}}
         self._manager.save(
-            step, args=args.Composite(state=args.StandardSave(_tree(state)), data=args.JsonSave(dict(data)))
+            step,
+            args=args.Composite(
+                state=args.StandardSave(tree), data=args.JsonSave(dict(data)), about=args.JsonSave(about)
+            ),
         )
         self.last_saved = step
 
@@ -92,10 +96,7 @@ class Checkpoints:
 
     def _refuse_other_shapes(self, step: int, wanted: dict[str, Any]) -> None:
         saved = saved_shapes(self.path / str(step))
-        if saved is None:
-            return
-        asked = {path: shape for path, shape in _shapes(wanted).items() if path.startswith("parameters.")}
-        saved = {path: shape for path, shape in saved.items() if path.startswith("parameters.")}
+        asked = _shapes(wanted["parameters"])
         problems = [
             f"{path} is {saved.get(path, 'missing')} in the checkpoint and {asked.get(path, 'missing')} in the model"
             for path in sorted({*asked, *saved})
@@ -119,25 +120,16 @@ def latest_step(folder: Path) -> int | None:
     return max(steps, default=None)
 
 
-def saved_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes in a checkpoint by dotted path, read from its metadata; None where there is no metadata."""
-    metadata = path / "state" / "_METADATA"
-    if not metadata.is_file():
-        return None
+def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter in a checkpoint by dotted path; ValueError when that cannot be read."""
+    about = path / "about" / "metadata"
     try:
-        tree = json.loads(metadata.read_text())["tree_metadata"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        return {name: tuple(shape) for name, shape in json.loads(about.read_text())["parameters"].items()}
+    except (OSError, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"the checkpoint {path} is damaged ({_first_line(error)} in state/_METADATA). Delete that folder to go on "
-            "from an older one."
+            f"the checkpoint {path} is damaged ({type(error).__name__}: {_first_line(error)}). Delete that folder to go "
+            "on from an older one."
         ) from error
-    found = {}
-    for entry in tree.values():
-        keys = ".".join(str(part["key"]) for part in entry["key_metadata"])
-        shape = entry["value_metadata"].get("write_shape")
-        if shape is not None:
-            found[keys] = tuple(shape)
-    return found
 
 
 def _tree(state: Any) -> dict[str, Any]:

@@ -132,15 +132,19 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
         grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=chosen)
     else:
         grid = mesh_utils.create_device_mesh(list(axes.values()), devices=chosen, allow_split_physical_axes=True)
-    return jax.sharding.Mesh(grid, tuple(axes))
+    return jax.sharding.Mesh(grid, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
 
 
 def abstract_mesh(config: MeshConfig) -> jax.sharding.AbstractMesh:
-    """Return the mesh without devices: enough for specs, shardings and lowering."""
+    """Return the mesh without devices: enough for specs, shardings and lowering.
+
+    Both kinds of mesh leave propagation to the compiler (`AxisType.Auto`); JAX's own defaults differ between them.
+    """
     import jax
 
     axes = config.axes
-    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    automatic = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=automatic)
 
 
 def _physical_order(device: Any) -> tuple[Any, ...]:
