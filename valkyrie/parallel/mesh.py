@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
@@ -32,13 +32,13 @@ class MeshConfig:
     name: str = "1x1x1"
     shape: list[int] = field(default_factory=lambda: [1, 1, 1])
     slices: int = 1
-    placement: Optional[list[str]] = None
-    names: Optional[list[str]] = None
+    placement: list[str] | None = None
+    names: list[str] | None = None
 
     @property
     def axes(self) -> dict[str, int]:
         """Mesh axes and sizes, slowest first."""
-        named = dict(zip(AXIS_NAMES[-len(self.shape) :], self.shape, strict=True))
+        named: dict[str, int] = dict(zip(AXIS_NAMES[-len(self.shape) :], self.shape, strict=True))
         return {SLICE_AXIS: self.slices, **named} if self.slices > 1 else named
 
     @property

@@ -93,7 +93,11 @@ class StepProgram:
 
     def lower_step(self) -> jax.stages.Lowered:
         """Return the train step lowered for the mesh, without a single array."""
-        return self.step.lower(self.abstract_state, self.abstract_batch)
+        traced = self.step.trace(self.abstract_state, self.abstract_batch)
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            return traced.lower()
+        backend = self.shard.backend or jax.default_backend()
+        return traced.lower(lowering_platforms=("cuda" if backend == "gpu" else backend,))
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Return a process's part of the global batch as global arrays on the mesh."""

@@ -1,0 +1,190 @@
+"""Every tiny model under every partition: it lowers without devices, its specs are complete, its steps are the same."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import (
+    MODELS,
+    PARTITIONS,
+    assembly_of,
+    assert_same_steps,
+    compose_run,
+    initial_state,
+    make_program,
+    names,
+    reference,
+    small,
+    small_run,
+    two_steps,
+)
+from valkyrie.models.base import flatten
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.train.program import StepProgram
+
+GROUPS = {"matrix", "vector", "ssm"}
+QUICK = {
+    *(("valkyrie_tiny", partition) for partition in PARTITIONS),
+    ("s5_tiny", "2d_tp_fsdp"),
+    ("s5_tiny", "sp"),
+    ("longformer_tiny", "1d_tp"),
+    ("longformer_tiny", "sp"),
+}
+"""The pairs that the default part compiles: one model everywhere, each other under what it does not share with it."""
+
+PAIRS = [
+    pytest.param(model, partition, marks=() if (model, partition) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for partition in PARTITIONS
+]
+PARAMETERS = {
+    "longformer_125m": 123_587_328,
+    "longformer_1b": 1_336_248_320,
+    "longformer_7b": 6_682_316_800,
+    "s5_125m": 116_532_480,
+    "s5_1b": 1_235_707_904,
+    "s5_7b": 6_682_644_480,
+    "valkyrie_125m": 118_884_096,
+    "valkyrie_1b": 1_269_221_376,
+    "valkyrie_7b": 6_682_480_640,
+}
+"""Parameters of every size, pinned so that none changes unnoticed; `test_parameters_by_hand` adds one up."""
+
+
+def test_something_was_discovered():
+    assert {"valkyrie_tiny", "s5_tiny", "longformer_tiny"} <= set(MODELS)
+    assert {"dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "sp"} <= set(PARTITIONS)
+    assert all(model in MODELS and partition in PARTITIONS for model, partition in QUICK)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("model", MODELS)
+def test_lowers_for_32_devices_that_are_not_there(model, partition):
+    run = small_run(model, "mesh=4x4x2", f"partition={partition}", "batch=32")
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+    lowered = program.lower_step()
+    assert len(jax.tree.leaves(lowered.out_info)) > len(program.parameter_names)
+    for name, spec in flatten(program.assembly.specs).items():
+        held = program.layout.stored(spec.axes)
+        for size, axes in zip(spec.shape, held, strict=True):
+            assert size % math.prod(run.config.mesh.axes[a] for a in axes) == 0, name
+
+
+def test_what_is_lowered_without_devices_is_what_training_runs():
+    run = small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp")
+    abstract = StepProgram(run, abstract_mesh(run.config.mesh)).lower_step()
+    assert abstract.as_text() == make_program(run).lower_step().as_text()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_config_lists_every_split_parameter(model):
+    run = compose_run(f"model={model}")
+    specs = flatten(assembly_of(run).specs)
+    listed = {(axis, size) for t in run.model.tensors() for axis, size in zip(t.axes, t.shape, strict=True) if axis}
+    built = {
+        (axis, size)
+        for spec in specs.values()
+        for axis, size in zip(spec.axes, spec.shape, strict=True)
+        if axis not in (None, "layers")
+    }
+    assert built <= listed, "the config does not know of a dimension that a partition may split"
+    assert listed <= built, "the config lists a dimension that no parameter has"
+    together = {tuple(a for a in spec.axes if a != "layers") for spec in specs.values()}
+    assert {t.axes for t in run.model.tensors()} <= together
+    assert {spec.group for spec in specs.values()} <= GROUPS
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_specs_are_the_initialised_parameters(model):
+    run = small_run(model)
+    specs = flatten(assembly_of(run).specs)
+    parameters = flatten(initial_state(small(model)).parameters)
+    assert list(specs) == list(parameters)
+    for name, spec in specs.items():
+        assert (spec.shape, spec.dtype) == (parameters[name].shape, parameters[name].dtype), name
+    assert sum(spec.size for spec in specs.values()) == sum(p.size for p in parameters.values())
+
+
+def test_parameters_are_counted_without_allocating():
+    started, counted = time.perf_counter(), {}
+    for model in PARAMETERS:
+        run = compose_run(f"model={model}")
+        counted[model] = sum(spec.size for spec in flatten(assembly_of(run).specs).values())
+    assert counted == PARAMETERS
+    assert counted["valkyrie_1b"] >= 1.2e9
+    assert set(PARAMETERS) == {m for m in names("model") if not m.endswith("_tiny")}
+    assert time.perf_counter() - started < 60
+
+
+def test_parameters_by_hand():
+    """24 blocks of embed 2048: 16 S5 (1024 states, a square gate) and 8 attention (16 heads of 128), each with SwiGLU."""
+    embed, states, mlp = 2048, 1024, 5632
+    s5 = 3 * states + 2 * (2 * states * embed) + embed + embed**2
+    attention = 4 * embed**2
+    total = 50304 * embed + 16 * s5 + 8 * attention + 24 * (3 * embed * mlp + 2 * embed) + embed
+    assert total == PARAMETERS["valkyrie_1b"]
+
+
+def test_initial_state_is_the_same_on_a_mesh():
+    program = make_program(small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp"))
+    state = program.init(0)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), initial_state(small("valkyrie_tiny")))
+    laid = jax.tree.map(lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state)
+    assert all(jax.tree.leaves(laid))
+    other = program.init(1)
+    assert not np.array_equal(other.parameters["embedding"], state.parameters["embedding"])
+
+
+@pytest.mark.parametrize(("model", "partition"), PAIRS)
+def test_same_steps_on_eight_devices_as_on_one(model, partition):
+    run = small_run(model, "mesh=2x2x2", f"partition={partition}")
+    found = two_steps(run, initial_state(small(model)))
+    assert_same_steps(found, reference(model))
+    assert found.metrics[0]["loss"] != found.metrics[1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "partition", "overrides"),
+    [
+        ("2x2x2x1", "2d_tp_fsdp", ()),
+        ("2s2x2x1", "2d_tp", ()),
+        pytest.param("2x2x1x2", "fsdp", (), marks=pytest.mark.slow),
+        pytest.param("2s2x1x2", "data_model_fsdp", (), marks=pytest.mark.slow),
+        pytest.param("2x2x2", "sp", ("seq=64", "model.attention.windows=[null]"), marks=pytest.mark.slow),
+        pytest.param("2x2x2", "2d_tp", ("mesh.placement=[z,x,y]",), marks=pytest.mark.slow),
+        pytest.param("1x8x1", "2d_tp", (), marks=pytest.mark.slow),
+        pytest.param("8x1x1", "sp", (), marks=pytest.mark.slow),
+    ],
+)
+def test_same_steps_on_other_meshes(mesh, partition, overrides):
+    of_model = tuple(o for o in overrides if not o.startswith("mesh"))
+    run = small_run("valkyrie_tiny", f"mesh={mesh}", f"partition={partition}", *overrides)
+    found = two_steps(run, initial_state((*small("valkyrie_tiny"), *of_model)))
+    assert_same_steps(found, reference("valkyrie_tiny", *of_model))
+
+
+def test_windows_that_grow_with_depth_are_segments_of_their_own():
+    run = compose_run("model=longformer_tiny")
+    segments = {name.split(".")[0] for name in flatten(assembly_of(run).specs) if name.startswith("segment")}
+    assert segments == {"segment_0", "segment_1"}
+    assert len(set(run.model.attention.windows)) == 2
+
+
+def test_a_model_that_sees_the_future_is_only_shown():
+    words = "a next-token loss needs a causal model. Only mode=show takes this one."
+    for override in ("model.attention.causal=false", "model.s5.bidirectional=true"):
+        run = small_run("valkyrie_tiny", "mode=show", override)
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
+        model = assembly_of(run).module(assembly_of(run).init(jax.random.key(0)))
+        before, after = (model.logits(t) for t in (tokens, tokens.at[:, -1].add(1) % 61))
+        assert np.abs(before[:, 8] - after[:, 8]).max() > 1e-6
+        with pytest.raises(AssertionError, match="next-token"):
+            small_run("valkyrie_tiny", "mode=train", override)
+    run.config.mode.name = "train"
+    assert any(problem.endswith(words) for problem in run.problems())
