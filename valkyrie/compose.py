@@ -7,10 +7,9 @@ import importlib.util
 import os
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -39,6 +38,12 @@ SCHEMAS: dict[str, type] = {
     "tracking": TrackingConfig,
 }
 """The dataclass behind every config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+SCHEMA_PATHS: dict[str, type] = {
+    "run_schema": RunConfig,
+    "target/chip/chip_schema": ChipConfig,
+    **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
+}
+"""Where a defaults list finds each schema; the models' are found by family. None of them is listed as a choice."""
 
 ENVIRONMENT_MESH = "environment"
 """The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
@@ -47,7 +52,7 @@ SIMULATED_MESH = "2x2x2"
 
 
 class ValkyrieSource(ConfigSource):
-    """Config groups that need no file: `mesh=AxBxC` of any shape, and the schema of every model family."""
+    """Configs that need no file: `mesh=AxBxC` of any shape, and the schema of every group and model family."""
 
     @staticmethod
     def scheme() -> str:
@@ -60,18 +65,24 @@ class ValkyrieSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return whether this source has configs in a group."""
-        return config_path in ("", "mesh", "model")
+        return config_path in ("", "model", "target/chip", *SCHEMAS)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether this is a mesh by its looks, or a model family's schema."""
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
-        return (group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)) or (group == "model" and name in _model_schemas())
+        """Return whether this is a schema, or a mesh by its looks."""
+        path = config_path.removesuffix(".yaml")
+        group, _, name = path.partition("/")
+        is_mesh = group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)
+        return is_mesh or path in SCHEMA_PATHS or (group == "model" and name in _model_schemas())
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the mesh or the schema; a mesh that cannot be is refused with what to write instead."""
-        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        path = config_path.removesuffix(".yaml")
+        group, _, name = path.partition("/")
         try:
-            value = _mesh(name) if group == "mesh" else config_class(name.removesuffix("_schema"))
+            if path in SCHEMA_PATHS:
+                value = SCHEMA_PATHS[path]
+            else:
+                value = _mesh(name) if group == "mesh" else config_class(name.removesuffix("_schema"))
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from None
         return ConfigResult(
@@ -87,13 +98,9 @@ class ValkyrieSource(ConfigSource):
 
 
 def register() -> Path:
-    """Register schemas, sources and resolvers with Hydra; return the folder of config groups."""
-    store = ConfigStore.instance()
-    store.store(name="run_schema", node=RunConfig)
-    for group, schema in SCHEMAS.items():
-        store.store(group=group, name=f"{group}_schema", node=schema)
-    store.store(group="target/chip", name="chip_schema", node=ChipConfig)
+    """Register the source and the resolvers with Hydra; return the folder of config groups."""
     Plugins.instance().register(ValkyrieSource)
+    OmegaConf.register_new_resolver("divide", lambda a, b: float(a) / float(b), replace=True)
     OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
     OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
     return conf_dir_checked()
@@ -142,11 +149,14 @@ def accelerators() -> int:
 def explain(error: Exception) -> str:
     """Return an error of Hydra, OmegaConf or YAML in a few plain lines: what was asked, and the choices."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        asked = str(error.missing_cfg_file).removesuffix(".yaml").replace("/", "=")
-        options = [o for o in error.options or () if not o.endswith("_schema")]
-        near = difflib.get_close_matches(asked.partition("=")[2], options, n=1)
-        hint = f" Did you mean {asked.partition('=')[0]}={near[0]}?" if near else ""
-        return f"{asked} is not a choice.{hint} Choices: {', '.join(options) or 'none'}."
+        group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
+        options = list(error.options or ())
+        near = difflib.get_close_matches(name, options, n=1)
+        hint = f" Did you mean {group}={near[0]}?" if near else ""
+        form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
+        return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read as KEY=VALUE: {str(error).splitlines()[0]}."
     cause = error.__cause__
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
