@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Optional
 
-from valkyrie.paths import conf_dir
+from valkyrie.paths import read_group
 from valkyrie.precision import DType
 
 GIB = 2**30
@@ -33,9 +32,9 @@ class ChipConfig:
     name: str = "unknown"
     platform: Platform = Platform.any
     peak_tflops: dict[str, float] = field(default_factory=dict)
-    hbm_gib: Optional[float] = None
-    hbm_gbs: Optional[float] = None
-    usd_per_hour: Optional[float] = None
+    hbm_gib: float | None = None
+    hbm_gbs: float | None = None
+    usd_per_hour: float | None = None
     device_kinds: list[str] = field(default_factory=list)
 
     def peak_flops(self, compute: DType) -> float | None:
@@ -54,9 +53,9 @@ class TargetConfig:
 
     name: str = "auto"
     platform: Platform = Platform.any
-    chip: Optional[ChipConfig] = None
-    chips: Optional[int] = None
-    topology: Optional[str] = None
+    chip: ChipConfig | None = None
+    chips: int | None = None
+    topology: str | None = None
     hosts: int = 1
     slices: int = 1
 
@@ -71,31 +70,15 @@ class TargetConfig:
 @cache
 def known_chips() -> dict[str, ChipConfig]:
     """Return every chip described in `conf/target/chip`, by name."""
-    from omegaconf import OmegaConf
-
-    schema = OmegaConf.structured(ChipConfig)
-    found = {}
-    for path in sorted((conf_dir() / "target" / "chip").glob("*.yaml")):
-        values = OmegaConf.load(path)
-        values.pop("defaults", None)
-        chip = OmegaConf.to_object(OmegaConf.merge(schema, values))
-        assert isinstance(chip, ChipConfig)
-        found[chip.name] = chip
-    return found
+    return {chip.name: chip for chip, _ in read_group("target/chip", ChipConfig)}
 
 
 def known_targets() -> list[TargetConfig]:
     """Return every target described in `conf/target`, with its chip, by name."""
-    from omegaconf import OmegaConf
-
     found = []
-    for path in sorted((conf_dir() / "target").glob("*.yaml")):
-        values = OmegaConf.load(path)
-        bases = values.pop("defaults", [])
-        target = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TargetConfig), values))
-        assert isinstance(target, TargetConfig)
+    for target, bases in read_group("target", TargetConfig):
         for base in bases:
-            if isinstance(base, str) and base.startswith("chip/"):
+            if base.startswith("chip/"):
                 target.chip = known_chips()[base.removeprefix("chip/").removesuffix("@chip")]
         found.append(target)
     return found

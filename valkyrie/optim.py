@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import optax
@@ -27,9 +27,9 @@ class OptimizerConfig:
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
-    clip_norm: Optional[float] = 1.0
+    clip_norm: float | None = 1.0
     ssm_learning_rate_ratio: float = 0.5
-    ema_decay: Optional[float] = None
+    ema_decay: float | None = None
 
     def problems(self) -> list[str]:
         """Return every reason why this recipe makes no sense, in the words of the command line."""
@@ -73,7 +73,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, groups: Any) -> optax.Gr
         rate: Callable[[Any], Any] = schedule if ratio == 1.0 else lambda step: ratio * schedule(step)
         return optax.adamw(rate, b1=config.beta1, b2=config.beta2, eps=config.epsilon, weight_decay=decay)
 
-    rules = {
+    rules: dict[Hashable, optax.GradientTransformation] = {
         "matrix": adamw(1.0, config.weight_decay),
         "vector": adamw(1.0, 0.0),
         "ssm": adamw(config.ssm_learning_rate_ratio, 0.0),

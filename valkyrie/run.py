@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -20,7 +20,7 @@ from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.partition import PartitionConfig, Remat
-from valkyrie.paths import conf_dir
+from valkyrie.paths import read_group
 from valkyrie.precision import PolicyConfig
 from valkyrie.tracking import TrackingConfig
 
@@ -53,9 +53,9 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    name: Optional[str] = None
+    name: str | None = None
     runs: str = "runs"
-    resume: Optional[str] = None
+    resume: str | None = None
     seed: int = 0
     steps: int = 300
     batch: int = 32
@@ -68,7 +68,7 @@ class RunConfig:
     prompt: str = "def "
     sample_tokens: int = 200
     temperature: float = 0.8
-    top_k: Optional[int] = 40
+    top_k: int | None = 40
     debug: Debug = Debug.none
 
 
@@ -95,7 +95,7 @@ class Run:
     @staticmethod
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
-        composed = OmegaConf.create({k: v for k, v in OmegaConf.to_container(config).items() if k != "hydra"})  # pyright: ignore[reportAttributeAccessIssue]
+        composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         family = OmegaConf.select(composed, "model.family")
         if family is None:
             raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
@@ -130,21 +130,14 @@ class Run:
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
-        names = []
-        for path in sorted((conf_dir() / "partition").glob("*.yaml")):
-            values = OmegaConf.load(path)
-            values.pop("defaults", None)
-            partition = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PartitionConfig), values))
-            assert isinstance(partition, PartitionConfig)
-            if not self._layout(partition)[1]:
-                names.append(partition.name)
-        return names
+        partitions = [partition for partition, _ in read_group("partition", PartitionConfig)]
+        return [partition.name for partition in partitions if not self._layout(partition)[1]]
 
     def save(self, path: Path) -> None:
         """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`)."""
-        body = OmegaConf.structured(self.config)
-        body = OmegaConf.create(OmegaConf.to_container(body, enum_to_str=True))
-        body["hydra"] = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
+        values = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
+        hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
+        body = OmegaConf.merge(values, {"hydra": hydra})
         path.write_text(
             f"# valkyrie-train --config-path {path.resolve().parent} --config-name {path.stem}\n"
             + OmegaConf.to_yaml(body)
@@ -169,9 +162,11 @@ class Run:
         chips = target.chips * target.slices
         fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.chips == mesh.size]
         hint = f" {mesh.size} chips are target={', '.join(fitting)}." if fitting else ""
+        example = (target.topology or "").count("x") == 2 and target.slices == 1
+        such_as = f", such as mesh={target.topology}" if example else ""
         return [
             f"target={target.describe()} has {chips} chips, but mesh={mesh.name} needs {mesh.size} devices.{hint} "
-            f"Use a mesh of {chips} devices, or a target of {mesh.size}."
+            f"Use a mesh of {chips} devices{such_as}, or a target of {mesh.size}."
         ]
 
 
@@ -187,4 +182,5 @@ def unknown_key(full_key: str, parent: Any) -> str:
 def _explain(error: OmegaConfBaseException) -> str:
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
-    return f"{error.full_key}: {str(error).splitlines()[0]}."
+    where = f"{error.full_key}: " if error.full_key else ""
+    return f"{where}{str(error).splitlines()[0]}."

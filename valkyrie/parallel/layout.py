@@ -26,13 +26,24 @@ class TensorLike(Protocol):
     """A named array with logical axes, sizes, and the config key behind each size."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name that messages use."""
+        ...
+
     @property
-    def axes(self) -> tuple[str | None, ...]: ...
+    def axes(self) -> tuple[str | None, ...]:
+        """One logical axis per dimension; None where it is never split."""
+        ...
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dimension."""
+        ...
+
     @property
-    def keys(self) -> tuple[str | None, ...]: ...
+    def keys(self) -> tuple[str | None, ...]:
+        """The config key that sets each size; None where there is none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -191,8 +202,9 @@ def _indivisible(layout: Layout, tensors: Sequence[TensorLike]) -> list[str]:
         where = "·".join(f"{m}={layout.mesh.axes[m]}" for m in held)
         setting = f"set {key} so that it is {_near(size, parts)}" if key else f"make {logical} {_near(size, parts)}"
         found.append(
-            f"partition={layout.partition.name} puts {logical} ({size}) of {', '.join(names)} on {where}: {size} is not "
-            f"divisible by {parts}. Use a mesh whose {'·'.join(held)} divides it ({_divisors(size)}), or {setting}."
+            f"partition={layout.partition.name} puts {logical} ({size}) of {', '.join(names)} on {where}: "
+            f"{size} is not divisible by {parts}. Use a mesh whose {'·'.join(held)} divides it "
+            f"({_divisors(size)}), or {setting}."
         )
     return found
 
