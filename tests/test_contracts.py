@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from helpers import (
     MODELS,
     PARTITIONS,
@@ -24,6 +23,7 @@ from helpers import (
     small_run,
     two_steps,
 )
+
 from valkyrie.models.base import flatten
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.train.program import StepProgram
@@ -123,7 +123,7 @@ def test_parameters_are_counted_without_allocating():
 
 
 def test_parameters_by_hand():
-    """24 blocks of embed 2048: 16 S5 (1024 states, a square gate) and 8 attention (16 heads of 128), each with SwiGLU."""
+    """24 blocks of embed 2048, each with SwiGLU: 16 S5 (1024 states, a square gate), 8 attention (16 heads of 128)."""
     embed, states, mlp = 2048, 1024, 5632
     s5 = 3 * states + 2 * (2 * states * embed) + embed + embed**2
     attention = 4 * embed**2
@@ -135,7 +135,9 @@ def test_initial_state_is_the_same_on_a_mesh():
     program = make_program(small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp"))
     state = program.init(0)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), initial_state(small("valkyrie_tiny")))
-    laid = jax.tree.map(lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state)
+    laid = jax.tree.map(
+        lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state
+    )
     assert all(jax.tree.leaves(laid))
     other = program.init(1)
     assert not np.array_equal(other.parameters["embedding"], state.parameters["embedding"])

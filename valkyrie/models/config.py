@@ -207,8 +207,8 @@ class ValkyrieConfig:
     def flops_per_token(self, seq: int) -> float:
         """Return forward FLOPs per token: 2 per weight of every product, the keys a query really sees, 8 P per scan.
 
-        Keys of a causal window W over `seq` positions average W - W(W-1)/(2 seq). Backward is counted as twice
-        the forward by the caller, and nothing is added for rematerialisation: this is model FLOPs (PaLM, app. B).
+        Keys of a causal window W of dilation d over `seq` positions average W - d W(W-1)/(2 seq). Backward is counted
+        as twice the forward by the caller, and nothing is added for rematerialisation: model FLOPs (PaLM, app. B).
         """
         a, s5, total = self.attention, self.s5, 0.0
         gates = {Activation.gelu: 0, Activation.half_glu1: 1, Activation.half_glu2: 1, Activation.full_glu: 2}
@@ -265,11 +265,12 @@ class ValkyrieConfig:
         return [entry for entry in kept if entry[1]]
 
     def _mean_keys(self, attention_layer: int, seq: int) -> float:
+        """Return how many keys a query sees on average: key n of a window lies n dilations back, if there at all."""
         a = self.attention
-        window = a.windows[attention_layer % len(a.windows)] or seq
-        window = min(window, -(-seq // a.dilations[attention_layer % len(a.dilations)]))
-        one_side = window - window * (window - 1) / (2 * seq)
-        return min(seq, (one_side if a.causal else 2 * one_side - 1) + a.global_tokens)
+        dilation = a.dilations[attention_layer % len(a.dilations)]
+        window = min(a.windows[attention_layer % len(a.windows)] or seq, -(-seq // dilation))
+        one_side = window - dilation * window * (window - 1) / (2 * seq)
+        return float(min(seq, (one_side if a.causal else 2 * one_side - 1) + a.global_tokens))
 
 
 def _tensor(name: str, axes: tuple[str | None, ...], sizes: dict[str, tuple[int, str]]) -> Tensor:

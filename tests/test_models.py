@@ -1,0 +1,269 @@
+"""Every tiny model by itself: causal, differentiable everywhere, streaming as in parallel, fair to packed documents."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run
+
+import valkyrie.models.valkyrie
+from valkyrie.models.base import flatten
+from valkyrie.models.layers import dropout
+from valkyrie.run import Run
+
+
+@lru_cache
+def built(model: str, *overrides: str) -> tuple[Run, Any]:
+    """The run of a shrunken model, and its module with initial parameters, moved off their special values."""
+    run = small_run(model, *overrides)
+    parameters = initial_state((*small(model), *overrides)).parameters
+    rng = np.random.default_rng(0)
+    moved = jax.tree.map(lambda p: p + jnp.asarray(0.02 * rng.standard_normal(p.shape), p.dtype), parameters)
+    return run, assembly_of(run).module(moved)
+
+
+def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, run.model.vocab_size, (rows, seq)), jnp.int32)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_causal(model):
+    run, module = built(model)
+    logits = jax.jit(module.logits)
+    tokens = tokens_of(run)
+    before, changed = logits(tokens), logits(tokens.at[:, 20].set((tokens[:, 20] + 1) % run.model.vocab_size))
+    np.testing.assert_allclose(changed[:, :20], before[:, :20], rtol=0, atol=1e-6)
+    for later in range(20, 24):
+        assert np.abs(changed[:, later] - before[:, later]).max() > 1e-4
+    assert before.shape == (2, 32, run.model.vocab_size)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_parameter_gets_a_finite_gradient(model):
+    run, module = built(model)
+    batch = jax.tree.map(jnp.asarray, make_batch(run))
+    gradients = jax.jit(jax.grad(lambda m: m.losses(batch).objective_sum))(module)
+    leaves = jax.tree_util.tree_flatten_with_path(gradients)[0]
+    assert len(leaves) == len(flatten(assembly_of(run).specs))
+    for path, g in leaves:
+        assert np.isfinite(g).all(), path
+        per_layer = np.abs(g).reshape(g.shape[0], -1).max(1) if "segment" in str(path[0]) else np.abs(g).max()
+        assert np.all(per_layer > 0), path
+    (table,) = (leaf for path, leaf in leaves if "embed" in str(path[0]))
+    assert not np.any(table[run.model.vocab_size :]), "the padding of the vocabulary is never trained"
+
+
+ATTENTION = ("model.block_pattern=[attention]", "model.layers=2")
+S5 = ("model.block_pattern=[s5]", "model.layers=2")
+VARIANTS = {
+    "plain": (),
+    "global_tokens": (*ATTENTION, "model.attention.global_tokens=3"),
+    "dilated": (*ATTENTION, "model.attention.windows=[4,3]", "model.attention.dilations=[1,3]"),
+    "dilated_global": (*ATTENTION, "model.attention.dilations=[2]", "model.attention.global_tokens=2"),
+    "full": (*ATTENTION, "model.attention.windows=[null]", "model.attention.kv_heads=2"),
+    "gelu": (*S5, "model.s5.activation=gelu", "model.s5.discretization=bilinear"),
+    "half_glu2": (*S5, "model.s5.activation=half_glu2", "model.s5.conjugate_symmetric=false"),
+    "full_glu": (*S5, "model.s5.activation=full_glu", "model.s5.clip_eigenvalues=false"),
+    "s5_without_feed_forward": ("model.feed_forward_after=[attention]", "model.feed_forward=gelu"),
+    "untied_relu2": ("model.tie_embeddings=false", "model.feed_forward=relu2"),
+}
+
+
+def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
+    """Logits made one token at a time."""
+    start = module.init_state(tokens.shape[0], tokens.shape[1])
+
+    def one(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+        logits, state = module.step(token, state)
+        return state, logits
+
+    return jax.jit(lambda t: jax.lax.scan(one, start, t)[1])(tokens.T).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_streaming_is_the_parallel_form(model):
+    run, module = built(model)
+    tokens = tokens_of(run)
+    np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_streaming_is_the_parallel_form_in_every_variant(variant):
+    run, module = built("valkyrie_tiny", *VARIANTS[variant])
+    tokens = tokens_of(run, seq=21)
+    parallel = jax.jit(module.logits)(tokens)
+    np.testing.assert_allclose(stream(run, module, tokens), parallel, rtol=1e-4, atol=2e-5)
+    changed = jax.jit(module.logits)(tokens.at[:, 11].set((tokens[:, 11] + 1) % run.model.vocab_size))
+    np.testing.assert_allclose(changed[:, :11], parallel[:, :11], rtol=0, atol=1e-6, err_msg="not causal")
+
+
+def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
+    """One row of documents one after another, each with targets of its own."""
+    rng, seq = np.random.default_rng(1), sum(lengths)
+    ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
+    draw = lambda: rng.integers(0, run.model.vocab_size, (1, seq)).astype(np.int32)  # noqa: E731
+    return jax.tree.map(
+        jnp.asarray,
+        {"tokens": draw(), "targets": draw(), "segment_ids": ids, "weights": np.ones((1, seq), np.float32)},
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_lose_what_they_lose_alone(model):
+    lengths = (13, 11, 8)
+    run, module = built(model)
+    _, crossing = built(model, "model.document_boundary=cross")
+    per_token = jax.jit(lambda m, batch: m.losses(batch).per_token)
+    batch = packed(run, lengths)
+    together, crossed = per_token(module, batch), per_token(crossing, batch)
+    start = 0
+    for length in lengths:
+        alone = {k: jnp.pad(v[:, start : start + length], ((0, 0), (0, 32 - length))) for k, v in batch.items()}
+        alone["segment_ids"] = jnp.zeros((1, 32), jnp.int32)
+        part = slice(start, start + length)
+        np.testing.assert_allclose(together[:, part], per_token(module, alone)[:, :length], rtol=2e-5, atol=2e-6)
+        if start:
+            assert np.abs(crossed[:, part] - together[:, part]).max() > 1e-3
+        start += length
+    np.testing.assert_array_equal(crossed[:, : lengths[0]], together[:, : lengths[0]])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_padding_changes_nothing(model):
+    run, module = built(model)
+    losses = jax.jit(lambda m, batch: m.losses(batch))
+    batch = jax.tree.map(jnp.asarray, make_batch(run))
+    weights = batch["weights"].at[:, 24:].set(0)
+    kept = losses(module, batch | {"weights": weights})
+    garbage = {k: batch[k].at[:, 24:].set(run.model.vocab_size - 1) for k in ("tokens", "targets")}
+    padded = losses(module, batch | garbage | {"weights": weights})
+    for name in ("objective_sum", "loss_sum", "weight_sum"):
+        np.testing.assert_array_equal(getattr(padded, name), getattr(kept, name))
+    assert kept.weight_sum == weights.sum()
+    assert not np.any(kept.per_token[np.asarray(weights) == 0])
+
+
+def test_loss_is_the_log_likelihood_of_the_logits():
+    run, module = built("valkyrie_tiny")
+    batch = jax.tree.map(jnp.asarray, make_batch(run))
+    found = jax.jit(lambda m: m.losses(batch))(module)
+    logits = np.asarray(jax.jit(module.logits)(batch["tokens"], batch["segment_ids"]), np.float64)
+    log_sum = np.log(np.exp(logits).sum(-1))
+    nll = log_sum - np.take_along_axis(logits, np.asarray(batch["targets"])[..., None], -1)[..., 0]
+    weights = np.asarray(batch["weights"])
+    np.testing.assert_allclose(found.loss_sum, (weights * nll).sum(), rtol=1e-5)
+    np.testing.assert_allclose(found.per_token, np.where(weights > 0, nll, 0), rtol=1e-4, atol=1e-5)
+    assert found.objective_sum == found.loss_sum
+    _, penalised = built("valkyrie_tiny", "model.z_loss=0.1")
+    with_z = jax.jit(lambda m: m.losses(batch))(penalised)
+    np.testing.assert_allclose(with_z.loss_sum, found.loss_sum, rtol=1e-6)
+    np.testing.assert_allclose(with_z.objective_sum - with_z.loss_sum, 0.1 * (weights * log_sum**2).sum(), rtol=1e-4)
+
+
+def test_dropout():
+    run, module = built("valkyrie_tiny", "model.dropout=0.3")
+    _, without = built("valkyrie_tiny")
+    batch = jax.tree.map(jnp.asarray, make_batch(run))
+    hidden = jax.jit(lambda m, key: m(batch["tokens"], batch["segment_ids"], key=key))
+    evaluated, same = hidden(module, None), hidden(without, None)
+    np.testing.assert_array_equal(evaluated, same, err_msg="without a key nothing is dropped")
+    keys = jax.random.split(jax.random.key(0), 64)
+    first, again, other = hidden(module, keys[0]), hidden(module, keys[0]), hidden(module, keys[1])
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 1e-2
+    assert np.abs(first - evaluated).max() > 1e-2
+
+
+def test_dropout_keeps_the_mean_and_drops_whole_channels():
+    x = jnp.ones((2, 5, 4096), jnp.bfloat16)
+    y = np.asarray(dropout(x, 0.25, jax.random.key(1)), np.float32)
+    np.testing.assert_array_equal(y, np.broadcast_to(y[:, :1], y.shape))
+    assert set(np.unique(y)) == {0.0, np.float32(jnp.bfloat16(1 / 0.75))}
+    assert abs(y.mean() - 1) < 0.03
+    assert not np.array_equal(y[0], y[1])
+
+
+def test_every_layer_drops_by_a_key_of_its_own(monkeypatch):
+    """With one key for all repeats of a scan, all of them would drop the same channels."""
+    seen = []
+
+    def spy(x, rate, key):
+        jax.debug.callback(lambda data: seen.append(tuple(data.tolist())), jax.random.key_data(key))
+        return x
+
+    monkeypatch.setattr(valkyrie.models.valkyrie, "dropout", spy)
+    run, module = built("longformer_tiny", "model.dropout=0.5")
+    module(tokens_of(run), key=jax.random.key(0))
+    jax.effects_barrier()
+    assert len(seen) == 2 * run.model.layers
+    assert len(set(seen)) == len(seen)
+
+
+def test_tied_and_untied_embeddings():
+    tied, untied = (
+        set(flatten(assembly_of(small_run("valkyrie_tiny", f"model.tie_embeddings={tie}")).specs))
+        for tie in ("true", "false")
+    )
+    assert untied - tied == {"unembedding"}
+    assert tied <= untied
+
+
+def products(jaxpr: Any, times: float = 1.0) -> float:
+    """FLOPs of every matrix product of a jaxpr, two per multiplication; scans count as often as they run."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            depth = np.prod([eqn.invars[0].aval.shape[i] for i in contracted])
+            total += times * 2 * depth * eqn.outvars[0].aval.size
+        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
+            if hasattr(value, "jaxpr"):
+                total += products(value.jaxpr, inner)
+    return total
+
+
+EVERY_KEY = ("model.attention.windows=[null]", "model.attention.causal=false")
+FLOPS = {
+    "s5": (*S5, "model.s5.activation=half_glu1"),
+    "s5_full_glu": (*S5, "model.s5.activation=full_glu", "model.feed_forward=gelu"),
+    "s5_without_symmetry": (*S5, "model.s5.activation=gelu", "model.s5.conjugate_symmetric=false"),
+    "attention": (*ATTENTION, *EVERY_KEY),
+    "grouped": (*ATTENTION, *EVERY_KEY, "model.attention.kv_heads=2"),
+    "both": EVERY_KEY,
+}
+
+
+@pytest.mark.parametrize("case", FLOPS)
+def test_flops_of_the_config_are_those_of_the_program(case):
+    """Bidirectional full attention, where every key is a key that a query sees: nothing is computed to be masked."""
+    run = small_run("valkyrie_tiny", "mode=show", *FLOPS[case])
+    assembly, seq = assembly_of(run), 32
+    shapes = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), assembly.specs, is_leaf=lambda s: hasattr(s, "group")
+    )
+    batch = {k: jax.ShapeDtypeStruct((2, seq), v.dtype) for k, v in make_batch(run).items()}
+    traced = jax.make_jaxpr(lambda p, b: assembly.module(p).losses(b).loss_sum)(shapes, batch)
+    expected = run.model.flops_per_token(seq)
+    recurrence = 8 * run.model.s5.states * sum(kind.value == "s5" for kind in run.model.kinds)
+    counted = products(traced.jaxpr) / (2 * seq)
+    np.testing.assert_allclose(counted, expected - recurrence, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("window", "dilation", "seq"), [(8, 1, 32), (8, 3, 32), (None, 1, 32), (64, 1, 32), (5, 2, 37)]
+)
+def test_flops_count_the_keys_that_a_query_sees(window, dilation, seq):
+    of = lambda w: f"model.attention.windows=[{'null' if w is None else w}]"  # noqa: E731
+    run = small_run("longformer_tiny", of(window), f"model.attention.dilations=[{dilation}]", "model.layers=1")
+    reach = seq if window is None else window
+    seen = np.mean([sum(1 for n in range(reach) if i - n * dilation >= 0) for i in range(seq)])
+    nothing = small_run("longformer_tiny", of(1), "model.layers=1")
+    per_key = 4 * run.model.attention.heads * run.model.attention.head_dim
+    found = (run.model.flops_per_token(seq) - nothing.model.flops_per_token(seq)) / per_key + 1
+    np.testing.assert_allclose(found, seen, rtol=0.01)
