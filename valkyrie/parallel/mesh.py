@@ -17,7 +17,7 @@ AXIS_NAMES = ("w", "x", "y", "z")
 SLICE_AXIS = "s"
 """The axis between slices, over the data-centre network; it comes first."""
 
-_PATTERN = re.compile(r"^(?:(\d+)s)?(\d+(?:x\d+)*)$")
+_PATTERN = re.compile(r"(?:([0-9]+)s)?([0-9]+(?:x[0-9]+)*)")
 
 
 @dataclass
@@ -63,7 +63,7 @@ class MeshConfig:
 
 def parse_mesh(name: str) -> MeshConfig:
     """Return the mesh a name like `4x4x2`, `2x4x4x1` or `2s4x4x2` stands for; ValueError says what to write."""
-    match = _PATTERN.match(name)
+    match = _PATTERN.fullmatch(name)
     if match is None:
         raise ValueError(f"mesh={name} is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2.")
     slices = int(match[1]) if match[1] else 1
@@ -78,8 +78,10 @@ def parse_mesh(name: str) -> MeshConfig:
             f"or four (w, x, y, z). Write mesh={prefix}{padded}."
         )
     if len(shape) > 4:
-        joined = "x".join(str(n) for n in shape[:3]) + f"x{math.prod(shape[3:])}"
-        raise ValueError(f"mesh={name} has {len(shape)} axes; at most four (w, x, y, z) are known, such as {joined}.")
+        joined = prefix + "x".join(str(n) for n in [*shape[:3], math.prod(shape[3:])])
+        raise ValueError(
+            f"mesh={name} has {len(shape)} axes; at most four (w, x, y, z) are known, such as mesh={joined}."
+        )
     return MeshConfig(name=name, shape=shape, slices=slices)
 
 
@@ -102,7 +104,10 @@ def mesh_from_environment(environment: Mapping[str, str] = os.environ) -> MeshCo
             f"TPU_MESH_CONFIG={sizes} has {len(shape)} sizes but TPU_AXIS_NAMES={given} has {len(names)} names."
         )
     padding = 3 - len(shape)
-    mesh = parse_mesh("x".join(str(n) for n in shape + [1] * padding))
+    try:
+        mesh = parse_mesh("x".join(str(n) for n in shape + [1] * padding))
+    except ValueError as error:
+        raise ValueError(f"TPU_MESH_CONFIG={sizes}: {error}") from None
     mesh.names = None if names is None else names + [f"unused{i}" for i in range(padding)]
     return mesh
 

@@ -98,7 +98,7 @@ def _expand(
     for entry in wanted:
         axis, optional = entry.removesuffix("?"), entry.endswith("?")
         if axis in roles:
-            yield from roles[axis]
+            yield from _expand(roles[axis], {}, mesh, where, name, problems)
         elif axis in mesh.axes:
             yield axis
         elif not optional:

@@ -1,0 +1,226 @@
+"""Layouts: legal exactly when every array divides, with every problem named, and where optimizer state lies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers import MODELS, PARTITIONS, compose_run
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from valkyrie.models.config import Tensor
+from valkyrie.parallel.layout import ACTIVATIONS, Layout, make_layout
+from valkyrie.parallel.mesh import MeshConfig, parse_mesh
+from valkyrie.parallel.partition import Memory, PartitionConfig, Remat
+from valkyrie.paths import read_group
+
+YAMLS = {partition.name: partition for partition, _ in read_group("partition", PartitionConfig)}
+TENSORS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").model.tensors() for model in MODELS}
+
+
+def layout_of(mesh: str | MeshConfig, partition: PartitionConfig, **asked: Any) -> tuple[Layout | None, list[str]]:
+    defaults: dict[str, Any] = {
+        "microbatches": 1,
+        "remat": Remat.none,
+        "tensors": TENSORS["valkyrie_tiny"],
+        "batch": 32,
+        "seq": 128,
+    }
+    return make_layout(parse_mesh(mesh) if isinstance(mesh, str) else mesh, partition, **(defaults | asked))
+
+
+def legal(mesh: str, partition: PartitionConfig, **asked: Any) -> Layout:
+    layout, problems = layout_of(mesh, partition, **asked)
+    assert layout is not None
+    assert problems == []
+    return layout
+
+
+def parts(layout: Layout, held: tuple[str, ...]) -> int:
+    return math.prod(layout.mesh.axes[axis] for axis in held)
+
+
+sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 8])
+meshes = st.builds(
+    lambda shape, slices: (f"{slices}s" if slices else "") + "x".join(map(str, shape)),
+    st.lists(sizes, min_size=3, max_size=4),
+    st.sampled_from([0, 1, 2, 3]),
+)
+
+
+@settings(max_examples=150)
+@given(
+    meshes,
+    st.sampled_from(PARTITIONS),
+    st.sampled_from(MODELS),
+    st.booleans(),
+    st.sampled_from([1, 1, 2, 3, 0]),
+    st.sampled_from([1, 7, 96, 768]),
+    st.sampled_from([1, 30, 96, 768]),
+)
+def test_a_layout_without_problems_divides_every_array(
+    mesh: str, name: str, model: str, zero1: bool, microbatches: int, batch: int, seq: int
+):
+    partition = replace(YAMLS[name], zero1=zero1)
+    asked = {"tensors": TENSORS[model], "microbatches": microbatches, "batch": batch, "seq": seq}
+    layout, problems = layout_of(mesh, partition, **asked)
+    assert len(problems) == len(set(problems))
+    event("refused" if problems else "legal")
+    if problems:
+        return
+    assert layout is not None
+    assert batch % (layout.shards("batch") * microbatches) == 0
+    assert seq % layout.shards("seq") == 0
+    for tensor in TENSORS[model]:
+        for split in (
+            layout.stored(tensor.axes),
+            layout.computed(tensor.axes),
+            layout.optimizer(tensor.axes, tensor.shape),
+        ):
+            used = [axis for held in split for axis in held]
+            assert len(used) == len(set(used)), (tensor, split)
+            for size, held in zip(tensor.shape, split, strict=True):
+                assert size % parts(layout, held) == 0, (tensor, split)
+    for axes in ACTIVATIONS:
+        used = [axis for held in layout.activation(axes) for axis in held]
+        assert len(used) == len(set(used)), axes
+
+
+rules = st.dictionaries(
+    st.sampled_from(["batch", "seq", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "state", "layers"]),
+    st.lists(st.sampled_from(["x", "y", "z", "w", "w?", "s?", "data"]), max_size=3),
+)
+
+
+@settings(max_examples=150)
+@given(meshes, rules, rules)
+def test_any_partition_whatever_gives_problems_or_a_layout(mesh: str, parameters: Any, activations: Any):
+    partition = PartitionConfig("any", parameters, activations, roles={"data": ["x", "w?"]})
+    layout, problems = layout_of(mesh, partition)
+    assert problems or layout is not None
+    for problem in problems:
+        assert "any" in problem or problem.startswith(("batch=", "seq="))
+        assert problem.endswith(".")
+
+
+def test_stored_and_computed_placements():
+    layout = legal("4x4x2", YAMLS["2d_tp_fsdp"])
+    assert layout.stored(("embed", "mlp")) == (("y", "z"), ("x",))
+    assert layout.computed(("embed", "mlp")) == (("y",), ("x",))
+    assert layout.activation(("batch", "seq", "mlp")) == (("z",), (), ("x",))
+    assert layout.stored((None, "head_dim")) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dp", (("x", "y", "z"), ())),  # a replicated parameter's moments are split over all the data axes
+        ("2d_tp", (("y", "z"), ("x",))),
+        ("fsdp", (("x", "y", "z"), ())),  # nothing is left to split over
+        ("1d_tp", (("y", "z"), ("x",))),
+    ],
+)
+def test_zero1_splits_optimizer_state_over_free_data_axes(name: str, expected: tuple[tuple[str, ...], ...]):
+    axes, shape = ("embed", "mlp"), (128, 256)
+    plain, zero1 = legal("4x4x2", YAMLS[name]), legal("4x4x2", replace(YAMLS[name], zero1=True))
+    assert plain.optimizer(axes, shape) == plain.stored(axes)
+    assert zero1.optimizer(axes, shape) == expected
+    assert zero1.stored(axes) == plain.stored(axes)
+
+
+def test_zero1_takes_the_first_dimension_that_divides_and_never_layers():
+    layout = legal("4x4x2", replace(YAMLS["2d_tp"], zero1=True))
+    assert layout.optimizer(("layers", "embed", None), (2, 4, 6)) == ((), ("y",), ("z",))
+    assert layout.optimizer(("layers", "embed"), (2, 4)) == ((), ("y",))
+
+
+def test_names_are_short_and_tell_layouts_apart():
+    partition = YAMLS["2d_tp"]
+    assert legal("4x4x2", partition).name == "4x4x2-2d_tp"
+    assert legal("4x4x2", partition, microbatches=2, remat=Remat.full).name == "4x4x2-2d_tp-mb2-remat_full"
+    switched = replace(partition, zero1=True, parameter_memory=Memory.host, optimizer_memory=Memory.host)
+    assert legal("4x4x2", switched).name == "4x4x2-2d_tp-zero1-params_on_host-optim_on_host"
+    placed = replace(parse_mesh("4x4x2"), placement=["z", "x", "y"])
+    layout, problems = layout_of(placed, partition)
+    assert problems == []
+    assert layout is not None
+    assert layout.name == "4x4x2-2d_tp-order_zxy"
+
+
+def problems_of(mesh: str, partition: PartitionConfig, **asked: Any) -> list[str]:
+    return layout_of(mesh, partition, **asked)[1]
+
+
+def test_an_indivisible_dimension_names_axis_tensor_dimension_and_what_divides():
+    tensors = [
+        Tensor("up", ("embed", "mlp"), (128, 130), ("model.embed", "model.mlp")),
+        Tensor("other", ("mlp", None), (130, 5), ("model.mlp", None)),
+        Tensor("odd", ("state",), (3,), (None,)),
+    ]
+    assert problems_of("4x1x2", YAMLS["2d_tp"], tensors=tensors) == [
+        "partition=2d_tp puts mlp (130) of up, other on x=4: 130 is not divisible by 4. Use a mesh whose x divides it "
+        "(1, 2, 5, 10, 13, 26), or set model.mlp so that it is 128 or 132.",
+        "partition=2d_tp puts state (3) of odd on x=4: 3 is not divisible by 4. Use a mesh whose x divides it (1, 3), "
+        "or make state 4.",
+    ]
+
+
+def test_a_batch_and_a_length_that_do_not_divide_name_the_nearest_that_do():
+    assert problems_of("4x4x2", YAMLS["1d_tp"], batch=30) == [
+        "batch=30 is not divisible by 8: partition=1d_tp splits it over y=4·z=2. Use batch=24 or batch=32."
+    ]
+    assert problems_of("4x4x2", YAMLS["1d_tp"], batch=30, microbatches=4) == [
+        "batch=30 is not divisible by 32: partition=1d_tp splits it over y=4·z=2 times microbatches=4. Use batch=32."
+    ]
+    assert problems_of("4x4x2", YAMLS["sp"], seq=130) == [
+        "seq=130 is not divisible by 4: partition=sp splits it over x=4. Use seq=128 or seq=132."
+    ]
+    assert problems_of("1x1x1", YAMLS["dp"], batch=5, microbatches=2)[0].endswith("Use batch=4 or batch=6.")
+
+
+def test_an_axis_spent_twice_is_refused_for_parameters_and_activations():
+    partition = replace(
+        YAMLS["2d_tp"],
+        parameters=YAMLS["2d_tp"].parameters | {"mlp": ["y"]},
+        activations=YAMLS["2d_tp"].activations | {"embed": ["z"]},
+    )
+    assert problems_of("2x2x2", partition, tensors=TENSORS["longformer_tiny"]) == [
+        "partition=2d_tp spends mesh axis y twice on feed_forward.up: on embed and on mlp. Give one of them another "
+        "axis.",
+        "partition=2d_tp spends mesh axis z twice on activation (batch, seq, embed): on batch and on embed. Give one "
+        "of them another axis.",
+    ]
+
+
+def test_missing_rules_are_all_named():
+    partition = PartitionConfig(name="mine", parameters={"embed": []}, activations=YAMLS["dp"].activations)
+    tensors = [Tensor("up", ("embed", "mlp"), (128, 256), ("model.embed", "model.mlp"))]
+    assert problems_of("2x1x1", partition, tensors=tensors) == [
+        "partition=mine has no rule for parameters.mlp, which up needs. Add `mlp: []` to leave it whole, or name mesh "
+        "axes (x, y, z)."
+    ]
+    partition = PartitionConfig(name="mine", parameters=YAMLS["dp"].parameters, activations={})
+    assert len(problems_of("2x1x1", partition, tensors=tensors)) == 9
+    assert problems_of("2x1x1", partition, tensors=tensors)[0] == (
+        "partition=mine has no rule for activations.batch. Add `batch: []` to leave it whole."
+    )
+
+
+def test_an_axis_that_does_nothing_is_refused():
+    partition = replace(YAMLS["dp"], activations=YAMLS["dp"].activations | {"batch": ["x"]})
+    assert problems_of("2x2x1", partition) == [
+        "partition=dp leaves mesh axis y=2 idle: its devices would repeat each other's work. Use a mesh with y=1, or a "
+        "partition that uses y."
+    ]
+
+
+def test_microbatches_and_meshes_are_checked_first():
+    layout, problems = layout_of(MeshConfig(shape=[2, 2]), YAMLS["dp"], microbatches=0)
+    assert layout is None
+    assert [p.split(":")[0] for p in problems] == [
+        "mesh.shape=[2, 2] with mesh.slices=1",
+        "microbatches=0",
+    ]

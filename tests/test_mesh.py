@@ -1,0 +1,173 @@
+"""Meshes: names and what they stand for, the launch environment's, and which device stands where."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from valkyrie.parallel.mesh import MeshConfig, abstract_mesh, build_mesh, mesh_from_environment, parse_mesh
+
+sizes = st.integers(1, 10_000)
+shapes = st.lists(sizes, min_size=3, max_size=4)
+
+
+@given(shapes, st.none() | st.integers(1, 64))
+def test_a_name_stands_for_its_sizes(shape: list[int], slices: int | None):
+    name = ("" if slices is None else f"{slices}s") + "x".join(str(n) for n in shape)
+    mesh = parse_mesh(name)
+    assert mesh == MeshConfig(name=name, shape=shape, slices=slices or 1)
+    assert mesh.problems() == []
+    assert mesh.size == math.prod(shape) * (slices or 1) == math.prod(mesh.axes.values())
+    letters = ["x", "y", "z"] if len(shape) == 3 else ["w", "x", "y", "z"]
+    assert list(mesh.axes.items()) == [("s", slices)] * ((slices or 1) > 1) + list(zip(letters, shape, strict=True))
+
+
+@given(st.text("0123456789xs-. ", max_size=12))
+def test_any_other_name_is_refused_with_a_mesh_that_could_be(name: str):
+    message = ""
+    try:
+        mesh = parse_mesh(name)
+    except ValueError as error:
+        message = str(error)
+        suggested = re.findall(r"mesh=([0-9sx]+)\.$", message)
+        mesh = parse_mesh(suggested[0])
+    assert mesh.problems() == []
+    assert message.startswith(f"mesh={name} ") or message == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("banana", "mesh=banana is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2."),
+        ("4x4x2\n", "mesh=4x4x2\n is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2."),
+        ("4x-4x2", "mesh=4x-4x2 is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or mesh=2s4x4x2."),
+        ("8", "mesh=8 has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh=8x1x1."),
+        ("2s8", "mesh=2s8 has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh=2s8x1x1."),
+        ("4x4", "mesh=4x4 has 2 axes; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh=4x4x1."),
+        ("2x2x2x2x2", "mesh=2x2x2x2x2 has 5 axes; at most four (w, x, y, z) are known, such as mesh=2x2x2x4."),
+        ("2s2x2x2x2x3", "mesh=2s2x2x2x2x3 has 5 axes; at most four (w, x, y, z) are known, such as mesh=2s2x2x2x6."),
+        ("4x0x2", "mesh=4x0x2 has an axis of size 0; the smallest is 1, such as mesh=1x1x1."),
+        ("0s1x1x1", "mesh=0s1x1x1 has an axis of size 0; the smallest is 1, such as mesh=1x1x1."),
+    ],
+)
+def test_refusals_say_what_to_write(name: str, message: str):
+    with pytest.raises(ValueError) as refused:
+        parse_mesh(name)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("mesh", "problem"),
+    [
+        (MeshConfig(shape=[2, 2]), "mesh.shape=[2, 2] with mesh.slices=1: 3 sizes (x, y, z) or 4 (w, x, y, z) are"),
+        (MeshConfig(shape=[2, 0, 1]), "mesh.shape=[2, 0, 1] with mesh.slices=1: 3 sizes (x, y, z) or 4 (w, x, y, z)"),
+        (MeshConfig(slices=0), "mesh.shape=[1, 1, 1] with mesh.slices=0: 3 sizes (x, y, z) or 4 (w, x, y, z) are"),
+        (
+            MeshConfig(name="2x2x2", shape=[2, 2, 2], placement=["x", "y"]),
+            "mesh.placement=[x,y] must list each axis of mesh=2x2x2 once: x, y, z, slowest first.",
+        ),
+        (
+            MeshConfig(name="2x2x2", shape=[2, 2, 2], placement=["x", "y", "y"]),
+            "mesh.placement=[x,y,y] must list each axis of mesh=2x2x2 once: x, y, z, slowest first.",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_says_why(mesh: MeshConfig, problem: str):
+    (found,) = mesh.problems()
+    assert found.startswith(problem)
+
+
+def test_the_launch_environment_names_sizes_and_roles():
+    mesh = mesh_from_environment({"TPU_MESH_CONFIG": "4,4,2", "TPU_AXIS_NAMES": "data, model,fsdp"})
+    assert mesh == MeshConfig(name="4x4x2", shape=[4, 4, 2], names=["data", "model", "fsdp"])
+    assert mesh_from_environment({"TPU_MESH_CONFIG": "4,4,2"}) == MeshConfig(name="4x4x2", shape=[4, 4, 2])
+    padded = mesh_from_environment({"TPU_MESH_CONFIG": "4,2", "TPU_AXIS_NAMES": "data,model"})
+    assert padded is not None
+    assert (padded.name, padded.names) == ("4x2x1", ["data", "model", "unused0"])
+    assert mesh_from_environment({}) is None
+    assert mesh_from_environment({"TPU_MESH_CONFIG": "", "TPU_AXIS_NAMES": "data"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TPU_MESH_CONFIG": "4x4x2"}, "TPU_MESH_CONFIG=4x4x2: write sizes joined by commas, such as 4,4,2."),
+        (
+            {"TPU_MESH_CONFIG": "4,4,2", "TPU_AXIS_NAMES": "data,model"},
+            "TPU_MESH_CONFIG=4,4,2 has 3 sizes but TPU_AXIS_NAMES=data,model has 2 names.",
+        ),
+        (
+            {"TPU_MESH_CONFIG": "4,0,2"},
+            "TPU_MESH_CONFIG=4,0,2: mesh=4x0x2 has an axis of size 0; the smallest is 1, such as mesh=1x1x1.",
+        ),
+        (
+            {"TPU_MESH_CONFIG": "4,-4,2"},
+            "TPU_MESH_CONFIG=4,-4,2: mesh=4x-4x2 is not a mesh. Write sizes joined by x, such as mesh=4x4x2 or "
+            "mesh=2s4x4x2.",
+        ),
+    ],
+)
+def test_a_launch_environment_that_cannot_be_is_refused(environment: dict[str, str], message: str):
+    with pytest.raises(ValueError) as refused:
+        mesh_from_environment(environment)
+    assert str(refused.value) == message
+
+
+def ids(mesh: jax.sharding.Mesh) -> np.ndarray:
+    return np.vectorize(lambda device: device.id)(mesh.devices)
+
+
+def test_every_device_stands_once_and_axes_keep_their_names():
+    for name in ("2x2x2", "8x1x1", "1x2x2x2", "2s2x2x1", "1s4x2x1"):
+        config = parse_mesh(name)
+        mesh = build_mesh(config, jax.devices())
+        assert dict(mesh.shape) == config.axes == dict(abstract_mesh(config).shape)
+        assert sorted(ids(mesh).flat) == list(range(8))
+
+
+def test_a_mesh_takes_the_first_devices_and_refuses_too_few():
+    assert sorted(ids(build_mesh(parse_mesh("2x2x1"), jax.devices())).flat) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"^mesh=4x4x2 needs 32 devices; there are 8\.$"):
+        build_mesh(parse_mesh("4x4x2"), jax.devices())
+
+
+@given(st.permutations(["x", "y", "z"]))
+def test_placement_lists_axes_from_the_slowest_to_the_fastest(placement: list[str]):
+    config = MeshConfig(name="4x2x1", shape=[4, 2, 1], placement=placement)
+    found = ids(build_mesh(config, list(reversed(jax.devices()))))
+    stride, strides = 1, {}
+    for axis in reversed(placement):
+        strides[axis], stride = stride, stride * config.axes[axis]
+    x, y, z = np.indices((4, 2, 1))
+    np.testing.assert_array_equal(found, x * strides["x"] + y * strides["y"] + z * strides["z"])
+
+
+def test_placement_goes_by_coordinates_before_ids(monkeypatch: pytest.MonkeyPatch):
+    devices = [
+        SimpleNamespace(id=100 - i, coords=(x, y, z), core_on_chip=0, slice_index=s)
+        for i, (s, x, y, z) in enumerate(np.ndindex(2, 2, 2, 1))
+    ]
+    monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
+    config = MeshConfig(name="2s2x2x1", shape=[2, 2, 1], slices=2, placement=["s", "x", "y", "z"])
+    grid = build_mesh(config, devices[::-1]).devices
+    for s, x, y, z in np.ndindex(2, 2, 2, 1):
+        assert (grid[s, x, y, z].slice_index, grid[s, x, y, z].coords) == (s, (x, y, z))
+
+
+def test_slices_lie_along_the_slice_axis(monkeypatch: pytest.MonkeyPatch):
+    devices = [
+        SimpleNamespace(id=i, platform="cpu", device_kind="cpu", process_index=s, slice_index=s)
+        for i, s in enumerate([0, 1, 0, 1, 0, 1, 0, 1])
+    ]
+    monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
+    mesh = build_mesh(parse_mesh("2s2x2x1"), devices)
+    assert mesh.axis_names == ("s", "x", "y", "z")
+    for s in (0, 1):
+        assert {device.slice_index for device in mesh.devices[s].flat} == {s}

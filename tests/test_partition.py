@@ -1,0 +1,167 @@
+"""Partitions: every YAML's rules and roles, the roles of a launch environment, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+from helpers import MODELS, PARTITIONS, compose_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valkyrie.axes import LOGICAL_AXES
+from valkyrie.parallel.layout import ACTIVATIONS, Layout
+from valkyrie.parallel.mesh import MeshConfig, parse_mesh
+from valkyrie.parallel.partition import PartitionConfig, Remat, resolve_rules, roles
+from valkyrie.paths import read_group
+from valkyrie.run import Run
+
+YAMLS = {partition.name: partition for partition, _ in read_group("partition", PartitionConfig)}
+
+
+@lru_cache
+def composed(model: str) -> Run:
+    return compose_run("mesh=1x1x1", "partition=dp", f"model={model}")
+
+
+def layout_of(mesh: str, partition: str, model: str = "valkyrie_tiny") -> Layout:
+    """The layout of a composed run with another mesh and partition; composing one for each would take minutes."""
+    run = composed(model)
+    return Run(replace(run.config, mesh=parse_mesh(mesh), partition=YAMLS[partition]), run.model).layout
+
+
+ROLES = {
+    "1d_tp": "x=4 MP1(mlp,heads,kv_heads,vocab,state) · y=4 DP(batch) · z=2 DP(batch)",
+    "2d_tp": "x=4 MP1(mlp,heads,kv_heads,vocab,state) · y=4 MP2(embed) · z=2 DP(batch)",
+    "2d_tp_fsdp": "x=4 MP1(mlp,heads,kv_heads,vocab,state) · y=4 MP2(embed) · z=2 FSDP(batch,embed)",
+    "data_model_fsdp": "x=4 DP(batch) · y=4 MP1(mlp,heads,kv_heads,vocab,state) · z=2 FSDP(batch,embed)",
+    "dp": "x=4 DP(batch) · y=4 DP(batch) · z=2 DP(batch)",
+    "fsdp": "x=4 FSDP(batch,embed) · y=4 FSDP(batch,embed) · z=2 FSDP(batch,embed)",
+    "sp": "x=4 SP(seq) · y=4 FSDP(batch,embed) · z=2 FSDP(batch,embed)",
+}
+
+
+def test_files_bear_the_names_of_their_partitions():
+    assert sorted(YAMLS) == PARTITIONS
+    assert set(ROLES) <= set(PARTITIONS)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_every_logical_axis_has_a_rule(name: str):
+    partition = YAMLS[name]
+    assert set(partition.parameters) == {axis for axis in LOGICAL_AXES if axis not in ("batch", "seq")}
+    assert set(partition.activations) == {axis for axis in LOGICAL_AXES if axis != "layers"}
+    for mesh in ("4x4x2", "2x4x4x1", "2s4x4x1", "2s2x2x2x2"):
+        parameters, activations, problems = resolve_rules(partition, parse_mesh(mesh))
+        assert problems == []
+        assert set(parameters) == set(partition.parameters)
+        assert set(activations) == set(partition.activations)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_every_partition_is_legal_for_every_tiny_model_on_32_devices(name: str, model: str):
+    layout = layout_of("4x4x2", name, model)
+    assert layout.name == f"4x4x2-{name}"
+    assert "idle" not in layout.roles.values()
+
+
+@pytest.mark.parametrize("name", sorted(ROLES))
+def test_roles_of_a_mesh(name: str):
+    assert layout_of("4x4x2", name).describe_roles() == ROLES[name]
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("axis", ["w", "s"])
+def test_a_fourth_axis_and_slices_split_data(name: str, axis: str):
+    layout = layout_of("2x2x2x2" if axis == "w" else "2s2x2x2", name)
+    assert layout.roles[axis].startswith(("DP(batch", "FSDP(batch"))
+    assert layout.activations["batch"][0] == axis
+    if axis == "s":
+        assert all("s" not in held for held in layout.parameters.values()), "parameters cross the data-centre network"
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_axes_of_size_one_are_unused(name: str):
+    assert set(layout_of("1x1x1", name).roles.values()) == {"unused"}
+
+
+def data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, str], list[str]]:
+    config = parse_mesh(mesh)
+    config.names = names
+    parameters, activations, problems = resolve_rules(YAMLS["data_model_fsdp"], config)
+    return roles(config, parameters, activations), problems
+
+
+MODEL = "MP1(mlp,heads,kv_heads,vocab,state)"
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["data", "model", "fsdp"], {"x": "DP(batch)", "y": MODEL, "z": "FSDP(batch,embed)"}),
+        (["fsdp", "data", "model"], {"x": "FSDP(batch,embed)", "y": "DP(batch)", "z": MODEL}),
+        (["replica", "fully_sharded", "tensor"], {"x": "DP(batch)", "y": "FSDP(batch,embed)", "z": MODEL}),
+        (["dp", "tp", "mp"], {"x": "DP(batch)", "y": MODEL, "z": MODEL}),
+    ],
+)
+def test_names_of_the_launch_environment_are_roles(names: list[str], expected: dict[str, str]):
+    assert data_model_fsdp(names) == (expected, [])
+
+
+def test_an_unknown_name_of_the_launch_environment_is_refused_where_it_matters():
+    message = (
+        "the environment names mesh axis y=4 'expert' (TPU_AXIS_NAMES); partition=data_model_fsdp knows the roles "
+        "data, model, fsdp."
+    )
+    assert data_model_fsdp(["data", "expert", "fsdp"])[1] == [message]
+    assert data_model_fsdp(["data", "expert", "fsdp"], "4x1x2")[1] == []
+
+
+def test_names_mean_nothing_to_a_partition_without_roles():
+    mesh = parse_mesh("4x4x2")
+    mesh.names = ["a", "b", "c"]
+    assert resolve_rules(YAMLS["2d_tp"], mesh) == resolve_rules(YAMLS["2d_tp"], parse_mesh("4x4x2"))
+
+
+def test_refusals():
+    partition = PartitionConfig(
+        name="mine", parameters={"mpl": ["x"], "mlp": ["w"]}, activations={"batch": ["s", "s?"], "seq": ["q"]}
+    )
+    assert resolve_rules(partition, parse_mesh("4x4x2"))[2] == [
+        "partition=mine has a rule for parameters.mpl, which is not a logical axis. Known: batch, seq, embed, mlp, "
+        "heads, kv_heads, head_dim, vocab, state, layers.",
+        "partition=mine puts parameters.mlp on mesh axis w, which mesh=4x4x2 does not have; it has x=4, y=4, z=2. Use "
+        "a mesh with that axis (four sizes, mesh=2x4x4x2), or write w? in the partition.",
+        "partition=mine puts activations.batch on mesh axis s, which mesh=4x4x2 does not have; it has x=4, y=4, z=2. "
+        "Use a mesh with that axis (slices, mesh=2s4x4x2), or write s? in the partition.",
+        "partition=mine puts activations.seq on mesh axis q, which mesh=4x4x2 does not have; it has x=4, y=4, z=2. "
+        "Use a mesh with that axis, or write q? in the partition.",
+    ]
+
+
+entries = st.lists(st.sampled_from(["x", "y", "z", "w", "w?", "s?", "data", "q"]), max_size=4)
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(st.sampled_from(list(LOGICAL_AXES)), entries),
+    st.dictionaries(st.sampled_from(["data", "x"]), st.lists(st.sampled_from(["x", "y", "w"]), max_size=2)),
+    st.sampled_from(["4x4x2", "2x2x2x2", "2s2x2x2"]),
+)
+def test_rules_hold_only_axes_of_the_mesh(rules: dict[str, list[str]], named: dict[str, list[str]], mesh_name: str):
+    mesh: MeshConfig = parse_mesh(mesh_name)
+    partition = PartitionConfig(name="any", parameters=rules, activations={}, roles=named)
+    parameters, _, problems = resolve_rules(partition, mesh)
+    assert set(parameters) == set(rules)
+    for logical, held in parameters.items():
+        assert set(held) <= set(mesh.axes), (logical, held)
+    wanted = {entry for held in rules.values() for entry in held}
+    if not problems:
+        assert not {"q", "data"} & (wanted - set(named))
+
+
+def test_a_remat_has_a_name_and_activations_are_known_axes():
+    assert [remat.value for remat in Remat] == ["none", "dots", "full"]
+    assert {axis for axes in ACTIVATIONS for axis in axes} <= set(LOGICAL_AXES)
