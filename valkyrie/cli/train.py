@@ -23,6 +23,8 @@ from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
 """Exit status after a mistake of the user; 1 is ours."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main() -> None:
@@ -43,10 +45,13 @@ def main() -> None:
         if show_traceback:
             raise
         fail(explain(error))
+    except KeyboardInterrupt:
+        print("valkyrie-train: stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _compose() -> DictConfig | None:
-    """Return what Hydra composes from the arguments; None when Hydra did the work itself (multirun, help, completion)."""
+    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion)."""
     composed: list[DictConfig] = []
 
     def task(config: DictConfig) -> None:
@@ -110,7 +115,11 @@ def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:
 def _run_alone(overrides: Any) -> None:
     """Run one job of a multirun in a process of its own: JAX fixes its devices once a process."""
     command = [sys.executable, "-m", "valkyrie.cli.train", *_global_flags(sys.argv[1:]), *overrides]
-    status = subprocess.run(command, check=False).returncode
+    with subprocess.Popen(command) as job:
+        try:
+            status = job.wait()
+        except KeyboardInterrupt:  # the terminal told the job too: it saves, and then ends
+            status = job.wait()
     if status:
         raise ChildProcessError(f"a job of the multirun ended with status {status}: {' '.join(overrides)}")
 
