@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 
 class WandbMode(Enum):
@@ -26,7 +26,7 @@ class TrackingConfig:
     name: str = "wandb"
     wandb: WandbMode = WandbMode.auto
     project: str = "valkyrie"
-    entity: Optional[str] = None
+    entity: str | None = None
     init_timeout: int = 10
 
 
@@ -34,7 +34,8 @@ class Tracker:
     """Writes records to `metrics.jsonl` and to W&B; a W&B that fails to start is reported once and left out."""
 
     def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, fields: dict[str, Any], group: str):
-        self._file = open(folder / "metrics.jsonl", "a", buffering=1)
+        _cut_torn_line(folder / "metrics.jsonl")
+        self._file = (folder / "metrics.jsonl").open("a", buffering=1)
         self.note: str | None = None
         self._wandb = self._start_wandb(config, folder, run_name, fields, group)
 
@@ -89,6 +90,15 @@ def _resolve(mode: WandbMode) -> WandbMode:
     if mode is not WandbMode.auto:
         return mode
     return WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove the half of a line that a crash left at the end, so that the next record begins a line."""
+    if not path.is_file():
+        return
+    whole = path.read_bytes().rfind(b"\n") + 1
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
