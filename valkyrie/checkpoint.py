@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 FOLDER = "checkpoints"
 """The folder of a run folder that holds its checkpoints, one sub-folder a step."""
@@ -18,7 +18,7 @@ class CheckpointConfig:
     """Saving, in the background: every `every` steps (null: only at the end); the newest `keep` stay on disk."""
 
     name: str = "async"
-    every: Optional[int] = 100
+    every: int | None = 100
     keep: int = 2
 
     def problems(self) -> list[str]:
@@ -38,15 +38,18 @@ class Checkpoints:
     was interrupted leaves nothing that is taken for a checkpoint.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
         import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every thread it starts
         self._ocp = ocp
         self.path = (folder / FOLDER).resolve()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
+        if read_only:  # another process may be saving here: its unfinished folders are not to be cleaned away
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            )
         self._manager = ocp.CheckpointManager(self.path, options=options)
         self.last_saved: int | None = self._manager.latest_step()
 
@@ -106,7 +109,8 @@ class Checkpoints:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise ValueError(
                 f"the checkpoint of step {step} in {self.path} is of another model: {problems[0]}{more}. "
-                "Use the model it was trained with, or another name= for this run."
+                f"Use the model it was trained with (resume={self.path.parent.name} takes its settings), or another "
+                "name=."
             )
 
 
@@ -127,8 +131,8 @@ def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(shape) for name, shape in json.loads(about.read_text())["parameters"].items()}
     except (OSError, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"the checkpoint {path} is damaged ({type(error).__name__}: {_first_line(error)}). Delete that folder to go "
-            "on from an older one."
+            f"the checkpoint {path} is damaged ({type(error).__name__}: {_first_line(error)}). Delete that folder to "
+            "go on from an older one."
         ) from error
 
 
