@@ -25,7 +25,7 @@ class DataConfig:
     `validation_fraction`: expected share of documents kept for evaluation.
     `cache_dir`: where token shards are kept, and found again by content.
     `shard_tokens`: tokens in one shard file; `workers`: tokenising threads, null for one a CPU core.
-    `shuffle_seed`: the order in which training rows are read.
+    `shuffle_seed`: the order in which training rows are read; null takes the run's seed.
     `max_bytes`: stop after so many bytes of UTF-8 text, null for all.
     `documents`, `mean_length` (tokens), `states`, `generator_seed`: the size, alphabet and seed of the synthetic chain.
     """
@@ -40,7 +40,7 @@ class DataConfig:
     cache_dir: str = "~/.cache/valkyrie/data"
     shard_tokens: int = 64 * 1024 * 1024
     workers: int | None = None
-    shuffle_seed: int = 0
+    shuffle_seed: int | None = None
     max_bytes: int | None = None
     documents: int = 2000
     mean_length: int = 512

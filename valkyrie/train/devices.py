@@ -1,7 +1,8 @@
-"""Decides which devices a run gets: what the target names, what the machine has, or simulated CPU devices, said aloud."""
+"""Decides which devices a run gets: those its target names, those of the machine, or simulated ones, said aloud."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,8 @@ def acquire(run: Run) -> Devices:
     config = run.config
     mesh, target = config.mesh, config.target
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        try:
+        with contextlib.suppress(RuntimeError):  # the backend is up already; the count below decides
             jax.config.update("jax_num_cpu_devices", mesh.size)
-        except RuntimeError:  # the backend is up already; the count below decides
-            pass
     platform = None if target.platform is Platform.any else target.platform.value
     try:
         devices = jax.devices(platform)

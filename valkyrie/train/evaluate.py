@@ -24,7 +24,7 @@ class Evaluator:
         self._lengths = jax.device_put(lengths, program.shard.sharding(((),)))
 
     def __call__(self, parameters: Any, batches: int | None) -> dict[str, float]:
-        """Return `eval_loss` (nats per target) and `eval_bits_per_byte` over the first `batches` batches (None: all)."""
+        """Return `eval_loss` (nats per target) and `eval_bits_per_byte` over the first `batches` (None: all)."""
         config = self._program.run.config
         sums: list[dict[str, jax.Array]] = []
         with make_loader(
@@ -34,9 +34,7 @@ class Evaluator:
                 if batches is not None and number >= batches:
                     break
                 sums.append(
-                    jax.block_until_ready(
-                        self._program.evaluate(parameters, self._program.place(batch), self._lengths)
-                    )
+                    jax.block_until_ready(self._program.evaluate(parameters, self._program.place(batch), self._lengths))
                 )
         total = {key: float(np.sum([np.asarray(s[key], np.float64) for s in sums])) for key in sums[0]}
         return {

@@ -12,13 +12,13 @@ from valkyrie.checkpoint import FOLDER, latest_step
 from valkyrie.run import Run
 
 COMMAND = "command.json"
-"""The file of a run folder with the arguments that began the run; `resume` composes from them."""
+"""The file of a run folder with the arguments of its last training; `resume` composes from them."""
 
 _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def find_run(runs: Path, resume: str) -> Path:
-    """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError says which exist."""
+    """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError names some."""
     candidates = sorted(
         (f for f in runs.glob("*") if latest_step(f) is not None), key=lambda f: (f / FOLDER).stat().st_mtime
     )
@@ -34,7 +34,7 @@ def find_run(runs: Path, resume: str) -> Path:
 
 
 def run_folder(run: Run) -> Path:
-    """Return the folder of this run: the one it resumes, the one of its name, or a new name of model, layout and time."""
+    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time."""
     runs = Path(run.config.runs)
     if run.config.resume is not None:
         return find_run(runs, run.config.resume)
@@ -44,13 +44,12 @@ def run_folder(run: Run) -> Path:
 
 
 def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
-    """Write `run.yaml`, `versions.json` and, the first time, the command, into the run folder."""
+    """Write `run.yaml`, `versions.json` and the command into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / "run.yaml")
     (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
-    command = folder / COMMAND
-    if not command.exists():
-        command.write_text(json.dumps(list(arguments)) + "\n")
+    kept = [a for a in arguments if _key_value(a)[0] not in ("resume", "mode")]
+    (folder / COMMAND).write_text(json.dumps(kept) + "\n")
 
 
 def versions() -> dict[str, str]:
@@ -67,12 +66,15 @@ def versions() -> dict[str, str]:
 def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of the run that `resume=` names, with the given ones in place of those they repeat.
 
-    Without a `resume=` among them the arguments come back as they are.
+    `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without a `resume=`. Other arguments
+    come back as they are.
     """
     given = dict(_key_value(a) for a in arguments)
     resume = given.get("resume")
-    if resume is None or resume == "null":
-        return list(arguments)
+    if resume in (None, "null"):
+        if given.get("mode") not in ("eval", "generate"):
+            return list(arguments)
+        resume = given.get("name", "latest")
     folder = find_run(Path(given.get("runs") or "runs"), resume)
     command = folder / COMMAND
     if not command.is_file():
@@ -83,9 +85,7 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     for argument in saved:
         takes_part = flag or argument.startswith("-")
         flag = argument in _FLAGS_WITH_VALUE
-        if takes_part:
-            kept.append(argument)
-        elif _key_value(argument)[0] not in dropped:
+        if takes_part or _key_value(argument)[0] not in dropped:
             kept.append(argument)
     return [*kept, *arguments]
 

@@ -1,4 +1,4 @@
-"""Decides what memory a run is expected to need on each device: exact for arrays at rest, an estimate for activations."""
+"""Decides what memory a run is expected to need on a device: exact for arrays at rest, estimated for activations."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _local_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 
 def _activation_bytes(run: Run, layout: Layout, reduction: int) -> int:
-    """Return what the backward pass keeps of all blocks, plus the working set of one pass over the pattern and of the loss."""
+    """Return what the backward pass keeps of all blocks, plus the working set of one pattern and of the loss."""
     config, model = run.config, run.model
     rows = config.batch // layout.microbatches
     compute = jnp.dtype(config.precision.compute.value).itemsize

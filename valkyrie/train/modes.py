@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +32,8 @@ def train(run: Run, arguments: Sequence[str]) -> int:
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     try:
         fitted = fit(run, devices, prepared, tokenizer, folder, console, arguments)
-    except DivergedError as error:
-        print(f"valkyrie-train: {error}", file=sys.stderr)
+    except (DivergedError, FloatingPointError) as error:
+        print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
     again = f"valkyrie-train resume={shlex.quote(_resume_name(run, folder))}"
     if fitted.interrupted:
@@ -112,8 +114,8 @@ def _prepare(run: Run) -> tuple[Console, Prepared, Tokenizer, Devices]:
         raise ValueError("\n".join(problems))
     prepared = prepare(run.config.data, run.tokenizer)
     console.print(
-        f"data {prepared.name}: {prepared.train.tokens:,} tokens to train on, {prepared.validation.tokens:,} to judge by "
-        f"({prepared.tokenizer})",
+        f"data {prepared.name}: {prepared.train.tokens:,} tokens to train on, {prepared.validation.tokens:,} "
+        f"to judge by ({prepared.tokenizer})",
         highlight=False,
     )
     devices = _devices(run)
@@ -145,7 +147,7 @@ def _restore(run: Run, devices: Devices, folder: Path) -> tuple[Any, int, Any]:
     from valkyrie.train.program import StepProgram
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    with closing(Checkpoints(folder, run.config.checkpoint)) as checkpoints:
+    with closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints:
         step, state, _ = checkpoints.restore(program.abstract_state)
     return program, step, state.parameters if state.ema is None else state.ema
 
@@ -176,6 +178,8 @@ def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer
 
 def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None:
     word = " simulated" if devices.simulated else ""
+    if summary["compile_s"] is None:
+        return
     parts = [f"compile {summary['compile_s']:.1f} s"]
     if summary["first_step_s"] is not None:
         parts.append(f"first step {summary['first_step_s']:.2f} s")
@@ -185,6 +189,13 @@ def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None
     if summary["mfu"] is not None:
         parts.append(f"MFU {100 * summary['mfu']:.1f}% of {devices.chip.name if devices.chip else ''} peak")
     console.print(", ".join(parts))
+
+
+def _where(error: FloatingPointError) -> str:
+    """Return what `debug=nans` found, with the innermost line of this program that was at work."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
+    deepest = frames[-1]
+    return f"debug=nans: {error}, at {deepest.filename}:{deepest.lineno} in {deepest.name}: {deepest.line}"
 
 
 def _resume_name(run: Run, folder: Path) -> str:

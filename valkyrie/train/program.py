@@ -1,6 +1,4 @@
-"""Decides the one step program: what training runs, evaluation measures and a search compiles, on a mesh or an
-abstract one.
-"""
+"""Decides the one step program: what training runs, evaluation measures and a search compiles, on any mesh."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ class StepProgram:
 
     @cached_property
     def step(self) -> Any:
-        """The jitted function (state, batch) -> (state, metrics); the state is donated."""
+        """The jitted function (state, batch) -> (state, metrics); the state is donated (not under `debug=nans`)."""
 
         def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
             with self._precision():

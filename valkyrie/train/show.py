@@ -27,7 +27,9 @@ def show_run(run: Run, console: Console) -> None:
         table.add_row(row.name, describe_split(row), f"{row.bytes_per_device:,}")
     console.print(table, soft_wrap=False)
     count = sum(row.spec.size for row in rows)
-    console.print(f"parameters: {count:,}   vocabulary: {run.model.vocab_size:,} tokens in {run.model.vocab_rows:,} rows")
+    console.print(
+        f"parameters: {count:,}   vocabulary: {run.model.vocab_size:,} tokens in {run.model.vocab_rows:,} rows"
+    )
     console.print(f"roles: {layout.describe_roles()}")
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
     _print_memory(console, run, expected_memory(run, program.abstract_state, specs))

@@ -84,8 +84,11 @@ def _gradients(program: StepProgram, parameters: Any, batch: Batch, key: jax.Arr
         total = jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[0], new)
         return (total, jax.tree.map(jnp.add, carry[1], sums)), None
 
-    start = jax.tree.map(lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, reduction), s),
-                         parameters, jax.tree.map(_in_device_memory, program._shardings.parameters))
+    start = jax.tree.map(
+        lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, reduction), s),
+        parameters,
+        jax.tree.map(_in_device_memory, program._shardings.parameters),
+    )
     sums = {"loss": jnp.zeros((), jnp.float32), "weight": jnp.zeros((), jnp.float32)}
     # Row r of the batch goes to microbatch r % count, so that every device works on its own rows in each of them.
     parts = jax.tree.map(lambda x: x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1), batch)

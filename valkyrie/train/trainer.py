@@ -19,12 +19,12 @@ from valkyrie.data.loader import Loader, make_loader
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.run import Run
+from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import write_about
-from valkyrie.train.interrupt import Interrupt
+from valkyrie.train.interrupt import Interrupt, ends_at_once
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
 from valkyrie.train.screen import Screen
@@ -64,41 +64,40 @@ def fit(
     """
     config = run.config
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
-    write_about(run, folder, arguments)
     meter = _meter(run, devices)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         loader = stack.enter_context(
-            make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=config.seed, repeat=True)
+            make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=_order_seed(run), repeat=True)
         )
-        start, state = _begin(program, checkpoints, loader)
-        began = time.perf_counter()
-        compiled = program.lower_step().compile()
-        compile_s = time.perf_counter() - began
-        tracker = stack.enter_context(contextlib.closing(_tracker(run, devices, folder)))
+        with ends_at_once():
+            start, state = _begin(program, checkpoints, loader)
+            write_about(run, folder, arguments)
+            advance, compile_s = _compiled(program) if start < config.steps else (None, None)
+        tracker = _tracker(run, devices, folder)
+        stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = stack.enter_context(Interrupt())
         if tracker.note:
             screen.say(tracker.note, style="yellow")
-        screen.say(f"compiled the step in {compile_s:.1f} s; training steps {start} to {config.steps}")
+        screen.say(_opening(start, config.steps, compile_s))
         evaluate = Evaluator(program, prepared, tokenizer)
         evaluation: dict[str, float] = {}
         pending: dict[str, Any] | None = None
         step = start
 
         def read(metrics: dict[str, Any] | None, of_step: int) -> None:
-            """Wait for a step's metrics, check them, and record them."""
+            """Wait for a step's metrics, check them, and record them, while the next step runs."""
             if metrics is None:
                 return
             values = jax.device_get(metrics)
             meter.finished()
-            with meter.paused():
-                _refuse_divergence(program, values, of_step, checkpoints.last_saved)
-                record = _record(values, meter, config.log_every)
-                log = of_step % config.log_every == 0 or of_step in (1, start + 1, config.steps)
-                if log:
-                    tracker.log(record, of_step)
-                screen.step(of_step, record, line=log)
+            _refuse_divergence(program, values, of_step, checkpoints.last_saved)
+            record = _record(values, meter, config.log_every)
+            log = of_step % config.log_every == 0 or of_step in (1, start + 1, config.steps)
+            if log:
+                tracker.log(record, of_step)
+            screen.step(of_step, record, line=log)
 
         def save() -> None:
             checkpoints.save(step, state, loader.state())
@@ -114,9 +113,8 @@ def fit(
 
         meter.start()
         for step in range(start + 1, config.steps + 1):
-            with meter.paused():
-                batch = program.place(next(loader))
-            state, metrics = compiled(state, batch)
+            assert advance is not None
+            state, metrics = advance(state, program.place(next(loader)))
             read(pending, step - 1)
             pending = metrics
             due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
@@ -146,6 +144,40 @@ def _begin(program: StepProgram, checkpoints: Checkpoints, loader: Loader) -> tu
     step, state, data = checkpoints.restore(program.abstract_state)
     loader.restore(data)
     return step, state
+
+
+def _compiled(program: StepProgram) -> tuple[Any, float]:
+    """Return the compiled step and the seconds that took; under `debug=nans` the one JAX can take apart."""
+    began = time.perf_counter()
+    compiled = program.lower_step().compile()
+    step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
+    return step, time.perf_counter() - began
+
+
+def _checked(step: Any) -> Any:
+    """Return the step under `jax.debug_nans` itself: JAX forgets the global switch where such a context was left."""
+
+    def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        with jax.debug_nans(True):
+            try:
+                return step(state, batch)
+            except FloatingPointError:
+                with jax.disable_jit():  # takes loops apart too: what is named is one operation, not a scan
+                    step(state, batch)
+                raise
+
+    return advance
+
+
+def _opening(start: int, steps: int, compile_s: float | None) -> str:
+    if compile_s is None:
+        return f"complete: {start} steps are done and steps={steps} are asked for; steps={2 * start} goes on"
+    return f"compiled the step in {compile_s:.1f} s; training steps {start + 1} to {steps}"
+
+
+def _order_seed(run: Run) -> int:
+    own = run.config.data.shuffle_seed
+    return run.config.seed if own is None else own
 
 
 def _meter(run: Run, devices: Devices) -> Meter:
@@ -182,9 +214,7 @@ def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
 
 def _tracker(run: Run, devices: Devices, folder: Path) -> Tracker:
     group = f"{run.model.name}-{run.config.target.name}"
-    return Tracker(
-        run.config.tracking, folder, run_name=folder.name, fields=layout_fields(run, devices), group=group
-    )
+    return Tracker(run.config.tracking, folder, run_name=folder.name, fields=layout_fields(run, devices), group=group)
 
 
 def _record(values: dict[str, Any], meter: Meter, window: int) -> dict[str, Any]:
