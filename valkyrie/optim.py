@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,16 @@ class OptimizerConfig:
     def problems(self) -> list[str]:
         """Return every reason why this recipe makes no sense, in the words of the command line."""
         found = []
-        if self.learning_rate <= 0:
+        if not 0 < self.learning_rate < math.inf:
             found.append(f"optimizer.learning_rate={self.learning_rate}: must be above 0.")
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                found.append(f"optimizer.{key}={getattr(self, key)}: must be at least 0 and below 1.")
+        if not 0 < self.epsilon < math.inf:
+            found.append(f"optimizer.epsilon={self.epsilon}: must be above 0.")
+        for key in ("final_ratio", "weight_decay", "ssm_learning_rate_ratio"):
+            if not 0 <= getattr(self, key) < math.inf:
+                found.append(f"optimizer.{key}={getattr(self, key)}: must be at least 0.")
         if self.warmup_steps < 0:
             found.append(f"optimizer.warmup_steps={self.warmup_steps}: must be at least 0.")
         if self.clip_norm is not None and self.clip_norm <= 0:

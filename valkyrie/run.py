@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -23,6 +24,9 @@ from valkyrie.parallel.partition import PartitionConfig, Remat
 from valkyrie.paths import read_group
 from valkyrie.precision import PolicyConfig
 from valkyrie.tracking import TrackingConfig
+
+SEEDS = 2**31
+"""Seeds are below it: JAX takes them as 32-bit integers."""
 
 
 class Debug(Enum):
@@ -117,8 +121,16 @@ class Run:
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 found.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
-        if c.temperature < 0:
+        if not 0 <= c.temperature < math.inf:
             found.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
+        if c.top_k is not None and c.top_k < 1:
+            found.append(f"top_k={c.top_k}: at least 1 is needed, or null to sample among all tokens.")
+        if c.sample_tokens < 0:
+            found.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
+        if not 0 <= c.seed < SEEDS:
+            found.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
+        if c.name is not None and (not c.name.strip() or {".", ".."} & set(Path(c.name).parts)):
+            found.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
         if not self.model.causal and c.mode.name != "show":
             found.append(
                 "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -72,7 +73,7 @@ class Tracker:
                 entity=config.entity,
                 dir=folder,
                 name=run_name,
-                id=f"{run_name}-{folder.resolve().stat().st_ino}",
+                id=re.sub(r"[/\\#?%:]", "-", f"{run_name}-{folder.resolve().stat().st_ino}"),  # W&B refuses these
                 resume="allow" if mode is WandbMode.online else None,
                 group=group,
                 tags=[f"{k}={fields[k]}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],

@@ -125,7 +125,8 @@ def _check_memories(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Me
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     for key, memory in (("parameter_memory", parameters), ("optimizer_memory", optimizer)):
         if memory is Memory.host and ("pinned_host" not in kinds or device.platform == "cpu"):
+            has = "have no other than the host's" if device.platform == "cpu" else f"have {', '.join(kinds)}"
             raise ValueError(
-                f"partition.{key}=host needs memory_kind=pinned_host beside device memory; {device.device_kind} "
-                f"({device.platform}) has {', '.join(kinds)}. Use partition.{key}=device."
+                f"partition.{key}=host needs devices with memory_kind=pinned_host beside memory of their own; "
+                f"{device.device_kind} devices {has}. Use partition.{key}=device."
             )
