@@ -1,0 +1,134 @@
+"""Runs tiny trainings as a user does, by the command in this process or in its own, and reads what they left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import absl.logging
+import jax
+import numpy as np
+
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints, latest_step
+from valkyrie.cli.train import main
+from valkyrie.tracking import read_metrics
+
+jax.devices()  # the backend starts with the devices of the tests, not with those of the first run's mesh
+
+TINY = (
+    "model=s5_tiny",
+    "model.layers=1",
+    "model.embed=16",
+    "model.mlp=16",
+    "model.s5.state_size=8",
+    "model.s5.blocks=1",
+    "model.loss_chunk=32",
+    "batch=8",
+    "seq=16",
+    "data=synthetic",
+    "data.documents=60",
+    "data.mean_length=60",
+    "data.states=8",
+    "optimizer.warmup_steps=2",
+    "eval_every=1000",
+    "eval_batches=1",
+    "log_every=1",
+    "sample_tokens=4",
+    "prompt=a",
+    "tracking=off",
+)
+"""The smallest run that has every part; compiling is most of its time."""
+SINGLE = ("mesh=1x1x1", "partition=dp")
+
+
+def command(*arguments: str) -> int:
+    """Return the exit status of `valkyrie-train` run in this process; its output goes where the process's goes."""
+    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__  # Hydra closes any other, here pytest's own
+    before = sys.argv
+    sys.argv = ["valkyrie-train", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    finally:
+        sys.argv = before
+        jax.config.update("jax_debug_nans", False)
+    return 0
+
+
+def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """Return a process of `valkyrie-train` with its streams in pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the training records of a run by step; of a step done twice, the later."""
+    return {r["step"]: r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r}
+
+
+def saved(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Return every array and the data position of a checkpoint by path, read without the program that wrote it."""
+    import orbax.checkpoint as ocp
+
+    step = latest_step(folder) if step is None else step
+    with closing(ocp.CheckpointManager((folder / "checkpoints").resolve())) as manager:
+        args = ocp.args
+        restored = manager.restore(
+            step, args=args.Composite(state=args.StandardRestore(), data=args.JsonRestore(), about=args.JsonRestore())
+        )
+    found = {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(restored["state"])[0]
+    }
+    return found | {"data": np.asarray(sorted((k, str(v)) for k, v in restored["data"].items()))}
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """Hold two results of `saved` against each other bit for bit."""
+    assert one.keys() == other.keys()
+    different = [path for path in one if one[path].tobytes() != other[path].tobytes()]
+    assert not different, different
+
+
+def checkpoints(folder: Path, **config: Any) -> Checkpoints:
+    """Return the checkpoints of a run folder under a checkpoint config."""
+    return Checkpoints(folder, CheckpointConfig(**config))
+
+
+@lru_cache
+def _kept() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="valkyrie-runs-", ignore_cleanup_errors=True)
+
+
+@lru_cache
+def trained(*overrides: str, steps: int = 6) -> Path:
+    """Return the folder of a finished tiny run on one device with these overrides; trained once, not to be changed."""
+    runs = Path(_kept().name) / f"runs-{abs(hash((overrides, steps)))}"
+    status = command(*TINY, *SINGLE, f"runs={runs}", "name=run", f"steps={steps}", *overrides)
+    assert status == 0
+    return runs / "run"
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """Return a copy of a run folder, under its name, that a test may change."""
+    return Path(shutil.copytree(folder, to / folder.name))
+
+
+def tiny(runs: Path, *overrides: str, mesh: Sequence[str] = SINGLE) -> tuple[str, ...]:
+    """Return the arguments of a tiny run named `run` under a folder."""
+    return (*TINY, *mesh, f"runs={runs}", "name=run", *overrides)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from valkyrie.train.folder import COMMAND, find_run, resumed_arguments
+
+
+def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
+    """Make a run folder with one finished checkpoint and the command that made it."""
+    checkpoint = runs / name / "checkpoints" / "5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
+    (runs / name / COMMAND).write_text(json.dumps(list(arguments)))
+    os.utime(checkpoint.parent, (when, when))
+    return runs / name
+
+
+def test_latest_is_the_run_that_saved_last(tmp_path: Path) -> None:
+    make_run(tmp_path, "old", when=10)
+    newest = make_run(tmp_path, "new", when=30)
+    make_run(tmp_path, "middle", when=20)
+    assert find_run(tmp_path, "latest") == newest
+
+
+def test_a_run_is_found_by_name_and_by_path(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "one")
+    assert find_run(tmp_path, "one") == folder
+    assert find_run(Path("runs"), str(folder)) == folder
+
+
+def test_a_folder_without_a_finished_checkpoint_is_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path, "good")
+    (tmp_path / "torn" / "checkpoints" / "7").mkdir(parents=True)
+    assert find_run(tmp_path, "latest").name == "good"
+    with pytest.raises(ValueError) as caught:
+        find_run(tmp_path, "torn")
+    assert str(caught.value) == (f"resume=torn is no run with a checkpoint under runs={tmp_path}. Newest there: good.")
+
+
+def test_without_any_run_latest_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        find_run(tmp_path, "latest")
+    assert str(caught.value) == f"resume=latest found no run with a checkpoint under runs={tmp_path}. Train one first."
+
+
+def test_arguments_without_resume_stay_as_they_are() -> None:
+    assert resumed_arguments(["model=s5_tiny", "name=x"]) == ["model=s5_tiny", "name=x"]
+    assert resumed_arguments(["resume=null"]) == ["resume=null"]
+
+
+def test_a_resumed_run_keeps_its_settings_under_those_given(tmp_path: Path) -> None:
+    make_run(tmp_path, "one", "model=s5_tiny", "steps=10", "name=one", f"runs={tmp_path}", "+experiment=x", "seed=3")
+    given = ["resume=one", f"runs={tmp_path}", "steps=20"]
+    assert resumed_arguments(given) == ["model=s5_tiny", "+experiment=x", "seed=3", *given]
+
+
+def test_flags_and_their_values_are_kept(tmp_path: Path) -> None:
+    make_run(tmp_path, "one", "--config-dir", "mine", "model=own", "-cn=train")
+    given = ["resume=one", f"runs={tmp_path}"]
+    assert resumed_arguments(given) == ["--config-dir", "mine", "model=own", "-cn=train", *given]
+
+
+@pytest.mark.parametrize("mode", ["eval", "generate"])
+def test_reading_a_run_takes_its_settings_without_resume_too(tmp_path: Path, mode: str) -> None:
+    make_run(tmp_path, "one", "model=s5_tiny", when=20)
+    make_run(tmp_path, "two", "model=longformer_tiny", when=10)
+    latest = [f"mode={mode}", f"runs={tmp_path}"]
+    assert resumed_arguments(latest) == ["model=s5_tiny", *latest]
+    assert resumed_arguments([*latest, "name=two"]) == ["model=longformer_tiny", *latest, "name=two"]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from valkyrie.train import meter as module
+from valkyrie.train.meter import Meter
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def steps(meter: Meter, clock: Clock, *seconds: float, paused: float = 0.0) -> None:
+    for taken in seconds:
+        clock.now += taken
+        with meter.paused() if paused else contextlib.nullcontext():
+            clock.now += paused
+        meter.finished()
+
+
+def test_first_step_is_kept_apart_and_the_rest_are_by_median(clock: Clock) -> None:
+    meter = Meter(tokens=1000, chips=4, flops=8e6, peak_flops=1e9)
+    meter.start()
+    steps(meter, clock, 50.0, 0.1, 0.3, 0.1)
+    found = meter.summary()
+    assert found["first_step_s"] == pytest.approx(50.0)
+    assert found["step_s"] == pytest.approx(0.1)
+    assert found["tokens_per_second"] == pytest.approx(10_000)
+    assert found["tokens_per_second_per_chip"] == pytest.approx(2_500)
+    assert found["mfu"] == pytest.approx(8e6 / 0.1 / 1e9)
+
+
+def test_a_pause_is_no_part_of_the_step_around_it(clock: Clock) -> None:
+    meter = Meter(1, 1, 1.0, None)
+    meter.start()
+    steps(meter, clock, 1.0, 1.0, paused=7.0)
+    steps(meter, clock, 2.0)
+    assert meter.first == pytest.approx(1.0)
+    assert meter.steps == pytest.approx([1.0, 2.0])
+
+
+def test_what_happens_before_the_start_is_not_timed(clock: Clock) -> None:
+    meter = Meter(1, 1, 1.0, None)
+    with meter.paused():
+        clock.now += 1000.0
+    meter.start()
+    steps(meter, clock, 1.0)
+    assert meter.first == pytest.approx(1.0)
+
+
+def test_p90_is_the_value_that_nine_of_ten_steps_stay_within(clock: Clock) -> None:
+    meter = Meter(1, 1, 1.0, None)
+    meter.start()
+    steps(meter, clock, 99.0, *(0.01 * i for i in range(10, 0, -1)))
+    assert meter.summary()["step_p90_s"] == pytest.approx(0.09)
+
+
+def test_rates_look_at_the_last_steps_only(clock: Clock) -> None:
+    meter = Meter(10, 1, 1.0, None)
+    meter.start()
+    steps(meter, clock, 9.0, 5.0, 5.0, 5.0, 0.5, 0.5)
+    assert meter.rates(2)["tokens_per_second"] == pytest.approx(20.0)
+    assert meter.rates()["tokens_per_second"] == pytest.approx(2.0)
+
+
+def test_without_steps_or_peak_nothing_is_claimed(clock: Clock) -> None:
+    meter = Meter(10, 1, 1.0, None)
+    meter.start()
+    steps(meter, clock, 1.0)
+    assert set(meter.rates().values()) == {None}
+    assert meter.summary()["step_p90_s"] is None
+    steps(meter, clock, 1.0)
+    assert meter.rates()["mfu"] is None

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from valkyrie.optim import OptimizerConfig, learning_rate, make_optimizer
+
+GROUPS = {"w": "matrix", "scale": "vector", "B": "ssm"}
+
+
+def parameters() -> dict[str, jnp.ndarray]:
+    return {name: jnp.full(2, 2.0) for name in GROUPS}
+
+
+def one_update(config: OptimizerConfig, gradient: float = 0.5, steps: int = 10) -> dict[str, np.ndarray]:
+    """Return how far the first update moves each parameter from 2."""
+    optimizer = make_optimizer(config, steps, GROUPS)
+    start = parameters()
+    updates, _ = optimizer.update({name: jnp.full(2, gradient) for name in start}, optimizer.init(start), start)
+    return {name: np.asarray(update) for name, update in updates.items()}
+
+
+def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
+    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1)
+    schedule = learning_rate(config, 20)
+    rates = [float(schedule(step)) for step in range(21)]
+    np.testing.assert_allclose(rates[:5], 1e-2 * np.array([0.2, 0.4, 0.6, 0.8, 1.0]), rtol=1e-6)
+    progress = np.arange(17) / 16
+    np.testing.assert_allclose(rates[4:], 1e-3 + 9e-3 * (1 + np.cos(np.pi * progress)) / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_schedule_of_a_run_shorter_than_its_warmup_stays_within_the_peak(steps: int) -> None:
+    schedule = learning_rate(OptimizerConfig(learning_rate=1e-2, warmup_steps=20), steps)
+    rates = [float(schedule(step)) for step in range(steps)]
+    assert all(0 < rate <= 1.001e-2 for rate in rates)
+    assert rates == sorted(rates)
+
+
+def test_only_matrices_are_decayed_and_state_spaces_are_slower() -> None:
+    config = OptimizerConfig(
+        learning_rate=1.0, warmup_steps=0, weight_decay=0.1, ssm_learning_rate_ratio=0.25, clip_norm=None
+    )
+    moved = one_update(config)
+    np.testing.assert_allclose(moved["scale"], -1.0, rtol=1e-5)
+    np.testing.assert_allclose(moved["w"], -1.0 - 0.1 * 2.0, rtol=1e-5)
+    np.testing.assert_allclose(moved["B"], -0.25, rtol=1e-5)
+
+
+def test_clipping_is_by_one_norm_over_all_groups() -> None:
+    big = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
+    moved = one_update(big, gradient=100.0)
+    clipped = 1.0 / math.sqrt(2 * len(GROUPS))
+    np.testing.assert_allclose(moved["w"], -clipped / (clipped + 1.0), rtol=1e-5)
+
+
+def test_a_small_gradient_is_not_clipped() -> None:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
+    np.testing.assert_allclose(one_update(config, 0.1)["w"], -0.1 / 1.1, rtol=1e-5)
+
+
+def test_adam_is_adam_with_the_betas_given() -> None:
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=0, final_ratio=1.0, weight_decay=0.0, clip_norm=None, beta1=0.5, beta2=0.75
+    )
+    optimizer = make_optimizer(config, 3, GROUPS)
+    values, m, v, x = parameters(), 0.0, 0.0, 2.0
+    state = optimizer.init(values)
+    for step, gradient in enumerate([1.0, -2.0, 0.5], start=1):
+        updates, state = optimizer.update({name: jnp.full(2, gradient) for name in values}, state, values)
+        values = optax.apply_updates(values, updates)
+        m, v = 0.5 * m + 0.5 * gradient, 0.75 * v + 0.25 * gradient**2
+        x -= 0.1 * (m / (1 - 0.5**step)) / (math.sqrt(v / (1 - 0.75**step)) + config.epsilon)
+    np.testing.assert_allclose(np.asarray(values["w"]), x, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": 0.0}, "optimizer.learning_rate=0.0: must be above 0."),
+        ({"learning_rate": math.nan}, "optimizer.learning_rate=nan: must be above 0."),
+        ({"beta1": 1.0}, "optimizer.beta1=1.0: must be at least 0 and below 1."),
+        ({"beta2": -0.1}, "optimizer.beta2=-0.1: must be at least 0 and below 1."),
+        ({"epsilon": 0.0}, "optimizer.epsilon=0.0: must be above 0."),
+        ({"weight_decay": -1.0}, "optimizer.weight_decay=-1.0: must be at least 0."),
+        ({"final_ratio": -1.0}, "optimizer.final_ratio=-1.0: must be at least 0."),
+        ({"ssm_learning_rate_ratio": math.inf}, "optimizer.ssm_learning_rate_ratio=inf: must be at least 0."),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps=-1: must be at least 0."),
+        ({"clip_norm": 0.0}, "optimizer.clip_norm=0.0: must be above 0, or null for no clipping."),
+        ({"ema_decay": 1.0}, "optimizer.ema_decay=1.0: must be in (0, 1), or null for no average."),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(change: dict[str, float], message: str) -> None:
+    assert OptimizerConfig(**change).problems() == [message]
+
+
+def test_the_default_recipe_is_fine() -> None:
+    assert OptimizerConfig().problems() == []
