@@ -129,7 +129,7 @@ def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     about = path / "about" / "metadata"
     try:
         return {name: tuple(shape) for name, shape in json.loads(about.read_text())["parameters"].items()}
-    except (OSError, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the checkpoint {path} is damaged ({type(error).__name__}: {_first_line(error)}). Delete that folder to "
             "go on from an older one."

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class WandbMode(Enum):
-    """How W&B is used: `auto` is online with an API key in the environment and offline without one."""
+    """How W&B is used: `auto` obeys `WANDB_MODE`, else is online with an API key in the environment."""
 
     auto = "auto"
     online = "online"
@@ -71,7 +71,7 @@ class Tracker:
                 mode=mode.value,  # pyright: ignore[reportArgumentType]
                 project=config.project,
                 entity=config.entity,
-                dir=folder,
+                dir=folder.resolve(),
                 name=run_name,
                 id=re.sub(r"[/\\#?%:]", "-", f"{run_name}-{folder.resolve().stat().st_ino}"),  # W&B refuses these
                 resume="allow" if mode is WandbMode.online else None,
@@ -86,11 +86,11 @@ class Tracker:
 
 
 def _resolve(mode: WandbMode) -> WandbMode:
-    if os.environ.get("WANDB_MODE") in {"offline", "disabled"}:
-        return WandbMode.offline if os.environ["WANDB_MODE"] == "offline" else WandbMode.off
     if mode is not WandbMode.auto:
         return mode
-    return WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline
+    known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
+    asked = known.get(os.environ.get("WANDB_MODE", ""))
+    return asked or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
 
 
 def _cut_torn_line(path: Path) -> None:
