@@ -105,9 +105,9 @@ def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -
     assert not different, different
 
 
-def checkpoints(folder: Path, **config: Any) -> Checkpoints:
+def checkpoints(folder: Path, *, read_only: bool = False, **config: Any) -> Checkpoints:
     """Return the checkpoints of a run folder under a checkpoint config."""
-    return Checkpoints(folder, CheckpointConfig(**config))
+    return Checkpoints(folder, CheckpointConfig(**config), read_only=read_only)
 
 
 @lru_cache

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import checkpoints
+
+from valkyrie.checkpoint import CheckpointConfig, latest_step
+from valkyrie.train.state import TrainState
+
+DATA = {"version": 1, "row": 32, "content": "abc"}
+
+
+def make_state(step: int, size: int = 64, name: str = "w") -> TrainState:
+    """Return a state whose every number tells the step."""
+    values = {"block": {name: jnp.arange(size, dtype=jnp.float32) + step}}
+    moments = ({"count": jnp.int32(step)}, {"mu": {"block": {name: jnp.full(size, -float(step))}}})
+    return TrainState(jnp.int32(step), values, moments, None, jax.random.key_data(jax.random.key(step)))
+
+
+def abstract(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_equal(found: TrainState, expected: TrainState) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def save(folder: Path, *steps: int, **config: int) -> None:
+    with closing(checkpoints(folder, **config)) as kept:
+        for step in steps:
+            kept.save(step, make_state(step), DATA)
+
+
+def test_a_state_comes_back_with_its_data_position(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with closing(checkpoints(tmp_path)) as kept:
+        assert kept.last_saved == 5
+        step, state, data = kept.restore(abstract(make_state(0)))
+    assert (step, data) == (5, DATA)
+    assert_equal(state, make_state(5))
+
+
+def test_saving_in_the_background_keeps_what_was_saved_though_the_arrays_are_given_away(tmp_path: Path) -> None:
+    forget = jax.jit(lambda state: jax.tree.map(lambda x: x * 0, state), donate_argnums=0)
+    state = make_state(3, size=1 << 20)
+    with closing(checkpoints(tmp_path)) as kept:
+        kept.save(3, state, DATA)
+        for _ in range(3):
+            state = forget(state)
+        kept.wait()
+        _, found, _ = kept.restore(abstract(state))
+    assert_equal(found, make_state(3, size=1 << 20))
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
+    assert latest_step(tmp_path) == 4
+
+
+def test_an_older_one_can_be_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    with closing(checkpoints(tmp_path)) as kept:
+        step, state, _ = kept.restore(abstract(make_state(0)), step=1)
+    assert step == 1
+    assert_equal(state, make_state(1))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_checkpoint as t
+kept = t.checkpoints(Path({folder!r}))
+kept.save(1, t.make_state(1), t.DATA)
+kept.wait()
+kept.save(2, t.make_state(2, size=1 << 24), t.DATA)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+    program = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2, "the save was not under way"
+    assert latest_step(tmp_path) == 1
+    with closing(checkpoints(tmp_path)) as kept:
+        step, state, _ = kept.restore(abstract(make_state(0)))
+        assert step == 1
+        assert_equal(state, make_state(1))
+        kept.save(2, make_state(2), DATA)
+    assert latest_step(tmp_path) == 2
+
+
+def test_a_reader_leaves_a_save_in_progress_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    unfinished = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with closing(checkpoints(tmp_path, read_only=True)) as kept:
+        assert kept.restore(abstract(make_state(0)))[0] == 1
+    assert unfinished.is_dir()
+
+
+def test_another_model_is_refused_by_the_name_of_its_parameter(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    with closing(checkpoints(tmp_path)) as kept:
+        with pytest.raises(ValueError) as wider:
+            kept.restore(abstract(make_state(0, size=128)))
+        with pytest.raises(ValueError) as renamed:
+            kept.restore(abstract(make_state(0, name="v")))
+    assert "is of another model: block.w is (64,) in the checkpoint and (128,) in the model. Use" in str(wider.value)
+    assert "block.v is missing in the checkpoint and (64,) in the model (and 1 more)" in str(renamed.value)
+    assert f"resume={tmp_path.name} takes its settings" in str(renamed.value)
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    assert latest_step(tmp_path) is None
+    with closing(checkpoints(tmp_path)) as kept:
+        assert kept.last_saved is None
+        with pytest.raises(ValueError, match="holds no finished checkpoint"):
+            kept.restore(abstract(make_state(0)))
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def garble(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 4 : -len(body) // 4] = os.urandom(len(body[len(body) // 4 : -len(body) // 4]))
+    path.write_bytes(bytes(body))
+
+
+def biggest(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "about truncated": lambda step: halve(step / "about" / "metadata"),
+    "about of another kind": lambda step: (step / "about" / "metadata").write_text('{"parameters": 3}'),
+    "about missing": lambda step: shutil.rmtree(step / "about"),
+    "tree truncated": lambda step: halve(step / "state" / "_METADATA"),
+    "tree missing": lambda step: (step / "state" / "_METADATA").unlink(),
+    "arrays truncated": lambda step: [halve(p) for p in (step / "state").rglob("d/*")][0],
+    "arrays garbled": lambda step: [garble(p) for p in (step / "state").rglob("d/*")][0],
+    "arrays missing": lambda step: [p.unlink() for p in (step / "state").rglob("d/*")][0],
+    "data position garbled": lambda step: garble(step / "data" / "metadata"),
+    "data position missing": lambda step: shutil.rmtree(step / "data"),
+}
+
+
+# TensorStore's other reads report to the event loop that Orbax has closed by then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_refused_with_a_way_out(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 4, 5)
+    folder = tmp_path / "checkpoints" / "5"
+    DAMAGES[damage](folder)
+    began = time.perf_counter()
+    with closing(checkpoints(tmp_path)) as kept, pytest.raises(ValueError) as caught:
+        kept.restore(abstract(make_state(0)))
+    assert time.perf_counter() - began < 5
+    assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
+    assert "go on from an older one" in str(caught.value)
+    shutil.rmtree(folder)
+    with closing(checkpoints(tmp_path)) as kept:
+        assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(4))
+
+
+def test_about_lists_the_parameters(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    about = json.loads((tmp_path / "checkpoints" / "5" / "about" / "metadata").read_text())
+    assert about == {"parameters": {"block.w": [64]}}
+
+
+def test_intervals_that_make_no_sense_are_refused() -> None:
+    assert CheckpointConfig(every=0, keep=0).problems() == [
+        "checkpoint.every=0: at least 1 is needed, or null to save only at the end.",
+        "checkpoint.keep=0: at least 1 is needed.",
+    ]
+    assert CheckpointConfig(every=None).problems() == []

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assembly_of, compose_run, small
+
+from valkyrie.data.tokenizer import load_tokenizer
+from valkyrie.models.base import Assembly
+from valkyrie.train.generate import generate, sample
+
+BYTES = load_tokenizer("bytes")
+LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
+
+
+def draws(count: int = 400, **how: Any) -> np.ndarray:
+    keys = jax.random.split(jax.random.key(0), count)
+    return np.asarray(jax.vmap(lambda key: sample(LOGITS, key, **how))(keys))[:, 0]
+
+
+def test_at_temperature_zero_the_best_is_taken() -> None:
+    assert set(draws(8, temperature=0.0, top_k=None)) == {1}
+
+
+def test_samples_follow_the_distribution() -> None:
+    found = np.bincount(draws(4000, temperature=1.0, top_k=None), minlength=4) / 4000
+    np.testing.assert_allclose(found, [0.1, 0.5, 0.15, 0.25], atol=0.03)
+
+
+def test_temperature_sharpens() -> None:
+    found = np.bincount(draws(4000, temperature=0.5, top_k=None), minlength=4) / 4000
+    squares = np.array([0.1, 0.5, 0.15, 0.25]) ** 2
+    np.testing.assert_allclose(found, squares / squares.sum(), atol=0.03)
+
+
+@pytest.mark.parametrize(("top_k", "possible"), [(1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (9, {0, 1, 2, 3})])
+def test_only_the_best_k_are_drawn(top_k: int, possible: set[int]) -> None:
+    assert set(draws(temperature=1.0, top_k=top_k)) == possible
+
+
+class Recital:
+    """A model that says a fixed sequence of tokens, after a prompt of one byte, whatever it is told."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = jnp.asarray([0, *tokens, BYTES.bos_id], jnp.int32)
+
+    def module(self, parameters: Any) -> Recital:
+        return self
+
+    def init_state(self, batch: int, max_len: int) -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    def step(self, tokens: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.nn.one_hot(self.tokens[state][None], BYTES.vocab_size) * 100.0, state + 1
+
+
+@pytest.fixture
+def recite(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(Assembly, "__init__", lambda self, said: setattr(self, "said", said))
+    monkeypatch.setattr(Assembly, "module", lambda self, parameters: Recital(self.said))
+
+    def call(said: bytes, tokens: int) -> list[str]:
+        assembly = Assembly(list(said))  # pyright: ignore[reportCallIssue]
+        return list(generate(assembly, {}, BYTES, "x", tokens=tokens, temperature=0.0, top_k=None, seed=0))
+
+    return call
+
+
+def test_characters_of_several_bytes_come_out_whole(recite: Any) -> None:
+    pieces = recite("aé€😀b".encode(), 11)
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+def test_a_character_cut_off_at_the_end_is_marked(recite: Any) -> None:
+    assert "".join(recite("a€".encode(), 3)) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_end_of_the_document_ends_the_text(recite: Any) -> None:
+    assert "".join(recite(b"end", 50)) == "end"
+
+
+@lru_cache
+def tiny_model(name: str = "valkyrie_tiny") -> tuple[Assembly, Any]:
+    run = compose_run(*small(name), "model.vocab_size=257", "mesh=1x1x1", "partition=dp")
+    assembly = assembly_of(run)
+    sharper = jax.tree.map(lambda x: 4 * x, jax.jit(assembly.init)(jax.random.key(5)))
+    return assembly, sharper
+
+
+def text(prompt: str, **how: Any) -> str:
+    assembly, parameters = tiny_model()
+    settings = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0} | how
+    return "".join(generate(assembly, parameters, BYTES, prompt, **settings))
+
+
+def test_greedy_text_is_the_argmax_of_the_parallel_model() -> None:
+    assembly, parameters = tiny_model()
+    prompt, tokens = "de", 24
+    ids = [BYTES.bos_id, *BYTES.encode_ordinary(prompt)]
+    parallel = jax.jit(lambda parameters, tokens: assembly.module(parameters).logits(tokens))
+    for at in range(len(ids), len(ids) + tokens):
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, :at] = ids
+        ids.append(int(parallel(parameters, padded)[0, at - 1].argmax()))
+    assert BYTES.bos_id not in ids[1:], "choose parameters that do not end the document"
+    assert text(prompt, tokens=tokens) == BYTES.decode_bytes(ids[3:]).decode(errors="replace")
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another() -> None:
+    one = text("a", temperature=1.0, seed=1)
+    assert one == text("a", temperature=1.0, seed=1)
+    assert one != text("a", temperature=1.0, seed=2)
+
+
+@pytest.mark.parametrize("prompt", ["", 'x = "é"\n', "<|endoftext|>", "😀"])
+def test_any_text_is_a_prompt(prompt: str) -> None:
+    assert isinstance(text(prompt, tokens=2), str)
+
+
+def test_no_token_is_no_text() -> None:
+    assert text("a", tokens=0) == ""
+
+
+@pytest.mark.slow
+def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
+    assembly, parameters = tiny_model()
+    stamps = []
+    for _ in generate(assembly, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=None, seed=3):
+        stamps.append(time.perf_counter())
+    taken = np.diff(stamps)
+    assert len(taken) > 500, "the document ended early; choose another seed"
+    assert statistics.median(taken[450:500]) < 2 * statistics.median(taken[50:100])

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from runs import command, copied, start, trained
+
+from valkyrie.tracking import read_metrics
+
+
+def reading(folder: Path, *arguments: str) -> tuple[str, ...]:
+    return (f"resume={folder}", *arguments)
+
+
+def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = trained("eval_batches=1000")
+    capfd.readouterr()
+    assert command(*reading(folder, "mode=eval")) == 0
+    out, err = capfd.readouterr()
+    last = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
+    expected = (
+        f"run at step 6: validation loss {last['eval_loss']:.4f}, {last['eval_bits_per_byte']:.4f} bits per byte "
+        f"over {last['eval_tokens']:,.0f} tokens"
+    )
+    assert expected in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("prompt", ["def ", 'x = "é" # 😀', "two\nlines", ""])
+def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: str) -> None:
+    quoted = "'" + prompt + "'"
+    assert command(*reading(trained(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
+    out, err = capfd.readouterr()
+    assert "run at step 6\n" + prompt in out
+    assert err == ""
+
+
+def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for seed in (1, 1, 2):
+        assert command(*reading(trained(), "mode=generate", f"seed={seed}", "sample_tokens=12")) == 0
+        said.append(capfd.readouterr().out)
+    assert said[0] == said[1] != said[2]
+
+
+def test_without_resume_the_latest_run_is_read_with_its_settings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copied(trained(), tmp_path)
+    assert command("mode=generate", f"runs={tmp_path}", "sample_tokens=2") == 0
+    assert "run at step 6" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["eval", "generate"])
+def test_reading_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str) -> None:
+    assert command(f"mode={mode}", f"runs={tmp_path}") == 2
+    assert "resume=latest found no run with a checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("top_k=0", "top_k=0: at least 1 is needed, or null to sample among all tokens."),
+        ("sample_tokens=-1", "sample_tokens=-1: at least 0 is needed."),
+        ("temperature=-1", "temperature=-1.0: must be 0 (greedy) or above."),
+        ("temperature=nan", "temperature=nan: must be 0 (greedy) or above."),
+        ("seed=-1", "seed=-1: must be from 0 to 2147483647."),
+        ("seed=99999999999", "seed=99999999999: must be from 0 to 2147483647."),
+        ("name=''", "name='' names no folder under runs=runs. Use a word, or null."),
+        ("name=../x", "name='../x' names no folder under runs=runs. Use a word, or null."),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str], change: str, message: str) -> None:
+    assert command(change) == 2
+    assert capfd.readouterr().err == f"valkyrie-train: {message}\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    job = start(*reading(trained(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
+    assert job.stdout is not None and job.stderr is not None
+    job.stdout.close()
+    err = job.stderr.read()
+    job.wait(60)
+    job.stderr.close()
+    assert not re.search("Traceback|Exception ignored|Errno", err)

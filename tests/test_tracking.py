@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from runs import trained
+
+from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, _resolve, read_metrics
+
+FIELDS = {"mesh": "4x4x2", "partition": "2d_tp", "model": "m", "target": "v4-64"}
+
+
+def tracker(folder: Path, mode: str = "off") -> Tracker:
+    return Tracker(TrackingConfig(wandb=WandbMode(mode)), folder, run_name="run", fields=FIELDS, group="g")
+
+
+def wandb_log(folder: Path) -> dict[str, Any]:
+    """Return what a W&B offline log holds: config, history, summary, the run's record and its exit status."""
+    from wandb.proto import wandb_internal_pb2 as pb
+
+    def pairs(items: Any) -> dict[str, Any]:
+        return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}}
+    for body in _frames(path.read_bytes()):
+        record = pb.Record.FromString(body)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            found["history"].append(pairs(record.history.item))
+        elif kind == "run":
+            found["run"] = record.run
+            found["config"] |= pairs(record.run.config.update)
+        elif kind == "config":
+            found["config"] |= pairs(record.config.update)
+        elif kind == "summary":
+            found["summary"] |= pairs(record.summary.update)
+        elif kind == "exit":
+            found["exit"] = record.exit.exit_code
+    return found
+
+
+def _frames(data: bytes, block: int = 32768) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log: frames of CRC, length and kind, cut at blocks."""
+    at, body = 7, b""
+    while at + 7 <= len(data):
+        room = block - at % block
+        if room < 7:
+            at += room
+            continue
+        crc, length, kind = struct.unpack_from("<IHB", data, at)
+        part = data[at + 7 : at + 7 + length]
+        assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == crc
+        at += 7 + length
+        body = part if kind in (1, 2) else body + part
+        if kind in (1, 4):
+            yield body
+
+
+def test_records_are_lines_as_they_come(tmp_path: Path) -> None:
+    one = tracker(tmp_path)
+    one.log({"loss": 2.5}, 1)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
+    one.summary({"steps": 1})
+    one.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1] == {"summary": {"steps": 1}}
+
+
+def test_a_line_torn_by_a_crash_does_not_swallow_what_a_resumed_run_adds(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+    again = tracker(tmp_path)
+    again.log({}, 2)
+    again.close()
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = trained("tracking=wandb", "optimizer.warmup_steps=1")
+    captured = capfd.readouterr()
+    assert "wandb" not in captured.out + captured.err
+    log, lines = wandb_log(folder), read_metrics(folder / "metrics.jsonl")
+    config = log["config"]
+    expected = {"mesh": "1x1x1", "partition": "dp", "chips": 1, "target": "auto", "simulated": True, "model": "s5_tiny"}
+    assert expected.items() <= config.items()
+    assert config["roles"] == "x=1 unused · y=1 unused · z=1 unused"
+    assert log["run"].run_group == "s5_tiny-auto"
+    assert log["run"].display_name == "run"
+    assert list(log["run"].tags) == ["mesh=1x1x1", "partition=dp", "model=s5_tiny", "target=auto"]
+    steps = [line for line in lines if "loss" in line]
+    history = [entry for entry in log["history"] if "loss" in entry]
+    assert [entry["_step"] for entry in history] == [line["step"] for line in steps]
+    assert [entry["loss"] for entry in history] == [line["loss"] for line in steps]
+    assert log["summary"]["steps"] == 6
+    assert log["summary"]["eval_loss"] == lines[-1]["summary"]["eval_loss"]
+    assert log["exit"] == 0
+
+
+def test_a_wandb_that_fails_is_reported_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise OSError("no service")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    one = tracker(tmp_path, "offline")
+    assert one.note == "W&B did not start (OSError: no service); metrics.jsonl is written all the same."
+    one.log({"loss": 1.0}, 1)
+    one.summary({})
+    one.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"step": 1, "loss": 1.0}
+
+
+def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
+    one = tracker(tmp_path, "offline")
+    one.log({"loss": 1.0}, 1)
+    one.close(exit_code=1)
+    assert wandb_log(tmp_path)["exit"] == 1
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from valkyrie.tracking import Tracker, TrackingConfig, WandbMode
+began = time.perf_counter()
+config = TrackingConfig(wandb=WandbMode({mode!r}), init_timeout=2)
+one = Tracker(config, Path("."), run_name="a:b#c", fields=dict(mesh="4x4x2"), group="g")
+one.log(dict(loss=1.0), 1)
+one.close()
+print("wandb" in sys.modules, time.perf_counter() - began, one.note)
+"""
+
+
+def in_child(folder: Path, mode: str, **environment: str) -> tuple[bool, float, str]:
+    """Return (whether wandb was imported, seconds, the note) of a tracker in a process of its own."""
+    import os
+
+    kept = {key: value for key, value in os.environ.items() if key != "WANDB_MODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD.format(mode=mode)],
+        cwd=folder,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    imported, seconds, note = done.stdout.split(maxsplit=2)
+    return imported == "True", float(seconds), note.strip()
+
+
+@pytest.mark.parametrize(("mode", "environment"), [("off", {}), ("auto", {"WANDB_MODE": "disabled"})])
+def test_without_wandb_it_is_not_even_imported(tmp_path: Path, mode: str, environment: dict[str, str]) -> None:
+    assert in_child(tmp_path, mode, **environment)[0] is False
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_without_a_key_nothing_is_sent_and_odd_names_are_taken(tmp_path: Path) -> None:
+    imported, _, note = in_child(tmp_path, "auto", WANDB_BASE_URL="http://127.0.0.1:9")
+    assert imported and note == "None"
+    assert wandb_log(tmp_path)["run"].display_name == "a:b#c"
+
+
+def test_a_network_that_does_not_answer_costs_seconds_and_the_key_stays_out_of_files(tmp_path: Path) -> None:
+    key = "0123456789abcdef" * 2 + "01234567"
+    began = time.perf_counter()
+    _, seconds, note = in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert seconds < 20 and time.perf_counter() - began < 30
+    assert note.startswith("W&B did not start (") and "metrics.jsonl is written all the same" in note
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "expected"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ("auto", {"WANDB_MODE": "disabled"}, "off"),
+        ("off", {"WANDB_MODE": "offline", "WANDB_API_KEY": "k"}, "off"),
+        ("online", {"WANDB_MODE": "offline"}, "online"),
+    ],
+)
+def test_the_command_line_is_stronger_than_the_environment(
+    monkeypatch: pytest.MonkeyPatch, asked: str, environment: dict[str, str], expected: str
+) -> None:
+    for key in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    assert _resolve(WandbMode(asked)) is WandbMode(expected)
+
+
+def test_tracking_off_leaves_no_wandb_folder() -> None:
+    assert not (trained() / "wandb").exists()
