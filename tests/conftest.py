@@ -6,8 +6,12 @@ Everything here happens before JAX starts a backend and before `valkyrie` is imp
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
@@ -30,8 +34,42 @@ def _set_environment() -> None:
 
 _set_environment()
 
-import jax  # noqa: E402 - reads the environment set above
+import absl.logging  # noqa: E402 - after the environment, like all that follows
+import jax  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 install_import_hook("valkyrie", "beartype.beartype")
+# Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
+absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+
+
+class Command(NamedTuple):
+    """What a command line did before any device was asked for: exit status, the run it composed, what it printed."""
+
+    status: int
+    run: Any
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """A function from arguments to the `Command` that `valkyrie-train` makes of them, short of carrying it out."""
+    from valkyrie.cli import train
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> Command:
+        runs: list[Any] = []
+        monkeypatch.setattr(train, "_dispatch", lambda run, _: runs.append(run) or 0)
+        monkeypatch.setattr("sys.argv", ["valkyrie-train", *arguments])
+        capsys.readouterr()
+        status = 0
+        try:
+            train.main()
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return Command(status, runs[0] if runs else None, *capsys.readouterr())
+
+    return call

@@ -12,7 +12,12 @@ from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 from yaml import YAMLError
 
 from valkyrie.checkpoint import CheckpointConfig
@@ -157,15 +162,28 @@ def explain(error: Exception) -> str:
         return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read as KEY=VALUE: {str(error).splitlines()[0]}."
-    cause = error.__cause__
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
+    refused = _refusal_behind(error)
+    if refused is not None:
+        return str(refused)
+    cause = error.__cause__ or error.__context__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(cause.full_key), cause.parent_node)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}."
+        return f"{cause.full_key}: {str(cause).splitlines()[0].rstrip('.')}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
+
+
+def _refusal_behind(error: BaseException | None) -> ValueError | None:
+    """Return our own refusal, as a resolver raised it, that Hydra and OmegaConf have wrapped in their errors."""
+    while error is not None:
+        cause = error.__cause__ or error.__context__
+        if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
+            return cause
+        error = cause
+    return None
 
 
 def _mesh(name: str) -> MeshConfig:

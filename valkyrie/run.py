@@ -148,7 +148,9 @@ class Run:
     def save(self, path: Path) -> None:
         """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`)."""
         values = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
+        silent = {"root": None}
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
+        hydra |= {"job_logging": silent, "hydra_logging": silent}
         body = OmegaConf.merge(values, {"hydra": hydra})
         path.write_text(
             f"# valkyrie-train --config-path {path.resolve().parent} --config-name {path.stem}\n"
@@ -195,4 +197,4 @@ def _explain(error: OmegaConfBaseException) -> str:
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
     where = f"{error.full_key}: " if error.full_key else ""
-    return f"{where}{str(error).splitlines()[0]}."
+    return f"{where}{str(error).splitlines()[0].rstrip('.')}."

@@ -1,0 +1,248 @@
+"""Configuration: every choice composes, prints and reads back as the same run, from a checkout or a user's folder."""
+
+from __future__ import annotations
+
+import os
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import compose_config, compose_run, names
+from omegaconf import OmegaConf
+
+from valkyrie.cli import train
+from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
+from valkyrie.hardware import known_chips, known_targets
+from valkyrie.paths import conf_dir
+from valkyrie.run import Run
+
+GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
+GROUPS = ["model", *SCHEMAS]
+CHOICES = {group: names(group) for group in GROUPS}
+EXPERIMENTS = names("experiment")
+SWEEPS = names("sweep")
+
+
+def test_every_group_has_choices_and_every_folder_is_a_group():
+    folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+    assert folders == {*GROUPS, "experiment", "sweep"}
+    assert all(CHOICES.values())
+    assert EXPERIMENTS
+    assert SWEEPS
+
+
+@pytest.mark.parametrize("turn", range(max(len(found) for found in CHOICES.values())))
+def test_every_choice_of_every_group_composes(turn: int):
+    """Each turn takes the next choice of every group at once: composing them one by one would take a minute."""
+    chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
+    run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
+    found = {group: run.model.name if group == "model" else getattr(run.config, group).name for group in GROUPS}
+    assert found == chosen
+
+
+@pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_first_comment_of_a_file_is_the_command_that_uses_it(path: Path):
+    comments = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert comments[0].startswith("# valkyrie-train ")
+    group = path.parent.name
+    if group in GROUPS:
+        assert f"{group}={path.stem}" in comments[0]
+    if group in ("experiment", "sweep"):
+        assert f"+{group}={path.stem}" in comments[0]
+
+
+def test_targets_and_chips_are_described_without_hydra_as_with_it():
+    assert {chip.name for chip in known_chips().values()} == set(names("target/chip"))
+    targets = {target.name: target for target in known_targets()}
+    assert sorted(targets) == CHOICES["target"]
+    assert targets["v4-64"] == compose_run("target=v4-64", "mesh=4x4x2", "partition=2d_tp").config.target
+    assert targets["v4-64"].describe() == "v4-64 (32 v4 chips 2x4x4, 8 hosts)"
+
+
+def test_the_default_run_is_the_golden_one():
+    """`VALKYRIE_UPDATE_GOLDENS=1 pytest tests/test_config.py` writes the file anew."""
+    composed = OmegaConf.to_yaml(compose_config("mesh=2x2x2", "partition=2d_tp"))
+    if os.environ.get("VALKYRIE_UPDATE_GOLDENS"):
+        GOLDEN.write_text(composed)
+    assert composed == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_a_legal_run(name: str):
+    run = compose_run(f"experiment={name}")
+    assert "idle" not in run.layout.roles.values()
+    assert run != compose_run("mesh=2x2x2", "partition=2d_tp")
+
+
+@pytest.mark.parametrize("spelling", ["experiment=", "+experiment="])
+def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spelling: str):
+    run = command(f"{spelling}valkyrie_1b_v4_64", "steps=7").run
+    assert (run.model.name, run.layout.name, run.config.seq) == ("valkyrie_1b", "4x4x2-2d_tp-remat_dots", 4096)
+    assert (run.config.steps, run.config.target.name) == (7, "v4-64")
+
+
+def jobs_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[str]]:
+    """The overrides of every job of a multirun, each of which would get a process of its own."""
+    jobs: list[list[str]] = []
+    monkeypatch.setattr(train, "_run_alone", lambda overrides: jobs.append(list(overrides)))
+    assert command(*arguments).status == 0
+    return jobs
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("arguments", [["-m", "+sweep="], ["sweep="]])
+def test_every_sweep_is_a_list_of_legal_runs(
+    command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
+):
+    jobs = jobs_of(command, monkeypatch, *arguments[:-1], arguments[-1] + name)
+    assert len(jobs) > 1
+    assert len({tuple(job) for job in jobs}) == len(jobs)
+    if arguments == ["sweep="]:
+        for job in jobs:
+            compose_run(*job)
+
+
+def test_a_multirun_runs_each_job_once_in_a_process_of_its_own(command: Any, monkeypatch: pytest.MonkeyPatch):
+    """A sweep makes its own multirun: a job that composed it again would start the whole sweep again, without end."""
+    commands: list[list[str]] = []
+
+    class Job:
+        returncode = 0
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            commands.append(command)
+
+        def wait(self) -> int:
+            return 0
+
+        def __enter__(self) -> Job:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(train.subprocess, "Popen", Job)
+    assert command("-m", "+sweep=laptop_partitions", "partition=dp,sp").status == 0
+    first = list(commands)
+    assert [[a for a in c if a.startswith("partition=")] for c in first] == [["partition=dp"], ["partition=sp"]]
+    commands.clear()
+    arguments = first[0][first[0].index("valkyrie.cli.train") + 1 :]
+    alone = command(*arguments)
+    assert commands == []
+    assert alone.run.config.partition.name == "dp"
+    assert alone.run.config.steps == 5
+
+
+def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Path):
+    arguments = ["mesh=4x4x2", "partition=fsdp", "model=s5_tiny", "precision=bf16", "optimizer.clip_norm=null"]
+    printed = command(*arguments, "--cfg", "job")
+    assert printed.status == 0
+    assert printed.run is None
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "mine.yaml").write_text(printed.out)
+    asked = command(*arguments).run
+    assert asked is not None
+    assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == asked
+    again = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
+    assert again.config.steps == 9
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["experiment=valkyrie_1b_v4_64", "name=mine", "seed=3"],
+        ["mesh=2s2x2x1", "mesh.placement=[z,x,y,s]", "data=text", "data.paths=[a b.txt,'*.md']", "top_k=null"],
+        ["mesh=1x1x1", "model.attention.windows=[null,8]", "partition.zero1=true", "debug=nans", "prompt='a: {b}'"],
+    ],
+)
+def test_a_saved_run_reads_back_as_itself(command: Any, tmp_path: Path, overrides: list[str]):
+    run = command(*overrides).run
+    assert run is not None
+    folder = tmp_path / "run folder"
+    folder.mkdir()
+    run.save(folder / "run.yaml")
+    loaded = OmegaConf.load(folder / "run.yaml")
+    assert isinstance(loaded, type(OmegaConf.create({})))
+    assert Run.from_config(loaded) == run
+    assert command("--config-path", str(folder), "--config-name", "run").run == run
+    assert list(tmp_path.iterdir()) == [folder], "no folder and no log of Hydra's is left behind"
+
+
+MINE = {
+    "partition/mine": "defaults: [partition_schema, 1d_tp, _self_]\nname: mine\nzero1: true\n",
+    "mesh/mine": "defaults: [mesh_schema, _self_]\nname: mine\nshape: [2, 4, 1]\nplacement: [z, x, y]\n",
+    "target/mine": "defaults: [target_schema, chip/v4@chip, _self_]\nname: mine\nplatform: tpu\nchips: 8\nhosts: 2\n",
+    "model/mine": "defaults: [s5_tiny, _self_]\nname: mine\nlayers: 6\n",
+    "experiment/mine": "# @package _global_\ndefaults: [override /partition: mine, override /mesh: mine]\nsteps: 11\n",
+}
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    for name, text in MINE.items():
+        path = tmp_path / "own" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "own"
+
+
+def test_a_users_own_files_are_choices_like_any_other(command: Any, own_folder: Path):
+    run = command("--config-dir", str(own_folder), "partition=mine", "mesh=mine", "target=mine", "model=mine").run
+    assert run.layout.name == "mine-mine-order_zxy-zero1"
+    assert (run.config.target.describe(), run.model.layers) == ("mine (8 v4 chips, 2 hosts)", 6)
+    for spelling in ("experiment=mine", "+experiment=mine"):
+        run = command("--config-dir", str(own_folder), spelling).run
+        assert (run.config.steps, run.config.partition.name, run.config.mesh.name) == (11, "mine", "mine")
+
+
+def test_a_users_own_choices_are_named_when_another_is_asked_for(command: Any, own_folder: Path):
+    refused = command("--config-dir", str(own_folder), "partition=mien")
+    assert "Did you mean partition=mine?" in refused.err
+    assert all(name in refused.err for name in [*CHOICES["partition"], "mine"])
+
+
+def test_schemas_are_no_choices(command: Any):
+    shown = command("--help").out
+    assert "_schema" not in shown
+    for name in chain(*CHOICES.values(), EXPERIMENTS, SWEEPS):
+        assert name in shown
+
+
+def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_MESH_CONFIG", "2,1,2")
+    assert command().run.layout.name == "2x1x2-2d_tp"
+    monkeypatch.setenv("TPU_AXIS_NAMES", "model,data,fsdp")
+    run = command().run
+    assert run.layout.name == "2x1x2-data_model_fsdp"
+    assert run.layout.describe_roles() == "x=2 MP1(mlp,heads,kv_heads,vocab,state) · y=1 unused · z=2 FSDP(batch,embed)"
+    assert command("partition=2d_tp").run.layout.name == "2x1x2-2d_tp"
+    explicit = command("mesh=4x1x1", "partition=dp").run
+    assert explicit.config.mesh.names is None
+    assert explicit.layout.describe_roles() == "x=4 DP(batch) · y=1 unused · z=1 unused"
+
+
+def test_a_launch_environment_that_cannot_be_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_MESH_CONFIG", "4x4x2")
+    refused = command()
+    assert refused.status == 2
+    assert refused.err == "valkyrie-train: TPU_MESH_CONFIG=4x4x2: write sizes joined by commas, such as 4,4,2.\n"
+    monkeypatch.setenv("TPU_MESH_CONFIG", "2,2,2")
+    monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,expert")
+    refused = command()
+    assert refused.err.splitlines()[1] == (
+        "  - the environment names mesh axis z=2 'expert' (TPU_AXIS_NAMES); partition=data_model_fsdp knows the roles "
+        "data, model, fsdp."
+    )
+
+
+def test_a_machine_without_accelerators_gets_eight_simulated_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert accelerators() == 0
+    assert (default_mesh(), default_partition()) == ("2x2x2", "2d_tp")
+
+
+def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("valkyrie.compose.accelerators", lambda: 4)
+    assert default_mesh() == "1x1x4"

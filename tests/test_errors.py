@@ -1,0 +1,193 @@
+"""What a user's mistake says: one message in the words of the command line, exit status 2, and never a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+TOP = (
+    "Known: batch, checkpoint, data, debug, eval_batches, eval_every, log_every, mesh, microbatches, mode, model, "
+    "name, optimizer, partition, precision, prompt, remat, resume, runs, sample_tokens, seed, seq, steps, target, "
+    "temperature, top_k, tracking."
+)
+SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
+
+ONE_LINE = {
+    "a mesh of one number": (
+        ["mesh=8"],
+        "mesh=8 has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh=8x1x1.",
+    ),
+    "a mesh of two axes": (
+        ["mesh=4x4"],
+        "mesh=4x4 has 2 axes; a mesh has three (x, y, z) or four (w, x, y, z). Write mesh=4x4x1.",
+    ),
+    "a mesh of words": (
+        ["mesh=banana"],
+        "mesh=banana is not a choice. A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2. "
+        "Choices: single.",
+    ),
+    "a mesh of the environment that is not there": (
+        ["mesh=environment"],
+        "mesh=environment needs TPU_MESH_CONFIG, such as TPU_MESH_CONFIG=4,4,2.",
+    ),
+    "a placement that leaves an axis out": (
+        ["mesh=2x2x2", "mesh.placement=[x,y]"],
+        "mesh.placement=[x,y] must list each axis of mesh=2x2x2 once: x, y, z, slowest first.",
+    ),
+    "a choice that is nearly one": (
+        ["partition=2dtp"],
+        "partition=2dtp is not a choice. Did you mean partition=2d_tp? Choices: 1d_tp, 2d_tp, 2d_tp_fsdp, "
+        "data_model_fsdp, dp, fsdp, sp.",
+    ),
+    "a choice that is none": (
+        ["precision=banana"],
+        "precision=banana is not a choice. Choices: bf16, bf16_mixed, float32.",
+    ),
+    "a mode that is none": (
+        ["mode=shw"],
+        "mode=shw is not a choice. Did you mean mode=show? Choices: eval, generate, show, train.",
+    ),
+    "an experiment that is none": (
+        ["experiment=nix"],
+        "experiment=nix is not a choice. Choices: valkyrie_1b_v4_64.",
+    ),
+    "a sweep that is none": (["+sweep=nix"], "sweep=nix is not a choice. Choices: laptop_partitions."),
+    "a key that is nearly one": (["stps=3"], f"stps is not a key. Did you mean steps? {TOP}"),
+    "a key that is none": (["foo=3"], f"foo is not a key. {TOP}"),
+    "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),
+    "a key of a group": (
+        ["optimizer.lr=3"],
+        "optimizer.lr is not a key. Known in optimizer: beta1, beta2, clip_norm, ema_decay, epsilon, final_ratio, "
+        "learning_rate, name, ssm_learning_rate_ratio, warmup_steps, weight_decay.",
+    ),
+    "a key of a model": (
+        ["model.attention.head=3"],
+        "model.attention.head is not a key. Did you mean model.attention.heads? Known in model.attention: causal, "
+        "dilations, global_tokens, head_dim, heads, impl, kv_heads, rope_theta, windows.",
+    ),
+    "a word for a number": (["steps=abc"], "steps: Value 'abc' of type 'str' could not be converted to Integer."),
+    "a number for a list": (
+        ["partition.parameters.mlp=3"],
+        "partition.parameters.mlp: Invalid value assigned: int is not a ListConfig, list or tuple.",
+    ),
+    "a word that is no choice of an enum": (
+        ["remat=some"],
+        "remat: Invalid value 'some', expected one of [none, dots, full].",
+    ),
+    "a dtype that is none": (
+        ["precision.compute=float16"],
+        "precision.compute: Invalid value 'float16', expected one of [float32, bfloat16].",
+    ),
+    "an argument that cannot be read": (
+        ["steps=[3"],
+        "steps=[3 cannot be read as KEY=VALUE: no viable alternative at input '[3'.",
+    ),
+    "a family that is none": (["model.family=x"], "model.family=x is not known. Known: valkyrie."),
+    "a variable that is not set": (
+        ["runs=${oc.env:NOT_SET}"],
+        "KeyError raised while resolving interpolation: \"Environment variable 'NOT_SET' not found\".",
+    ),
+    "a batch the data axes do not divide": (
+        [*SMALL, "batch=7"],
+        "batch=7 is not divisible by 2: partition=2d_tp splits it over z=2. Use batch=6 or batch=8.",
+    ),
+    "a length the sequence axis does not divide": (
+        ["mesh=4x2x1", "partition=sp", "seq=30"],
+        "seq=30 is not divisible by 4: partition=sp splits it over x=4. Use seq=28 or seq=32.",
+    ),
+    "a mesh that is not the target": (
+        ["mesh=2x2x2", "target=v4-64"],
+        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips, but mesh=2x2x2 needs 8 devices. "
+        "Use a mesh of 32 devices, such as mesh=2x4x4, or a target of 8.",
+    ),
+    "a mesh that is another target": (
+        ["mesh=2x2x1", "target=v4-64"],
+        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips, but mesh=2x2x1 needs 4 devices. 4 chips are "
+        "target=v4-8 (4 v4 chips 2x2x1, 1 host). Use a mesh of 32 devices, such as mesh=2x4x4, or a target of 4.",
+    ),
+    "a learning rate of nothing": (["optimizer.learning_rate=0"], "optimizer.learning_rate=0.0: must be above 0."),
+    "a temperature below zero": (["temperature=-1"], "temperature=-1.0: must be 0 (greedy) or above."),
+    "a run that is not there": (
+        ["resume=nothing"],
+        "resume=nothing is no run with a checkpoint under runs=runs. Newest there: none.",
+    ),
+    "a newest run where there is none": (
+        ["resume=latest"],
+        "resume=latest found no run with a checkpoint under runs=runs. Train one first.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONE_LINE)
+def test_a_mistake_is_one_message(command: Any, case: str):
+    arguments, message = ONE_LINE[case]
+    refused = command(*arguments)
+    assert refused.run is None
+    lines = [line for line in refused.err.splitlines() if not line.startswith("  - Legal with ")]
+    head = lines[0] if len(lines) == 1 else lines[1].replace("  - ", "valkyrie-train: ", 1)
+    assert head == f"valkyrie-train: {message}"
+    assert len(lines) <= 2
+    assert (refused.status, refused.out) == (2, "")
+
+
+def test_every_problem_of_a_layout_is_told_at_once(command: Any):
+    refused = command("model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32")
+    assert refused.status == 2
+    start, *problems = refused.err.splitlines()
+    assert start == f"valkyrie-train: {len(problems)} problems"
+    assert problems[0] == (
+        "  - partition=2d_tp puts state (32) of s5.B, s5.C on x=3: 32 is not divisible by 3. Use a mesh whose x "
+        "divides it (1, 2, 4, 8, 16, 32), or set model.s5.state_size so that it is 30 or 33."
+    )
+    named = [problem.split(" puts ")[1].split(" of ")[0] for problem in problems if " puts " in problem]
+    assert named == ["state (32)", "mlp (128)", "heads (4)", "kv_heads (4)", "mlp (256)"]
+
+
+def test_a_partition_that_wants_an_axis_the_mesh_lacks(command: Any):
+    refused = command(*SMALL, "partition.parameters.mlp=[w]")
+    assert refused.err.splitlines()[1] == (
+        "  - partition=2d_tp puts parameters.mlp on mesh axis w, which mesh=2x2x2 does not have; it has x=2, y=2, z=2. "
+        "Use a mesh with that axis (four sizes, mesh=2x4x4x2), or write w? in the partition."
+    )
+
+
+def test_partitions_that_would_be_legal_are_named(command: Any):
+    refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
+    assert refused.err.splitlines()[-1].strip(" -") == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, sp."
+
+
+def test_several_numbers_that_cannot_be(command: Any):
+    refused = command("steps=0", "seq=0", "optimizer.clip_norm=-1", "model.layers=0")
+    assert [line.strip(" -").split(":")[0] for line in refused.err.splitlines()[1:]] == [
+        "model.layers=0",
+        "optimizer.clip_norm=-1.0",
+        "steps=0",
+        "seq=0",
+    ]
+
+
+def test_a_model_that_sees_the_future_is_only_shown(command: Any):
+    refused = command("model.attention.causal=false")
+    assert refused.status == 2
+    assert "a next-token loss needs a causal model. Only mode=show takes this one." in refused.err
+    assert command("model.attention.causal=false", "mode=show").status == 0
+
+
+def test_a_broken_yaml_is_a_mistake_of_the_user(command: Any, tmp_path: Any):
+    folder = tmp_path / "own" / "partition"
+    folder.mkdir(parents=True)
+    (folder / "broken.yaml").write_text("name: [1,\n")
+    (folder / "unknown.yaml").write_text("defaults: [partition_schema, _self_]\nnaem: mine\n")
+    broken = command("--config-dir", str(folder.parent), "partition=broken")
+    assert broken.status == 2
+    assert "broken.yaml" in broken.err
+    unknown = command("--config-dir", str(folder.parent), "partition=unknown")
+    assert unknown.status == 2
+    assert "partition.naem is not a key. Did you mean partition.name?" in unknown.err
+
+
+def test_the_traceback_is_there_for_those_who_ask(command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="batch=7 is not divisible by 2"):
+        command(*SMALL, "batch=7")

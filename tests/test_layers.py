@@ -1,0 +1,31 @@
+"""The house's layers, and how long its files and functions may be (pyproject.toml says which row imports which)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "valkyrie").rglob("*.py"))
+LONG = {"fit": 150}
+"""Functions that may be longer than 60 lines, read from top to bottom."""
+
+
+def test_a_row_imports_rows_below_it_never_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    status = lint_imports(config_filename="pyproject.toml", no_cache=True)
+    assert status == 0, capsys.readouterr().out
+
+
+def test_files_and_functions_are_short_enough_to_read():
+    assert len(FILES) > 40
+    for path in FILES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert length <= LONG.get(node.name, 60), f"{path}:{node.lineno} {node.name} has {length} lines"
