@@ -1,0 +1,94 @@
+"""The wheel, built from the tree and from the sdist: complete, and at work in an environment without a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = os.environ.get("UV") or shutil.which("uv")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(UV is None, reason="uv builds the wheels"),
+]
+
+
+def run(*command: str, cwd: Path) -> str:
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel built from the tree, and the one built from the sdist."""
+    found = {}
+    for name, flags in (("tree", ["--wheel"]), ("sdist", [])):
+        out = tmp_path_factory.mktemp(name)
+        run(str(UV), "build", "--quiet", *flags, "--out-dir", str(out), str(ROOT), cwd=out)
+        (found[name],) = out.glob("*.whl")
+    return found
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {entry.filename: entry.CRC for entry in archive.infolist() if not entry.filename.endswith("RECORD")}
+
+
+def test_both_wheels_hold_the_same_files(wheels: dict[str, Path]):
+    assert contents(wheels["tree"]) == contents(wheels["sdist"])
+
+
+def test_the_wheel_holds_configuration_vocabulary_and_licences(wheels: dict[str, Path]):
+    names = set(contents(wheels["sdist"]))
+    conf = [path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")]
+    conf += [Path("experiment") / path.name for path in (ROOT / "experiments").glob("*.yaml")]
+    conf += [Path("sweep") / path.name for path in (ROOT / "sweeps").glob("*.yaml")]
+    assert {f"valkyrie/_conf/{path}" for path in conf} <= names
+    assert {"valkyrie/data/gpt2.tiktoken.xz", "valkyrie/data/gpt2.tiktoken.LICENSE"} <= names
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "valkyrie").rglob("*.py")}
+    assert modules <= names
+    assert not [name for name in names if name.startswith(("tests/", "conf/")) or ".cache" in name]
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts of a fresh environment with the wheel; the other packages are this environment's."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(str(UV), "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    run(str(UV), "pip", "install", "--quiet", "--no-deps", "--python", str(python), str(wheels["sdist"]), cwd=folder)
+    purelib = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    Path(purelib, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = run(str(python), "-c", "import valkyrie; print(valkyrie.__file__)", cwd=folder).strip()
+    assert where.startswith(purelib), "the wheel itself is tested, not the checkout"
+    return python.parent
+
+
+def test_it_composes_and_shows_from_an_empty_folder(installed: Path, tmp_path: Path):
+    printed = run(str(installed / "valkyrie-train"), "--cfg", "job", "+experiment=valkyrie_1b_v4_64", cwd=tmp_path)
+    assert "name: valkyrie_1b" in printed
+    large = ("mode=show", "model=valkyrie_1b", "mesh=4x4x2", "partition=2d_tp")
+    shown = run(str(installed / "valkyrie-train"), *large, cwd=tmp_path)
+    assert "x=4 MP1(" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_reads_its_vocabulary_without_a_network(installed: Path, tmp_path: Path):
+    script = (
+        "from valkyrie.data.tokenizer import load_tokenizer\n"
+        "tokenizer = load_tokenizer('gpt2')\n"
+        "print(tokenizer.decode(tokenizer.encode('def f(): pass')))\n"
+    )
+    assert run(str(installed / "python"), "-c", script, cwd=tmp_path).strip() == "def f(): pass"
