@@ -89,6 +89,6 @@ def test_it_reads_its_vocabulary_without_a_network(installed: Path, tmp_path: Pa
     script = (
         "from valkyrie.data.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer('gpt2')\n"
-        "print(tokenizer.decode(tokenizer.encode('def f(): pass')))\n"
+        "print(tokenizer.decode(tokenizer.encode_ordinary('def f(): pass')))\n"
     )
     assert run(str(installed / "python"), "-c", script, cwd=tmp_path).strip() == "def f(): pass"
