@@ -98,8 +98,21 @@ def _with_choices(run: Run, problems: Sequence[str]) -> str:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `+experiment=` and `+sweep=` as `experiment=` and `sweep=`: both ways are in use."""
-    return [a[1:] if a.startswith(("+experiment=", "+sweep=")) else a for a in arguments]
+    """Return the arguments as Hydra wants them.
+
+    `+experiment=` and `+sweep=` become `experiment=` and `sweep=`: both ways are in use. A folder given by
+    `--config-path` is looked for here, not beside this file.
+    """
+    plain = [a[1:] if a.startswith(("+experiment=", "+sweep=")) else a for a in arguments]
+    for i, argument in enumerate(plain):
+        flag, joined, folder = argument.partition("=")
+        if flag not in ("--config-path", "-cp"):
+            continue
+        if joined:
+            plain[i] = f"{flag}={os.path.abspath(folder)}"
+        elif i + 1 < len(plain):
+            plain[i + 1] = os.path.abspath(plain[i + 1])
+    return plain
 
 
 def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:

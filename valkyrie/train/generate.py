@@ -41,6 +41,8 @@ def generate(
 
     The prompt is read after a BOS. Bytes of a character that is not complete yet are held back.
     """
+    if tokens == 0:
+        return
     ids = [tokenizer.bos_id, *(int(i) for i in tokenizer.encode_ordinary(prompt))]
     known = tokenizer.vocab_size
 

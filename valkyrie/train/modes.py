@@ -41,9 +41,10 @@ def train(run: Run, arguments: Sequence[str]) -> int:
         return EXIT_STATUS
     _report(console, fitted.summary, devices)
     parameters = fitted.state.parameters if fitted.state.ema is None else fitted.state.ema
-    console.rule("sample")
-    _print_sample(run, fitted.program.assembly, parameters, tokenizer, devices)
-    console.rule()
+    if run.config.sample_tokens:
+        console.rule("sample")
+        _print_sample(run, fitted.program.assembly, parameters, tokenizer, devices)
+        console.rule()
     console.print(f"run folder: {folder}")
     console.print(f"next: {again} steps={2 * run.config.steps}   goes on training")
     console.print(f'      {again} mode=generate prompt="class "')
