@@ -41,7 +41,7 @@ TINY = (
     "eval_every=1000",
     "eval_batches=1",
     "log_every=1",
-    "sample_tokens=4",
+    "sample_tokens=0",
     "prompt=a",
     "tracking=off",
 )

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import TINY, assert_same_bits, command, copied, records, saved, tiny, trained
+
+from valkyrie.train import screen
+
+FORMS = {
+    "plain": (),
+    "microbatches and dropout": ("microbatches=2", "model.dropout=0.2"),
+    "average": ("optimizer.ema_decay=0.9",),
+}
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals = signal.SIGINT) -> None:
+    """Send this process a signal once, when a step's metrics are shown."""
+    show, sent = screen.Screen.step, []
+
+    def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
+        show(self, of_step, record, line=line)
+        if of_step >= step and not sent:
+            sent.append(os.kill(os.getpid(), number))
+            time.sleep(0.2)
+
+    monkeypatch.setattr(screen.Screen, "step", shown)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Hold every logged loss and gradient norm, and the last checkpoint, against another run's, bit for bit."""
+    mine, theirs = records(one), records(other)
+    assert mine.keys() == theirs.keys()
+    for step in mine:
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert mine[step][key] == theirs[step][key], (step, key)
+    assert_same_bits(saved(one), saved(other))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
+) -> None:
+    number = signal.SIGTERM if form == "average" else signal.SIGINT
+    whole = trained(*FORMS[form], steps=12)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 3, number)
+        assert command(*tiny(tmp_path, "steps=12", *FORMS[form])) == 130
+    out, err = capfd.readouterr()
+    stopped = saved(tmp_path / "run")["['step']"]
+    assert 3 <= stopped <= 6
+    assert f"stopped at step {stopped}, saved in {tmp_path / 'run'}" in out
+    assert "stopping after this step, then saving" in err and "Traceback" not in err
+    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert f"training steps {stopped + 1} to 12" in capfd.readouterr().out
+    assert_same_run(tmp_path / "run", whole)
+
+
+def back_to(folder: Path, step: int) -> None:
+    """Remove the checkpoints after a step, as if the run had died before them."""
+    for later in (folder / "checkpoints").iterdir():
+        if int(later.name) > step:
+            shutil.rmtree(later)
+
+
+@pytest.mark.parametrize("how", ["latest", "run", "path", "name"])
+def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
+    whole = trained("checkpoint.every=3")
+    folder = copied(whole, tmp_path)
+    back_to(folder, 3)
+    asked = {
+        "latest": ["resume=latest", f"runs={tmp_path}"],
+        "run": ["resume=run", f"runs={tmp_path}"],
+        "path": [f"resume={folder}"],
+        "name": [*tiny(tmp_path), "steps=6", "checkpoint.every=3"],
+    }[how]
+    assert command(*asked) == 0
+    assert_same_run(folder, whole)
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = copied(trained(), tmp_path)
+    before = saved(folder)
+    assert command("resume=run", f"runs={tmp_path}") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "complete: 6 steps are done and steps=6 are asked for; steps=12 goes on" in out
+    assert "compiled" not in out
+    assert "step 6: validation loss" in out
+    assert_same_bits(saved(folder), before)
+
+    assert command("resume=run", f"runs={tmp_path}", "steps=8") == 0
+    assert sorted(records(folder)) == list(range(1, 9))
+    assert "steps=8" in json.loads((folder / "command.json").read_text())
+    capfd.readouterr()
+    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert "complete: 8 steps are done and steps=8" in capfd.readouterr().out
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copied(trained(), tmp_path)
+    assert command("resume=run", f"runs={tmp_path}", "model.embed=32") == 2
+    err = capfd.readouterr().err
+    assert "is of another model: embedding is (384, 16) in the checkpoint and (384, 32) in the model" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("seed=1", "the data position was saved with data.shuffle_seed=0, this run has 1"),
+        ("seq=8", "the data position was saved with seq=16, this run has 8"),
+        ("data.documents=61", "the data position was saved with data (hash of its tokens)="),
+    ],
+)
+def test_other_data_are_refused_with_both_values(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    copied(trained(), tmp_path)
+    assert command("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = copied(trained(), tmp_path)
+    about = folder / "checkpoints" / "6" / "about" / "metadata"
+    about.write_text(about.read_text()[:10])
+    assert command("resume=latest", f"runs={tmp_path}") == 2
+    out, err = capfd.readouterr()
+    assert "is damaged" in err and "Delete that folder" in err
+    assert "Traceback" not in out + err
+
+
+def test_without_an_interval_only_the_end_is_saved() -> None:
+    assert os.listdir(trained("checkpoint.every=null") / "checkpoints") == ["6"]
+    assert sorted(os.listdir(trained("checkpoint.every=3") / "checkpoints")) == ["3", "6"]
+
+
+def test_the_order_of_data_follows_its_own_seed_if_it_has_one() -> None:
+    losses = {
+        seed: records(trained(*overrides))[1]["loss"]
+        for seed, overrides in {"run": (), "own": ("data.shuffle_seed=0",), "other": ("data.shuffle_seed=9",)}.items()
+    }
+    assert losses["run"] == losses["own"] != losses["other"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_mesh_and_partition(tmp_path: Path) -> None:
+    model = ("model=valkyrie_tiny", "model.layers=2", "model.embed=32", "model.attention.head_dim=8", "seq=32")
+    under = ("mesh=2x2x2", "partition=2d_tp", "checkpoint.every=3", "steps=6", "model.mlp=64", "data.documents=200")
+    start = [a for a in TINY if not a.startswith(("model", "seq="))]
+    assert command(*start, *model, *under, f"runs={tmp_path}", "name=run") == 0
+    whole = records(tmp_path / "run")
+    back_to(tmp_path / "run", 3)
+    assert command("resume=run", f"runs={tmp_path}", "mesh=1x2x4", "partition=fsdp") == 0
+    moved = records(tmp_path / "run")
+    for step in (4, 5, 6):
+        np.testing.assert_allclose(moved[step]["loss"], whole[step]["loss"], rtol=2e-5)
+        np.testing.assert_allclose(moved[step]["grad_norm"], whole[step]["grad_norm"], rtol=1e-4)

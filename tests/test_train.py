@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
+
+from valkyrie.data.synthetic import synthetic_entropy
+from valkyrie.tracking import read_metrics
+from valkyrie.train import trainer
+
+KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
+
+
+def test_a_run_has_a_pulse(tmp_path: Path) -> None:
+    arguments = ["steps=60", "optimizer.learning_rate=1e-2", "eval_every=20", "data.documents=300"]
+    assert command(*tiny(tmp_path, *arguments)) == 0
+    found = records(tmp_path / "run")
+    assert found[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
+    last = np.mean([found[step]["loss"] for step in range(51, 61)])
+    assert last < 2.0, "the loss does not fall towards the entropy of the data"
+    assert last > synthetic_entropy()
+    evaluations = [r["eval_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r]
+    assert len(evaluations) == 3
+    assert evaluations[-1] < evaluations[0] < found[1]["loss"]
+
+
+def test_a_run_folder_says_what_was_run_and_what_came_of_it() -> None:
+    folder = trained()
+    assert {"run.yaml", "versions.json", "command.json", "metrics.jsonl", "checkpoints"} <= set(os.listdir(folder))
+    found = records(folder)
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert all(found[6].keys() >= KEYS and found[6]["tokens"] == 8 * 16 for _ in [0])
+    assert found[1]["tokens_per_second"] is None, "the first step pays for warming up"
+    assert found[6]["tokens_per_second"] == pytest.approx(8 * 16 / found[6]["step_s"])
+    summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
+    assert summary["finished"] and summary["steps"] == 6
+    assert summary["compile_s"] > 0 and summary["first_step_s"] > 0
+    assert json.loads((folder / "versions.json").read_text()).keys() >= {"jax", "flax", "optax", "numpy"}
+    assert "model=s5_tiny" in json.loads((folder / "command.json").read_text())
+
+
+def test_what_is_printed_says_simulated_and_what_to_do_next(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(*tiny(tmp_path, "steps=6")) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "SIMULATED: 1 CPU device on" in out
+    rates = [line for line in out.splitlines() if "tokens/s" in line]
+    assert rates and all("simulated" in line for line in rates)
+    assert f"run folder: {tmp_path / 'run'}" in out
+    assert "valkyrie-train resume=run steps=12" in out
+    assert "step 6: validation loss" in out
+
+
+def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = trained()
+    monkeypatch.chdir(folder.parent)
+    assert command("--config-path", folder.name, "--config-name", "run", f"runs={tmp_path}", "name=again") == 0
+    repeated = records(tmp_path / "again")
+    for step, record in records(folder).items():
+        assert (repeated[step]["loss"], repeated[step]["grad_norm"]) == (record["loss"], record["grad_norm"])
+
+    def settings(path: Path) -> list[str]:
+        return [line for line in path.read_text().splitlines() if not re.match(r"#|runs:|name: (run|again)", line)]
+
+    assert settings(tmp_path / "again" / "run.yaml") == settings(folder / "run.yaml")
+
+
+def test_a_refused_run_leaves_the_folder_it_would_have_continued_alone(tmp_path: Path) -> None:
+    from runs import copied
+
+    folder = copied(trained(), tmp_path)
+    before = (folder / "run.yaml").read_text()
+    assert command(*tiny(tmp_path, "model.embed=32", "steps=20")) == 2
+    assert (folder / "run.yaml").read_text() == before
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> None:
+    """Make one number of a parameter NaN before a step."""
+    compiled = trainer._compiled
+
+    def poisoned(program: Any) -> tuple[Any, float]:
+        step, seconds = compiled(program)
+
+        def advance(state: Any, batch: Any) -> Any:
+            if int(state.step) == at_step - 1:
+                values = state.parameters["segment_0"]["block_0"]["mixer"]
+                values[parameter] = values[parameter].at[(0,) * values[parameter].ndim].set(math.nan)
+            return step(state, batch)
+
+        return advance, seconds
+
+    monkeypatch.setattr(trainer, "_compiled", poisoned)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    poison(monkeypatch, at_step=4, parameter="log_step")
+    assert command(*tiny(tmp_path, "steps=8", "checkpoint.every=2")) == 1
+    out, err = capfd.readouterr()
+    assert "valkyrie-train: step 4: loss is nan" in err
+    assert re.search(r"the first parameter whose gradient is not finite is \S+ \(\d+ of \d+ are not\)", err)
+    assert "the last good checkpoint is of step 2" in err
+    assert "Traceback" not in out + err
+    folder = tmp_path / "run"
+    assert sorted(records(folder)) == [1, 2, 3]
+    assert os.listdir(folder / "checkpoints") == ["2"]
+    assert all(np.isfinite(a).all() for a in saved(folder).values() if a.dtype.kind == "f")
+
+
+def test_debug_names_the_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    poison(monkeypatch, at_step=2, parameter="log_step")
+    assert command(*tiny(tmp_path, "steps=3", "debug=nans")) == 1
+    err = capfd.readouterr().err
+    assert re.search(r"debug=nans: invalid value \(nan\) encountered in (?!scan|jit)\w+, at \S+\.py:\d+ in \w+: ", err)
+
+
+def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> None:
+    """Hold the evaluator against a float64 sum over all windows, made from the logits by hand."""
+    import jax.numpy as jnp
+    from helpers import compose_run, make_program
+
+    from valkyrie.data.loader import open_split
+    from valkyrie.data.prepare import prepare
+    from valkyrie.data.tokenizer import load_tokenizer
+    from valkyrie.train.evaluate import Evaluator
+
+    run = compose_run(*TINY, *SINGLE, "data.validation_fraction=0.15")
+    prepared, tokenizer = prepare(run.config.data, "bytes"), load_tokenizer("bytes")
+    program = make_program(run)
+    parameters = program.init(0).parameters
+    found = Evaluator(program, prepared, tokenizer)(parameters, None)
+
+    tokens = np.asarray(open_split(prepared, "validation").read(0, 10**9))
+    targets, seq = len(tokens) - 1, run.config.seq
+    assert found["eval_tokens"] == targets
+    assert targets % seq and targets > seq * run.config.batch, "choose data that needs padding and a second batch"
+    rows = -(-targets // seq)
+    windows = np.zeros((rows, seq), np.int32)
+    windows.flat[:targets] = tokens[:-1]
+    begins = windows == tokenizer.bos_id
+    segments = np.cumsum(begins, axis=1, dtype=np.int32) + ~begins[:, :1]
+    logits = program.assembly.module(parameters).logits(jnp.asarray(windows), jnp.asarray(segments))
+    logits = np.asarray(logits, np.float64).reshape(-1, logits.shape[-1])[:targets]
+    nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(targets), tokens[1:]]
+    text = tokens[1:] != tokenizer.bos_id
+    assert found["eval_loss"] == pytest.approx(nats.mean(), rel=1e-5)
+    assert found["eval_bits_per_byte"] == pytest.approx(nats[text].sum() / text.sum() / math.log(2), rel=1e-5)
+
+
+def test_the_average_of_the_parameters_is_what_is_judged() -> None:
+    from helpers import compose_run, make_program
+
+    from valkyrie.data.prepare import prepare
+    from valkyrie.data.tokenizer import load_tokenizer
+    from valkyrie.train.evaluate import Evaluator
+
+    folder = trained("optimizer.ema_decay=0.5", "checkpoint.every=1")
+    run = compose_run(*TINY, *SINGLE, "optimizer.ema_decay=0.5", "steps=6")
+    program = make_program(run)
+    kept = checkpoints(folder, read_only=True)
+    _, state, _ = kept.restore(program.abstract_state)
+    evaluate = Evaluator(program, prepare(run.config.data, "bytes"), load_tokenizer("bytes"))
+    logged = read_metrics(folder / "metrics.jsonl")[-1]["summary"]["eval_loss"]
+    assert evaluate(state.ema, 1)["eval_loss"] == pytest.approx(logged, rel=1e-6)
+    assert evaluate(state.parameters, 1)["eval_loss"] != pytest.approx(logged, rel=1e-4)
+    before = kept.restore(program.abstract_state, step=5)[1]
+    kept.close()
+    expected = 0.5 * np.asarray(before.ema["embedding"]) + 0.5 * np.asarray(state.parameters["embedding"])
+    np.testing.assert_allclose(np.asarray(state.ema["embedding"]), expected, rtol=1e-6)
+
+
+def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(trainer.Evaluator):
+        def __call__(self, *arguments: Any) -> dict[str, float]:
+            time.sleep(0.5)
+            return super().__call__(*arguments)
+
+    from valkyrie.data.loader import Loader
+
+    give = Loader.__next__
+
+    def late(self: Loader) -> Any:
+        time.sleep(0.05)
+        return give(self)
+
+    monkeypatch.setattr(Loader, "__next__", late)
+    monkeypatch.setattr(trainer, "Evaluator", Slow)
+    assert command(*tiny(tmp_path, "steps=12", "eval_every=4")) == 0
+    summary = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
+    assert 0.045 < summary["step_s"] < 0.4
+
+
+def read_terminal(fd: int, until: str, seconds: float) -> str:
+    """Return what comes from a terminal until a pattern is in it, or the time is over."""
+    seen, end = "", time.monotonic() + seconds
+    while time.monotonic() < end and not re.search(until, seen):
+        if select.select([fd], [], [], 0.2)[0]:
+            try:
+                seen += re.sub(r"\x1b\[[\d;]*m", "", os.read(fd, 65536).decode(errors="replace"))
+            except OSError:  # the other side has closed
+                break
+    return seen
+
+
+def test_in_a_terminal_a_bar_is_live_and_ctrl_c_saves(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        here, there = pty.openpty()
+        stack.callback(os.close, here)
+        _check_terminal(tmp_path, here, there, stack)
+
+
+def _check_terminal(tmp_path: Path, here: int, there: int, stack: contextlib.ExitStack) -> None:
+    arguments = [*tiny(tmp_path, "steps=100000"), "log_every=1000"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    own_terminal = (
+        "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\nfrom valkyrie.cli.train import main\nmain()"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-c", own_terminal, *arguments],
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        env=environment,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(there)
+    stack.callback(lambda: (job.kill(), job.wait()))
+    seen = read_terminal(here, r"\d{2,}/100000.*tokens/s simulated.*left", 90)
+    assert re.search(r"step +\d+/100000 .*loss \d\.\d{4}  [\d,]+ tokens/s simulated .*left", seen), seen[-2000:]
+    os.write(here, b"\x03")
+    seen = read_terminal(here, r"Go on with", 60)
+    assert job.wait(60) == 130
+    assert "stopping after this step, then saving" in seen
+    assert re.search(r"stopped at step \d+, saved in .*Go on with: valkyrie-train resume=run", seen)
+    assert "Traceback" not in seen and "\x1b[?25h" in seen, "the cursor is not shown again"
+    assert saved(tmp_path / "run")["['step']"] >= 2
+
+
+def wait_for(path: Path, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert path.exists()
+
+
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+    import signal
+
+    stuck = (
+        "import time\nfrom valkyrie.train import trainer\n"
+        "def block(self, *_): open('saving', 'w').close(); time.sleep(100)\n"
+        "trainer.Checkpoints.save = block\nfrom valkyrie.cli.train import main\nmain()"
+    )
+    arguments = tiny(tmp_path, "steps=100000", "checkpoint.every=20")
+    job = subprocess.Popen(
+        [sys.executable, "-c", stuck, *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(tmp_path / "saving")
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert job.poll() is None
+    began = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert job.returncode == 130
+    assert err.strip() == "stopping after this step, then saving; once more ends at once without saving"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.5, 2.0, 4.0, 6.0])
+def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> None:
+    import signal
+
+    job = start(*tiny(tmp_path, "steps=100000", "log_every=1000"), cwd=tmp_path)
+    time.sleep(after)
+    job.send_signal(signal.SIGINT)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in out + err and "Exception ignored" not in err
