@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import compose_config, compose_run, names
 from omegaconf import OmegaConf
 
+from helpers import compose_config, compose_run, names
 from valkyrie.cli import train
 from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
 from valkyrie.hardware import known_chips, known_targets

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers import MODELS, PARTITIONS, compose_run
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from helpers import MODELS, PARTITIONS, compose_run
 from valkyrie.models.config import Tensor
 from valkyrie.parallel.layout import ACTIVATIONS, Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from helpers import MODELS, PARTITIONS, compose_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import MODELS, PARTITIONS, compose_run
 from valkyrie.axes import LOGICAL_AXES
 from valkyrie.parallel.layout import ACTIVATIONS, Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
