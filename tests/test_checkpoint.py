@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import checkpoints
 
+from runs import checkpoints
 from valkyrie.checkpoint import CheckpointConfig, latest_step
 from valkyrie.train.state import TrainState
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from helpers import (
     MODELS,
     PARTITIONS,
@@ -23,7 +24,6 @@ from helpers import (
     small_run,
     two_steps,
 )
-
 from valkyrie.models.base import flatten
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.train.program import StepProgram

@@ -199,11 +199,11 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
     with make_loader(counted, "train", batch=4, seq=16, repeat=True) as loader:
         loader.restore(state)
         assert starts(take(loader, 6)) == expected
-    with make_loader(counted, "train", batch=5, seq=16, repeat=True) as loader:
-        with pytest.raises(
-            ValueError, match=r"row 12, not a multiple of batch=5\. Use a batch that divides it, such as 4"
-        ):
-            loader.restore(state)
+    with (
+        make_loader(counted, "train", batch=5, seq=16, repeat=True) as loader,
+        pytest.raises(ValueError, match=r"row 12, not a multiple of batch=5\. Use a batch that divides it, such as 4"),
+    ):
+        loader.restore(state)
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
     ],
 )
 def test_the_place_of_another_order_is_refused(counted: Prepared, change: dict[str, Any], message: str) -> None:
-    with make_loader(counted, "train", batch=8, seq=16, repeat=True) as loader:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            loader.restore({**loader.state(), **change})
+    loader = make_loader(counted, "train", batch=8, seq=16, repeat=True)
+    with loader, pytest.raises(ValueError, match=re.escape(message)):
+        loader.restore({**loader.state(), **change})
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 17, 18, 33, 64, 65, 66, 200])

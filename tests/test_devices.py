@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from runs import SINGLE, TINY, command, start
 
+from runs import SINGLE, TINY, command, start
 from valkyrie.compose import accelerators
 from valkyrie.train.devices import Devices, acquire
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assembly_of, compose_run, small
 
+from helpers import assembly_of, compose_run, small
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.base import Assembly
 from valkyrie.train.generate import generate, sample

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run
 
 import valkyrie.models.valkyrie
+from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run
 from valkyrie.models.base import flatten
 from valkyrie.models.layers import dropout
 from valkyrie.run import Run

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import command, copied, start, trained
 
+from runs import command, copied, start, trained
 from valkyrie.tracking import read_metrics
 
 

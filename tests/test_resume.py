@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import TINY, assert_same_bits, command, copied, records, saved, tiny, trained
 
+from runs import TINY, assert_same_bits, command, copied, records, saved, tiny, trained
 from valkyrie.train import screen
 
 FORMS = {

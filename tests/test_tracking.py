@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import wandb
-from runs import trained
 
+from runs import trained
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, _resolve, read_metrics
 
 FIELDS = {"mesh": "4x4x2", "partition": "2d_tp", "model": "m", "target": "v4-64"}

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
 
+from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
 from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.tracking import read_metrics
 from valkyrie.train import trainer
@@ -133,8 +133,8 @@ def test_debug_names_the_operation(
 def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> None:
     """Hold the evaluator against a float64 sum over all windows, made from the logits by hand."""
     import jax.numpy as jnp
-    from helpers import compose_run, make_program
 
+    from helpers import compose_run, make_program
     from valkyrie.data.loader import open_split
     from valkyrie.data.prepare import prepare
     from valkyrie.data.tokenizer import load_tokenizer
@@ -165,7 +165,6 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
 
 def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     from helpers import compose_run, make_program
-
     from valkyrie.data.prepare import prepare
     from valkyrie.data.tokenizer import load_tokenizer
     from valkyrie.train.evaluate import Evaluator

@@ -59,9 +59,7 @@ class Shard(Protocol):
         """Return into how many shards a logical axis of activations is split."""
         ...
 
-    def map(
-        self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any
-    ) -> Callable[..., Any]:
+    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards (`jax.shard_map`).
 
         `in_axes` gives the logical axes of each argument (None: replicated), `out_axes` those of the result
@@ -95,9 +93,7 @@ class Unsharded:
         """Return 1: nothing is split."""
         return 1
 
-    def map(
-        self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any
-    ) -> Callable[..., Any]:
+    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
         """Return `f` itself."""
         return f
 

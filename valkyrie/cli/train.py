@@ -127,7 +127,8 @@ def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:
 
 def _run_alone(overrides: Any) -> None:
     """Run one job of a multirun in a process of its own: JAX fixes its devices once a process."""
-    command = [sys.executable, "-m", "valkyrie.cli.train", *_global_flags(sys.argv[1:]), *overrides]
+    # A sweep overlay asks for a multirun; the job it began must not begin it again.
+    command = [sys.executable, "-m", "valkyrie.cli.train", *_global_flags(sys.argv[1:]), *overrides, "hydra.mode=RUN"]
     with subprocess.Popen(command) as job:
         try:
             status = job.wait()

@@ -211,7 +211,7 @@ def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
 
 def _checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if array.size and not (0 <= array.min() and array.max() < tokenizer.vocab_size):
+    if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
         wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
         raise ValueError(
             f"token id {wrong} is outside the {tokenizer.vocab_size} ids of tokenizer={tokenizer.name}. "

@@ -56,9 +56,7 @@ class Losses(NamedTuple):
 class LanguageModel(Protocol):
     """What the trainer asks of a model, whichever family it is."""
 
-    def losses(
-        self, batch: dict[str, Array], *, shard: Shard, checkpoint: Checkpoint, key: Array | None
-    ) -> Losses:
+    def losses(self, batch: dict[str, Array], *, shard: Shard, checkpoint: Checkpoint, key: Array | None) -> Losses:
         """Return the loss sums of a batch (`tokens`, `targets`, `segment_ids`, `weights`: batch by seq)."""
         ...
 

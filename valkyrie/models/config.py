@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from valkyrie.ops.choices import AttentionImpl, CInit, Discretization, ScanImpl
 
@@ -88,7 +88,7 @@ class AttentionConfig:
     kv_heads: int = 4
     head_dim: int = 32
     causal: bool = True
-    windows: list[Optional[int]] = field(default_factory=lambda: [128])
+    windows: list[int | None] = field(default_factory=lambda: [128])
     dilations: list[int] = field(default_factory=lambda: [1])
     global_tokens: int = 0
     rope_theta: float = 10000.0
@@ -151,12 +151,12 @@ class ValkyrieConfig:
             found.append(f"model.layers={self.layers}: at least 1 is needed.")
         s5, attention = self.s5, self.attention
         if BlockKind.s5 in self.kinds:
-            per_block = s5.state_size // max(s5.blocks, 1)
+            per_block, pairs = s5.state_size // max(s5.blocks, 1), 2 * max(s5.blocks, 1)
             if s5.blocks < 1 or s5.state_size % s5.blocks or (s5.conjugate_symmetric and per_block % 2):
                 found.append(
                     f"model.s5.state_size={s5.state_size} does not split into model.s5.blocks={s5.blocks} blocks"
                     f"{' of an even size (conjugate pairs)' if s5.conjugate_symmetric else ''}. "
-                    f"Nearest: state_size={max(1, round(s5.state_size / (2 * max(s5.blocks, 1)))) * 2 * max(s5.blocks, 1)}."
+                    f"Nearest: state_size={max(1, round(s5.state_size / pairs)) * pairs}."
                 )
             if not 0 < s5.dt_min <= s5.dt_max:
                 found.append(f"model.s5 needs 0 < dt_min <= dt_max; got dt_min={s5.dt_min}, dt_max={s5.dt_max}.")
@@ -256,9 +256,11 @@ class ValkyrieConfig:
         none = remat == "none"
         if kind is BlockKind.s5:
             directions = 2 if self.s5.bidirectional else 1
-            kept += [of("state", 2 + 2 * directions * none, True), of("embed", 1 + 3 * none, True), of("embed", 1 + 3 * none)]
+            kept += [of("state", 2 + 2 * directions * none, True)]
+            kept += [of("embed", 1 + 3 * none, True), of("embed", 1 + 3 * none)]
         else:
-            kept += [of("heads", 2 + 2 * none), of("kv_heads", 2 + 2 * none), of("embed", 1 + none), of("embed", 2 * none, True)]
+            kept += [of("heads", 2 + 2 * none), of("kv_heads", 2 + 2 * none)]
+            kept += [of("embed", 1 + none), of("embed", 2 * none, True)]
         if kind in self.feed_forward_after:
             gated = self.feed_forward is FeedForward.swiglu
             kept += [of("mlp", (2 if gated else 1) + 2 * none), of("embed", 1 + none), of("embed", 2 * none, True)]

@@ -35,11 +35,9 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A feed-forward product, gated (SwiGLU, arXiv 2002.05202) or plain; `depth` scales its last matrix at the start."""
+    """A feed-forward product, gated (SwiGLU, arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
 
-    def __init__(
-        self, embed: int, mlp: int, kind: FeedForward, *, depth: int, numerics: Numerics, key: Array
-    ) -> None:
+    def __init__(self, embed: int, mlp: int, kind: FeedForward, *, depth: int, numerics: Numerics, key: Array) -> None:
         keys, dtype = jax.random.split(key, 3), numerics.parameter
         self.kind, self.numerics = kind, numerics
         self.up = parameter(normal(keys[0], (embed, mlp), embed**-0.5, dtype), ("embed", "mlp"))

@@ -84,7 +84,7 @@ class LongformerAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"], *, segment_ids: Int[Array, "batch seq"] | None, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
-        """Return the layer's output before the residual sum; positions of unequal `segment_ids` do not see each other."""
+        """Return the layer's output before the residual sum; unequal `segment_ids` do not see each other."""
         positions = jnp.arange(x.shape[1])
         q = shard(self.local.queries(x, positions, shard), *_HEADS)
         k, v = (shard(y, *_KV_HEADS) for y in self.local.keys_values(x, positions, shard))
@@ -152,5 +152,3 @@ class LongformerAttention(nnx.Module):
 def _leading(q: Array, k: Array, v: Array) -> GlobalTokens:
     positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
     return GlobalTokens(positions, jnp.ones(q.shape[:2], bool), q, k, v)
-
-

@@ -154,13 +154,14 @@ def discretize(
     """Return Lambda_bar and the factor s with B_bar = s B_tilde, each as float32 (real, imaginary).
 
     B_bar u = s (B_tilde u): apply s after the projection and B_bar is never formed. Delta is `step_rescale` times
-    exp(log_step); `step_rescale` is the ratio of the step trained on to the step of the data, as in the paper's zero-shot
-    resampling. `clip_eigs` keeps real parts at or below -1e-4, so that no state grows (Goel et al., arXiv 2202.09729).
+    exp(log_step); `step_rescale` is the ratio of the step trained on to the step of the data, as in the paper's
+    zero-shot resampling. `clip_eigs` keeps real parts at or below -1e-4, so that no state grows (Goel et al.,
+    arXiv 2202.09729).
 
-    Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda, by series where Lambda Delta is small.
+    Zero-order hold: Lambda_bar = exp(Lambda Delta), s = (Lambda_bar - 1) / Lambda, by series for small Lambda Delta.
     Bilinear: Lambda_bar = (1 + Lambda Delta / 2) / (1 - Lambda Delta / 2), s = Delta / (1 - Lambda Delta / 2).
     For given float32 Lambda and Delta, Lambda_bar is right to 5e-7 and s to about 1e-6 of min(Delta, 1 / |Lambda|).
-    What remains is the rounding of Delta = exp(log_step), which turns Lambda_bar by up to 1e-7 |Im Lambda| Delta radians:
+    What remains is the rounding of Delta = exp(log_step), which turns Lambda_bar by up to 1e-7 |Im Lambda| Delta rad:
     measured at Delta = 0.1, 7e-8 for blocks of 16, 4e-6 for 64, 4e-5 for 256. It is less than what moving log_step to
     the next float32 does, so float32 parameters cannot ask for more.
     """

@@ -15,13 +15,16 @@ from valkyrie.parallel.sharding import MeshShard
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. `step` counts finished optimizer steps; `ema` is None unless asked for."""
+    """All that a step changes, or the same tree of shapes or of shardings.
 
-    step: jax.Array
+    `step` counts finished optimizer steps; `ema` is None unless asked for; `key` is the data of a PRNG key.
+    """
+
+    step: Any
     parameters: Any
     optimizer: Any
     ema: Any
-    key: jax.Array
+    key: Any
 
 
 def init_state(
