@@ -83,7 +83,7 @@ class S5(nnx.Module):
 
     def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
         """Return Lambda_bar and B_bar u."""
-        c, B = self.config, self.B[...]
+        c, B, u = self.config, self.B[...], _apart(u)
         lam_bar, scale = discretize(
             self.Lambda_re[...],
             self.Lambda_im[...],
@@ -120,11 +120,13 @@ class S5(nnx.Module):
         return re, im
 
     def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
+        # A sum, not a difference: where `state` is split, a compiler may then add first and reduce over devices once.
+        signed = C[..., 0], -C[..., 1]
         re, im = (
-            linear("bsp,ep->bse", x[part], C[..., part], axes=_C_AXES, shard=shard, numerics=FLOAT32)
+            linear("bsp,ep->bse", x[part], signed[part], axes=_C_AXES, shard=shard, numerics=FLOAT32)
             for part in (0, 1)
         )
-        return (2 if self.config.conjugate_symmetric else 1) * (re - im)
+        return (2 if self.config.conjugate_symmetric else 1) * (re + im)
 
     def _gated(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         kind = self.config.activation
@@ -141,3 +143,13 @@ class S5(nnx.Module):
         return (active if kind is Activation.half_glu1 else y) * gate
 
 
+@jax.custom_vjp
+def _apart(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """Return `u`; the gradients of its uses are added to each other before any other use of the argument's.
+
+    Both parts of B u need a sum over devices where `state` is split: side by side, a compiler makes one of them.
+    """
+    return u
+
+
+_apart.defvjp(lambda u: (u, None), lambda _, g: (g,))

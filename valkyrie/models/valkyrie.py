@@ -16,7 +16,7 @@ from valkyrie.models.layers import MLP, RMSNorm, dropout
 from valkyrie.models.longformer import LongformerAttention
 from valkyrie.models.s5 import S5
 from valkyrie.ops.cross_entropy import cross_entropy
-from valkyrie.ops.linear import Numerics
+from valkyrie.ops.linear import Numerics, lookup
 
 
 class BlockSpec(NamedTuple):
@@ -142,7 +142,7 @@ class Group(nnx.Module):
 
 
 class Valkyrie(nnx.Module):
-    """Token embedding, scanned segments of blocks, a last norm, and logits by the embedding or a matrix of their own."""
+    """Token embedding, scanned segments of blocks, a norm, and logits by the embedding or a matrix of their own."""
 
     def __init__(self, config: ValkyrieConfig, *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics
@@ -172,8 +172,8 @@ class Valkyrie(nnx.Module):
         """
         reset = self.config.document_boundary is Boundary.reset and segment_ids is not None
         boundaries = Boundaries(_keep(segment_ids), segment_ids) if reset else Boundaries(None, None)
-        table = shard.computed(self.embedding[...].astype(self.numerics.compute), "vocab", "embed")
-        x = shard(table[tokens], "batch", "seq", "embed")
+        x = lookup(self.embedding[...], tokens, axes=("vocab", "embed"), shard=shard, numerics=self.numerics)
+        x = shard(x, "batch", "seq", "embed")
 
         def run(x: Array, group: Group, boundaries: Boundaries, key: Array | None) -> Array:
             for i, block in enumerate(group.blocks):
@@ -207,10 +207,9 @@ class Valkyrie(nnx.Module):
     ) -> Losses:
         """Return the loss sums of a batch; logits are made `loss_chunk` positions at a time."""
         hidden = self(batch["tokens"], batch["segment_ids"], shard=shard, checkpoint=checkpoint, key=key)
-        table = shard.computed(self._table.astype(self.numerics.compute), "vocab", "embed")
         sums = cross_entropy(
             hidden,
-            table,
+            shard.stored(self._table, "vocab", "embed"),
             batch["targets"],
             batch["weights"],
             vocab_size=self.config.vocab_size,
@@ -219,6 +218,7 @@ class Valkyrie(nnx.Module):
             shards=shard.size("seq"),
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", "seq", "vocab"),
+            place=lambda table: shard.computed(table, "vocab", "embed"),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 

@@ -35,6 +35,7 @@ class _Head(NamedTuple):
     vocab_size: int
     softcap: float | None
     constrain: Constrain | None
+    place: Constrain | None
     batch_shards: int
     seq_shards: int
 
@@ -52,6 +53,7 @@ def cross_entropy(
     shards: int = 1,
     batch_shards: int = 1,
     constrain: Constrain | None = None,
+    place: Constrain | None = None,
 ) -> CrossEntropy:
     """Return the weighted sums of -log p(target), and the value of every token: unweighted, 0 where the weight is 0.
 
@@ -59,8 +61,10 @@ def cross_entropy(
     `vocab_size` on are padding and get probability 0. `z_loss` weighs the square of the log-sum-exp (PaLM, arXiv
     2204.02311, section 5) into `z_sum`. `softcap` c replaces logits l by c * tanh(l / c). `chunk` positions of each
     of the `shards` into which the sequence is split are taken at a time; `constrain` is applied to each chunk's logits
-    (batch, shards * chunk, vocab). `batch_shards` says into how many parts the batch is split. Targets whose weight is
-    0 may be any number. Raises ValueError where a length does not divide.
+    (batch, shards * chunk, vocab), and `place` to the unembedding in the dtype of `hidden`, forward and again backward:
+    what it gathers is not kept in between, and the gradient is not rounded on its way to a wider parameter.
+    `batch_shards` says into how many parts the batch is split. Targets whose weight is 0 may be any number. Raises
+    ValueError where a length does not divide.
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
@@ -79,7 +83,7 @@ def cross_entropy(
         raise ValueError(f"chunk={chunk}: the loss takes `chunk` positions at a time. Use 1 or more.")
     part = seq // shards
     chunk = min(chunk, part)
-    head = _Head(vocab_size, softcap, constrain, batch_shards, shards)
+    head = _Head(vocab_size, softcap, constrain, place, batch_shards, shards)
     split = functools.partial(_split, shards=shards, chunk=chunk)
     nll, log_sum = _token_losses(head, split(hidden), unembed, split(targets))
     nll, log_sum = (_join(x, shards, batch, seq) for x in (nll, log_sum))
@@ -107,11 +111,17 @@ def _join(x: Array, shards: int, batch: int, seq: int) -> Array:
     return x.reshape(batch, seq, *x.shape[3:])
 
 
+def _placed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) -> Float[Array, "vocab embed"]:
+    """The unembedding as products use it."""
+    unembed = unembed.astype(hidden.dtype)
+    return unembed if head.place is None else head.place(unembed)
+
+
 def _logits(
     head: _Head, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
     """One chunk's logits, -inf in the padding, and their derivative by the raw product where that is not 1."""
-    logits = jnp.einsum("bse,ve->bsv", hidden, unembed.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bse,ve->bsv", hidden, unembed, preferred_element_type=jnp.float32)
     if head.constrain is not None:
         logits = head.constrain(logits)
     slope = None
@@ -136,6 +146,7 @@ def _token_losses(
     targets: Int[Array, "chunks batch part"],
 ) -> tuple[Float[Array, "chunks batch part"], Float[Array, "chunks batch part"]]:
     """-log p(target) and the log-sum-exp of every token."""
+    unembed = _placed(head, hidden, unembed)
 
     def one_chunk(carry: None, x: tuple[Array, Array]):
         logits, _ = _logits(head, x[0], unembed)
@@ -155,6 +166,7 @@ def _token_losses_forward(head, hidden, unembed, targets):
 def _token_losses_backward(head, saved, cotangents):
     hidden, unembed, targets, log_sum = saved
     d_nll, d_log_sum = cotangents
+    dtype, unembed = unembed.dtype, _placed(head, hidden, unembed)
 
     def one_chunk(d_unembed: Array, x: tuple[Array, ...]):
         part, target, normaliser, by_nll, by_sum = x
@@ -166,14 +178,14 @@ def _token_losses_backward(head, saved, cotangents):
             d_logits = d_logits * slope
         d_logits = d_logits.astype(part.dtype)
         d_part = jnp.einsum(
-            "bsv,ve->bse", d_logits, unembed.astype(part.dtype), preferred_element_type=jnp.float32
+            "bsv,ve->bse", d_logits, unembed, preferred_element_type=jnp.float32
         ).astype(part.dtype)
         apart = (_by_shard(head, x) for x in (d_logits, part))
         return d_unembed + jnp.einsum("ibjsv,ibjse->ijve", *apart, preferred_element_type=jnp.float32), d_part
 
     start = jnp.zeros((head.batch_shards, head.seq_shards, *unembed.shape), jnp.float32)
     d_unembed, d_hidden = jax.lax.scan(one_chunk, start, (hidden, targets, log_sum, d_nll, d_log_sum))
-    return d_hidden, d_unembed.sum((0, 1)).astype(unembed.dtype), None
+    return d_hidden, d_unembed.sum((0, 1)).astype(dtype), None
 
 
 def _by_shard(head: _Head, x: Array) -> Array:

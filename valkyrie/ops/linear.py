@@ -1,5 +1,7 @@
-"""Decides how a parameter meets an activation: cast and gathered for the product, its gradient summed in full and
-scattered back. Nothing gathered is kept for the backward pass, so fully sharded parameters stay sharded in memory.
+"""Decides how a parameter meets an activation, so that nothing gathered outlives its product.
+
+It is cast and gathered where it is used, forward and again backward; its gradient is summed in full precision and
+scattered back. Fully sharded parameters thus stay sharded in memory.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import Axes, Shard
 from valkyrie.precision import DType, PolicyConfig
@@ -69,3 +71,28 @@ def linear(
 
     product.defvjp(forward, backward)
     return product(x.astype(numerics.compute), w)
+
+
+def lookup(
+    table: Float[Array, "vocab embed"], tokens: Int[Array, "*rows"], *, axes: Axes, shard: Shard, numerics: Numerics
+) -> Float[Array, "*rows embed"]:
+    """Return the rows of a parameter with these logical axes at `tokens`, in the compute dtype.
+
+    The gradient of a row is the sum over all its uses, taken in the reduction dtype: a frequent token has thousands,
+    and a sum of them in bfloat16 stops growing at 256 equal ones.
+    """
+
+    @jax.custom_vjp
+    def rows(table: Array, tokens: Array) -> Array:
+        return shard.computed(table.astype(numerics.compute), *axes)[tokens]
+
+    def forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+        return rows(table, tokens), (table, tokens)
+
+    def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
+        table, tokens = saved
+        total = jnp.zeros(table.shape, numerics.reduction).at[tokens].add(g.astype(numerics.reduction))
+        return shard.stored(shard.computed(total, *axes), *axes).astype(table.dtype), None
+
+    rows.defvjp(forward, backward)
+    return rows(table, tokens)

@@ -1,0 +1,322 @@
+"""The step program: accumulation, rematerialisation, ZeRO-1, precision, optimizer groups, and what crosses devices."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    Steps,
+    assert_same_steps,
+    compose_run,
+    initial_state,
+    make_batch,
+    make_program,
+    placed_state,
+    reference,
+    run_steps,
+    small,
+    small_run,
+    two_steps,
+)
+
+from valkyrie.axes import UNSHARDED
+from valkyrie.models.base import flatten
+from valkyrie.ops.linear import FLOAT32, Numerics, linear, lookup
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.train.program import StepProgram
+
+TINY = "valkyrie_tiny"
+MIXED = Numerics("float32", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "partition", "override"),
+    [
+        ("1x1x1", "dp", "microbatches=2"),
+        ("2x1x2", "2d_tp_fsdp", "microbatches=4"),
+        ("1x1x1", "dp", "remat=dots"),
+        ("1x1x1", "dp", "remat=full"),
+        pytest.param("2x2x2", "sp", "microbatches=2", marks=pytest.mark.slow),
+        pytest.param("2x2x2", "2d_tp", "remat=full", marks=pytest.mark.slow),
+        pytest.param("2x2x2", "fsdp", "remat=dots", marks=pytest.mark.slow),
+    ],
+)
+def test_layout_choices_leave_the_steps_alone(mesh, partition, override):
+    run = small_run(TINY, f"mesh={mesh}", f"partition={partition}", override)
+    assert_same_steps(two_steps(run, initial_state(small(TINY))), reference(TINY))
+
+
+def test_zero1_splits_optimizer_state_and_nothing_else():
+    run = small_run(TINY, "mesh=2x2x2", "partition=2d_tp", "partition.zero1=true")
+    host, program = initial_state(small(TINY)), make_program(run)
+    assert_same_steps(run_steps(program, 2, placed_state(program, host)), reference(TINY))
+
+    def per_device(tree: Any) -> int:
+        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(tree) if x.ndim)
+
+    state, plain = program.abstract_state, abstract_state("partition=2d_tp")
+    assert per_device(state.parameters) == per_device(plain.parameters)
+    assert per_device(state.optimizer) < 0.55 * per_device(plain.optimizer)
+
+
+def abstract_state(*overrides: str) -> Any:
+    run = small_run(TINY, "mesh=2x2x2", *overrides)
+    return StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state
+
+
+def test_uneven_microbatches_average_over_tokens():
+    """All the weight of a batch in one microbatch: an average of averages would be off by the number of them."""
+    run = small_run(TINY, "microbatches=4")
+    batch = make_batch(run)
+    batch["weights"][np.arange(8) % 4 != 1] = 0
+    whole, parts = (make_program(small_run(TINY, f"microbatches={n}")) for n in (1, 4))
+    found = []
+    for program in (whole, parts):
+        _, metrics = program.step(placed_state(program, initial_state(small(TINY))), program.place(batch))
+        found.append(jax.device_get(metrics))
+    for key in ("loss", "grad_norm", "tokens", "leaf_norms"):
+        np.testing.assert_allclose(found[1][key], found[0][key], rtol=2e-5)
+    assert found[0]["tokens"] == batch["weights"].sum()
+
+
+@lru_cache
+def compiled(partition: str, *overrides: str) -> Any:
+    return make_program(small_run(TINY, "mesh=2x2x2", f"partition={partition}", *overrides)).lower_step().compile()
+
+
+def test_rematerialisation_saves_memory():
+    temp = {}
+    for remat in ("none", "dots", "full"):
+        run = compose_run(*small(TINY), "mesh=1x1x1", "partition=dp", "model.layers=16", "seq=128", f"remat={remat}")
+        temp[remat] = make_program(run).lower_step().compile().memory_analysis().temp_size_in_bytes
+    assert temp["full"] < 0.6 * temp["none"], temp
+    assert temp["full"] <= temp["dots"] < temp["none"], temp
+
+
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def collectives(hlo: str) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes that each kind of collective of a compiled program makes."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for shapes, kind in COLLECTIVE.findall(hlo):
+        for shape in re.findall(r"\w+\[([\d,]*)\]", shapes):
+            found.setdefault(kind, []).append(tuple(int(n) for n in shape.split(",") if n))
+    return found
+
+
+def is_activation(shape: tuple[int, ...], rows: int) -> bool:
+    return len(shape) >= 3 and shape[:2] == (rows, 48)
+
+
+def test_dp_only_sums_gradients():
+    found = collectives(compiled("dp").as_text())
+    assert set(found) == {"all-reduce"}
+    assert not any(is_activation(shape, 1) for shape in found["all-reduce"])
+
+
+def test_fsdp_gathers_every_parameter_forward_and_backward():
+    """Never an activation; gradients are summed inside the scan (the CPU compiler leaves the scatter to a slice)."""
+    run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
+    found = collectives(compiled("fsdp").as_text())
+    assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert not any(is_activation(shape, 1) for shapes in found.values() for shape in shapes)
+    times = Counter(tuple(sorted(n for n in shape if n > 1)) for shape in found["all-gather"])
+    embed, mlp, states, heads = run.model.embed, run.model.mlp, run.model.s5.states, run.model.attention.heads
+    assert times[embed, mlp] == 2 * 6 + 1, (
+        "three matrices of two feed-forwards, twice; the embedding, of one size, once"
+    )
+    assert times[states, embed] == 2 * 4
+    assert times[heads, run.model.attention.head_dim, embed] == 2 * 4
+
+
+@pytest.mark.parametrize("partition", ["1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "fsdp", "sp"])
+def test_no_partition_shuffles_everything(partition):
+    """An all-to-all would mean that two neighbours disagree on how an activation lies."""
+    assert "all-to-all" not in collectives(compiled(partition).as_text())
+
+
+def test_gathered_parameters_are_not_kept_for_the_backward_pass():
+    """What a product saves is the parameter as it rests, in float32, not the gathered bfloat16 copy it used."""
+    x, w = jnp.zeros((2, 4, 8), jnp.bfloat16), jnp.zeros((8, 16), jnp.float32)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return linear("bse,em->bsm", x, w, axes=("embed", "mlp"), shard=UNSHARDED, numerics=MIXED)
+
+    _, backward = jax.vjp(product, x, w)
+    saved = {(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(backward)}
+    assert saved == {((2, 4, 8), "bfloat16"), ((8, 16), "float32")}
+
+
+def test_gradient_of_a_product_is_summed_in_float32():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(16, 512, 8)) + 1, jnp.bfloat16)
+    g = jnp.asarray(rng.normal(size=(16, 512, 4)) + 1, jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)
+    call = partial(linear, "bse,em->bsm", axes=("embed", "mlp"), shard=UNSHARDED, numerics=MIXED)
+    out, backward = jax.vjp(call, x, w)
+    dx, dw = backward(g)
+    assert (out.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    exact = np.einsum("bse,bsm->em", np.asarray(x, np.float64), np.asarray(g, np.float64))
+    np.testing.assert_allclose(dw, exact, rtol=1e-5)
+    narrow = jnp.asarray(exact, jnp.bfloat16).astype(jnp.float32)
+    assert np.abs(narrow / exact - 1).max() > 1e-4, "this reference could not tell float32 sums from bfloat16 ones"
+
+
+def step_of(precision: str) -> Steps:
+    key = (*small(TINY), f"precision={precision}")
+    return two_steps(small_run(TINY, key[-1]), initial_state(key))
+
+
+def test_bf16_mixed():
+    found, exact = step_of("bf16_mixed"), reference(TINY)
+    for new, old in zip(found.metrics, exact.metrics, strict=True):
+        np.testing.assert_allclose(new["loss"], old["loss"], rtol=5e-3)
+        np.testing.assert_allclose(new["grad_norm"], old["grad_norm"], rtol=3e-2)
+    floats = [x.dtype for x in jax.tree.leaves(found.state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert set(floats) == {jnp.dtype("float32")}
+
+
+def test_bf16_keeps_only_the_state_space_in_float32():
+    found, exact = step_of("bf16"), reference(TINY)
+    np.testing.assert_allclose(found.metrics[0]["loss"], exact.metrics[0]["loss"], rtol=2e-2)
+    np.testing.assert_allclose(found.metrics[0]["grad_norm"], exact.metrics[0]["grad_norm"], rtol=0.1)
+    dtypes = {name: str(x.dtype) for name, x in flatten(found.state.parameters).items()}
+    wide = {name.rsplit(".", 1)[1] for name, dtype in dtypes.items() if dtype == "float32"}
+    assert wide == {"Lambda_re", "Lambda_im", "log_step", "B", "C", "D"}
+    assert dtypes["embedding"] == "bfloat16"
+
+
+def operand_dtypes(jaxpr: Any, found: Counter) -> Counter:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            left, right = (v.aval for v in eqn.invars)
+            found[str(left.dtype), str(right.dtype), max(left.shape[-1], right.shape[-1])] += 1
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
+            if hasattr(value, "jaxpr"):
+                operand_dtypes(value.jaxpr, found)
+    return found
+
+
+def test_products_take_bfloat16_under_bf16_mixed_and_the_state_space_does_not():
+    run = small_run(TINY, "precision=bf16_mixed", "mesh=1x1x1")
+    program = StepProgram(run, abstract_mesh(run.config.mesh))
+    traced = program.step.trace(program.abstract_state, program.abstract_batch)
+    kinds: Counter = Counter()
+    for (left, right, _), count in operand_dtypes(traced.jaxpr.jaxpr, Counter()).items():
+        kinds[left, right] += count
+    assert kinds["bfloat16", "bfloat16"] > 20
+    assert kinds["float32", "float32"] == 12, "B u and C x, each in two parts, forward and twice backward"
+
+
+def test_embedding_gradient_is_summed_in_float32_under_bf16_mixed():
+    """One token in every position: its row's gradient is a sum of 256, which bfloat16 would round at every addition."""
+    gradients = {}
+    for numerics in (FLOAT32, MIXED):
+        rng = np.random.default_rng(0)
+        hidden = jnp.asarray(rng.normal(size=(8, 32, 32)) + 1, jnp.bfloat16).astype(jnp.float32)
+
+        def score(table: jax.Array, hidden: jax.Array = hidden, numerics: Numerics = numerics) -> jax.Array:
+            tokens = jnp.zeros((8, 32), jnp.int32)
+            x = lookup(table, tokens, axes=("vocab", "embed"), shard=UNSHARDED, numerics=numerics)
+            assert x.dtype == numerics.compute
+            return jnp.sum(x.astype(jnp.float32) * hidden)
+
+        gradients[numerics] = np.asarray(jax.grad(score)(jnp.ones((4, 32), jnp.float32)))
+    assert gradients[MIXED].dtype == np.float32
+    np.testing.assert_allclose(gradients[MIXED][0], gradients[FLOAT32][0], rtol=1e-5)
+    assert not np.any(gradients[MIXED][1:])
+
+
+@lru_cache
+def updated(*overrides: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Any, Any]:
+    """Parameters before and after one step, its metrics, and the state after it."""
+    key = (*small(TINY), *overrides)
+    program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
+    state, metrics = program.step(placed_state(program, host), program.place(make_batch(program.run)))
+    after = jax.device_get(state)
+    return flatten(host.parameters), flatten(after.parameters), jax.device_get(metrics), after
+
+
+RECIPE = (
+    "optimizer.warmup_steps=0",
+    "optimizer.learning_rate=0.01",
+    "optimizer.epsilon=1e-12",
+    "optimizer.weight_decay=0.5",
+    "optimizer.ssm_learning_rate_ratio=0.25",
+    "optimizer.clip_norm=0.01",
+    "optimizer.ema_decay=0.75",
+)
+"""With no epsilon, Adam's first update is the learning rate in size, whatever the gradient and its clipping."""
+
+
+def test_optimizer_groups_in_real_updates():
+    before, after, metrics, _ = updated(*RECIPE)
+    groups = {name: spec.group for name, spec in flatten(make_program(small_run(TINY)).assembly.specs).items()}
+    assert metrics["learning_rate"] == np.float32(0.01)
+    rate = {"matrix": 0.01, "vector": 0.01, "ssm": 0.0025}
+    for name, group in groups.items():
+        moved = (after[name] - before[name]).astype(np.float64)
+        if group == "matrix":
+            moved = moved + 0.01 * 0.5 * before[name]
+        sizes = np.abs(moved[:61] if name == "embedding" else moved)
+        np.testing.assert_allclose(np.median(sizes), rate[group], rtol=5e-3, err_msg=name)
+        assert sizes.max() < rate[group] * 1.02 + 1e-5, name
+    assert set(rate) == set(groups.values())
+    slow = {n.rsplit(".", 1)[1] for n, g in groups.items() if g == "ssm"}
+    assert slow == {"B", "Lambda_re", "Lambda_im", "log_step", "scale"}
+
+
+def test_clipping_bounds_the_gradient_not_its_report():
+    """The first moment after one step is (1 - beta1) times the clipped gradient."""
+    *_, metrics, state = updated(*RECIPE)
+    leaves = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
+    moments = [m for path, m in leaves if ".mu" in jax.tree_util.keystr(path)]
+    norm = np.sqrt(sum(np.sum(np.square(m, dtype=np.float64)) for m in moments)) / (1 - 0.9)
+    np.testing.assert_allclose(norm, 0.01, rtol=1e-4)
+    assert metrics["grad_norm"] > 0.1
+    np.testing.assert_allclose(metrics["grad_norm"], reference(TINY).metrics[0]["grad_norm"], rtol=1e-5)
+
+
+def test_moving_average():
+    before, after, _, state = updated(*RECIPE)
+    for name, average in flatten(state.ema).items():
+        np.testing.assert_allclose(average, 0.75 * before[name] + 0.25 * after[name], rtol=1e-5, atol=1e-7)
+    assert reference(TINY).state.ema is None
+
+
+def test_dropout_is_drawn_anew_each_step_and_repeats_with_the_state():
+    key = (*small(TINY), "model.dropout=0.5", "optimizer.learning_rate=1e-20")
+    program, host = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
+    batch = program.place(make_batch(program.run))
+    state, first = program.step(placed_state(program, host), batch)
+    _, second = program.step(state, batch)
+    _, again = program.step(placed_state(program, host), batch)
+    assert first["loss"] == again["loss"]
+    assert first["loss"] != second["loss"]
+    sums = program.evaluate(placed_state(program, host).parameters, batch, jnp.ones(61, jnp.int32))
+    plain = reference(TINY).metrics[0]["loss"]
+    np.testing.assert_allclose(sums["loss"] / sums["weight"], plain, rtol=1e-6)
+
+
+def test_evaluation_counts_bytes_of_text_only():
+    run = small_run(TINY, "mesh=2x2x2", "partition=2d_tp")
+    program, batch = make_program(run), make_batch(run)
+    host = initial_state(small(TINY))
+    length = np.arange(61, dtype=np.int32) % 3
+    sums = jax.device_get(program.evaluate(placed_state(program, host).parameters, program.place(batch), length))
+    parameters = jax.tree.map(jnp.asarray, host.parameters)
+    module = program.assembly.module(parameters)
+    per_token = np.asarray(jax.jit(lambda b: module.losses(b).per_token)(jax.tree.map(jnp.asarray, batch)))
+    text = length[batch["targets"]] > 0
+    np.testing.assert_allclose(sums["weight"], batch["weights"].sum(), rtol=1e-6)
+    np.testing.assert_allclose(sums["loss"], (per_token * batch["weights"]).sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums["nats"], per_token[text & (batch["weights"] > 0)].sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums["bytes"], (length[batch["targets"]] * batch["weights"]).sum(), rtol=1e-6)
