@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,9 @@ def test_parameters_by_hand():
 def test_initial_state_is_the_same_on_a_mesh():
     program = make_program(small_run("valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp_fsdp"))
     state = program.init(0)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), initial_state(small("valkyrie_tiny")))
+    # Random bits are the same everywhere; rotating B and C into the eigenbasis is a product, equal to rounding.
+    same = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(same, jax.device_get(state), initial_state(small("valkyrie_tiny")))
     laid = jax.tree.map(
         lambda x, like: x.sharding.is_equivalent_to(like.sharding, x.ndim), state, program.abstract_state
     )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from helpers import (
     Steps,
     assert_same_steps,
@@ -25,7 +26,6 @@ from helpers import (
     small_run,
     two_steps,
 )
-
 from valkyrie.axes import UNSHARDED
 from valkyrie.models.base import flatten
 from valkyrie.ops.linear import FLOAT32, Numerics, linear, lookup
@@ -130,9 +130,8 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
     assert not any(is_activation(shape, 1) for shapes in found.values() for shape in shapes)
     times = Counter(tuple(sorted(n for n in shape if n > 1)) for shape in found["all-gather"])
     embed, mlp, states, heads = run.model.embed, run.model.mlp, run.model.s5.states, run.model.attention.heads
-    assert times[embed, mlp] == 2 * 6 + 1, (
-        "three matrices of two feed-forwards, twice; the embedding, of one size, once"
-    )
+    of_embedding = times[embed, mlp] - 2 * 6  # beside three matrices of two feed-forwards, twice, of the same size
+    assert 1 <= of_embedding <= 3, "for the lookup, the loss, and the loss backward; a compiler may join them"
     assert times[states, embed] == 2 * 4
     assert times[heads, run.model.attention.head_dim, embed] == 2 * 4
 
