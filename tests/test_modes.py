@@ -80,6 +80,7 @@ def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     job = start(*reading(trained(), "mode=generate", "sample_tokens=500"), cwd=tmp_path)
     assert job.stdout is not None and job.stderr is not None
+    assert "at step 6" in job.stdout.readline()
     job.stdout.close()
     err = job.stderr.read()
     job.wait(60)
