@@ -130,10 +130,12 @@ def test_no_token_is_no_text() -> None:
 
 @pytest.mark.slow
 def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
-    assembly, parameters = tiny_model()
+    assembly, parameters = tiny_model("s5_tiny")
+    endless = parameters["embedding"].at[BYTES.bos_id].set(0)  # its logit is 0, and never among the best
+    parameters = parameters | {"embedding": endless}
     stamps = []
-    for _ in generate(assembly, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=None, seed=3):
+    for _ in generate(assembly, parameters, BYTES, "a", tokens=600, temperature=1.0, top_k=40, seed=2):
         stamps.append(time.perf_counter())
     taken = np.diff(stamps)
-    assert len(taken) > 500, "the document ended early; choose another seed"
+    assert len(taken) > 500, "the document ended early"
     assert statistics.median(taken[450:500]) < 2 * statistics.median(taken[50:100])

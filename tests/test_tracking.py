@@ -24,6 +24,14 @@ def tracker(folder: Path, mode: str = "off") -> Tracker:
 
 
 def wandb_log(folder: Path) -> dict[str, Any]:
+    """Return what a finished W&B offline log holds; W&B's own process may still be writing it."""
+    end = time.monotonic() + 20
+    while "exit" not in (found := _read_wandb_log(folder)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
+
+
+def _read_wandb_log(folder: Path) -> dict[str, Any]:
     """Return what a W&B offline log holds: config, history, summary, the run's record and its exit status."""
     from wandb.proto import wandb_internal_pb2 as pb
 
@@ -59,6 +67,8 @@ def _frames(data: bytes, block: int = 32768) -> Iterator[bytes]:
             continue
         crc, length, kind = struct.unpack_from("<IHB", data, at)
         part = data[at + 7 : at + 7 + length]
+        if len(part) < length:
+            return
         assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == crc
         at += 7 + length
         body = part if kind in (1, 2) else body + part
