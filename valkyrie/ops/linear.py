@@ -70,7 +70,8 @@ def linear(
         return dx.astype(x.dtype), shard.stored(dw, *axes).astype(w.dtype)
 
     product.defvjp(forward, backward)
-    return product(x.astype(numerics.compute), w)
+    # A slice of a parameter has no placement of its own: without this one, it would be kept as it was gathered.
+    return product(x.astype(numerics.compute), shard.stored(w, *axes))
 
 
 def lookup(
