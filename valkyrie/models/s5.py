@@ -36,9 +36,7 @@ class S5(nnx.Module):
         self.config, self.numerics = config, numerics
         self.Lambda_re = parameter(re, ("state",), "ssm")
         self.Lambda_im = parameter(im, ("state",), "ssm")
-        self.log_step = parameter(
-            init_log_step(keys[0], hippo.state, config.dt_min, config.dt_max), ("state",), "ssm"
-        )
+        self.log_step = parameter(init_log_step(keys[0], hippo.state, config.dt_min, config.dt_max), ("state",), "ssm")
         self.B = parameter(init_B_tilde(keys[1], hippo, embed), (*_B_AXES, None), "ssm")
         self.C = parameter(init_C_tilde(keys[2], hippo, embed, config.c_init), (*_C_AXES, None))
         if config.bidirectional:
@@ -123,8 +121,7 @@ class S5(nnx.Module):
         # A sum, not a difference: where `state` is split, a compiler may then add first and reduce over devices once.
         signed = C[..., 0], -C[..., 1]
         re, im = (
-            linear("bsp,ep->bse", x[part], signed[part], axes=_C_AXES, shard=shard, numerics=FLOAT32)
-            for part in (0, 1)
+            linear("bsp,ep->bse", x[part], signed[part], axes=_C_AXES, shard=shard, numerics=FLOAT32) for part in (0, 1)
         )
         return (2 if self.config.conjugate_symmetric else 1) * (re + im)
 

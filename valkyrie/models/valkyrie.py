@@ -70,9 +70,7 @@ class Block(nnx.Module):
         keys = jax.random.split(key, 2)
         is_s5 = spec.kind is BlockKind.s5
         self.rate = config.dropout
-        self.norm = RMSNorm(
-            config.embed, config.norm_epsilon, numerics=numerics, group="ssm" if is_s5 else "vector"
-        )
+        self.norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics, group="ssm" if is_s5 else "vector")
         if is_s5:
             self.mixer = S5(config.s5, config.embed, numerics=numerics, key=keys[0])
         else:
@@ -128,9 +126,7 @@ class Block(nnx.Module):
 class Group(nnx.Module):
     """The blocks of one pass over the pattern, under the names `block_0`, `block_1`, ..."""
 
-    def __init__(
-        self, config: ValkyrieConfig, specs: tuple[BlockSpec, ...], *, numerics: Numerics, key: Array
-    ) -> None:
+    def __init__(self, config: ValkyrieConfig, specs: tuple[BlockSpec, ...], *, numerics: Numerics, key: Array) -> None:
         self.count = len(specs)
         for i, (spec, block_key) in enumerate(zip(specs, jax.random.split(key, len(specs)), strict=True)):
             setattr(self, f"block_{i}", Block(config, spec, numerics=numerics, key=block_key))
@@ -258,9 +254,7 @@ class Valkyrie(nnx.Module):
         return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
 
 
-def _stack(
-    config: ValkyrieConfig, specs: tuple[BlockSpec, ...], repeats: int, numerics: Numerics, key: Array
-) -> Group:
+def _stack(config: ValkyrieConfig, specs: tuple[BlockSpec, ...], repeats: int, numerics: Numerics, key: Array) -> Group:
     """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
     return jax.vmap(lambda k: Group(config, specs, numerics=numerics, key=k))(jax.random.split(key, repeats))
 

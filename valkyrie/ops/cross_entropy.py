@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +85,8 @@ def cross_entropy(
     chunk = min(chunk, part)
     head = _Head(vocab_size, softcap, constrain, place, batch_shards, shards)
     split = functools.partial(_split, shards=shards, chunk=chunk)
-    nll, log_sum = _token_losses(head, split(hidden), unembed, split(targets))
-    nll, log_sum = (_join(x, shards, batch, seq) for x in (nll, log_sum))
+    losses: Any = _token_losses(head, split(hidden), unembed, split(targets))
+    nll, log_sum = (_join(x, shards, batch, seq) for x in losses)
     counted = weights != 0
     nll, log_sum = jnp.where(counted, nll, 0.0), jnp.where(counted, log_sum, 0.0)
     weights = weights.astype(jnp.float32)
@@ -159,8 +159,8 @@ def _token_losses(
 
 
 def _token_losses_forward(head, hidden, unembed, targets):
-    nll, log_sum = _token_losses(head, hidden, unembed, targets)
-    return (nll, log_sum), (hidden, unembed, targets, log_sum)
+    losses: Any = _token_losses(head, hidden, unembed, targets)
+    return losses, (hidden, unembed, targets, losses[1])
 
 
 def _token_losses_backward(head, saved, cotangents):
@@ -177,9 +177,7 @@ def _token_losses_backward(head, saved, cotangents):
         if slope is not None:
             d_logits = d_logits * slope
         d_logits = d_logits.astype(part.dtype)
-        d_part = jnp.einsum(
-            "bsv,ve->bse", d_logits, unembed, preferred_element_type=jnp.float32
-        ).astype(part.dtype)
+        d_part = jnp.einsum("bsv,ve->bse", d_logits, unembed, preferred_element_type=jnp.float32).astype(part.dtype)
         apart = (_by_shard(head, x) for x in (d_logits, part))
         return d_unembed + jnp.einsum("ibjsv,ibjse->ijve", *apart, preferred_element_type=jnp.float32), d_part
 
