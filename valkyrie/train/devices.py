@@ -49,6 +49,7 @@ def acquire(run: Run) -> Devices:
 
     Must come before anything else touches a JAX backend: the number of CPU devices is fixed at the first use.
     """
+    _let_simulated_devices_wait()
     import jax
 
     config = run.config
@@ -88,3 +89,14 @@ def configure_jax(run: Run) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_debug_nans", run.config.debug.value == "nans")
+
+
+def _let_simulated_devices_wait() -> None:
+    """Give simulated devices time to meet in a collective: on a busy machine the default ends the process at 40 s."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_collective_call_terminate_timeout_seconds" not in flags:
+        patience = (
+            "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 "
+            "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
+        )
+        os.environ["XLA_FLAGS"] = f"{flags} {patience}".strip()
