@@ -327,5 +327,5 @@ def test_a_program_ends_at_once_with_a_loader_open(counted: Prepared, how: str) 
     if how == "wait":
         time.sleep(0.2)
         program.send_signal(signal.SIGINT)
-    out, errors = program.communicate(timeout=10)
+    out, errors = program.communicate(timeout=60)
     assert (program.returncode, first, out, errors) == (0, "(8, 16)\n", "0\n" if how == "wait" else "", "")
