@@ -35,8 +35,8 @@ def _set_environment() -> None:
 _set_environment()
 
 import absl.logging  # noqa: E402 - after the environment, like all that follows
-import jax  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import jax  # noqa: E402 - likewise
+from jaxtyping import install_import_hook  # noqa: E402 - likewise
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 install_import_hook("valkyrie", "beartype.beartype")

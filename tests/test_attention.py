@@ -33,7 +33,10 @@ GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
 def make(seq, *, batch=2, heads=4, kv_heads=2, head_dim=8, global_tokens=0, segments=False, seed=0):
     """Random q, k, v and, where asked for, segment ids and global tokens with one repeated and one invalid entry."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     q, k, v = normal(batch, seq, heads, head_dim), *(normal(batch, seq, kv_heads, head_dim) for _ in range(2))
     tokens = ids = None
     if global_tokens:

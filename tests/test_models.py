@@ -106,7 +106,10 @@ def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
     """One row of documents one after another, each with targets of its own."""
     rng, seq = np.random.default_rng(1), sum(lengths)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
-    draw = lambda: rng.integers(0, run.model.vocab_size, (1, seq)).astype(np.int32)  # noqa: E731
+
+    def draw() -> np.ndarray:
+        return rng.integers(0, run.model.vocab_size, (1, seq)).astype(np.int32)
+
     return jax.tree.map(
         jnp.asarray,
         {"tokens": draw(), "targets": draw(), "segment_ids": ids, "weights": np.ones((1, seq), np.float32)},
@@ -259,7 +262,9 @@ def test_flops_of_the_config_are_those_of_the_program(case):
     ("window", "dilation", "seq"), [(8, 1, 32), (8, 3, 32), (None, 1, 32), (64, 1, 32), (5, 2, 37)]
 )
 def test_flops_count_the_keys_that_a_query_sees(window, dilation, seq):
-    of = lambda w: f"model.attention.windows=[{'null' if w is None else w}]"  # noqa: E731
+    def of(w):
+        return f"model.attention.windows=[{'null' if w is None else w}]"
+
     run = small_run("longformer_tiny", of(window), f"model.attention.dilations=[{dilation}]", "model.layers=1")
     reach = seq if window is None else window
     seen = np.mean([sum(1 for n in range(reach) if i - n * dilation >= 0) for i in range(seq)])
