@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from typing import Any
 
 from valkyrie.paths import read_group
 from valkyrie.precision import DType
@@ -21,20 +23,46 @@ class Platform(Enum):
     tpu = "tpu"
 
 
+class Wrap(Enum):
+    """Which axes of a torus close into rings: those as long as the pod's, all if all are whole cubes, or none."""
+
+    none = "none"
+    axes_of_16 = "axes_of_16"
+    axes_of_32 = "axes_of_32"
+    cubes_of_4 = "cubes_of_4"
+
+
 @dataclass
 class ChipConfig:
     """One accelerator chip. Figures are per chip; sources stand in `conf/target/chip/*.yaml`.
 
-    `peak_tflops`: dense TFLOP/s by dtype; `hbm_gib`: memory in GiB; `hbm_gbs`: GB/s; `usd_per_hour`: on demand.
-    `device_kinds`: the names by which JAX reports this chip.
+    `peak_tflops`: dense TFLOP/s by dtype; `hbm_gib`: memory in GiB, of which the compiler leaves `usable_hbm_gib` to a
+    program; `hbm_gbs`: GB/s; `clock_ghz`: of the matrix units; `devices`: JAX devices in a chip.
+    `ici_axes`: axes of the torus; `ici_link_gbs`: GB/s one way of one of the two links that a chip has on each of them;
+    `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `host_bounds`: chips of a host,
+    by axis; `dcn_gbs_per_host`: GB/s one way out of a host over the data-centre network.
+    `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
+    `compiler_name`, `compiler_options`: by which libtpu knows it. `device_kinds`: by which JAX reports it.
     """
 
     name: str = "unknown"
     platform: Platform = Platform.any
     peak_tflops: dict[str, float] = field(default_factory=dict)
     hbm_gib: float | None = None
+    usable_hbm_gib: float | None = None
     hbm_gbs: float | None = None
+    clock_ghz: float | None = None
+    devices: int = 1
+    ici_axes: int | None = None
+    ici_link_gbs: float | None = None
+    hop_us: float | None = None
+    wrap: Wrap = Wrap.none
+    host_bounds: list[int] = field(default_factory=list)
+    dcn_gbs_per_host: float | None = None
     usd_per_hour: float | None = None
+    spot_usd_per_hour: float | None = None
+    compiler_name: str | None = None
+    compiler_options: dict[str, Any] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
 
     def peak_flops(self, compute: DType) -> float | None:
@@ -65,6 +93,30 @@ class TargetConfig:
             return self.name
         shape = f" {self.topology}" if self.topology else ""
         return f"{self.name} ({self.chips} {self.chip.name} chips{shape}, {self.hosts} host{'s' * (self.hosts > 1)})"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The physical torus of a target: chips along each axis, and whether the axis closes into a ring.
+
+    `slices` such tori are joined by the data-centre network. `devices_per_chip` JAX devices share a chip's links.
+    """
+
+    shape: tuple[int, ...]
+    wrap: tuple[bool, ...]
+    host_bounds: tuple[int, ...]
+    slices: int = 1
+    devices_per_chip: int = 1
+
+    @property
+    def chips(self) -> int:
+        """Chips of one slice."""
+        return math.prod(self.shape)
+
+    @property
+    def devices(self) -> int:
+        """JAX devices of all slices."""
+        return self.chips * self.devices_per_chip * self.slices
 
 
 @cache
