@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import DataConfig
-from valkyrie.hardware import ChipConfig, TargetConfig
+from valkyrie.hardware import ChipConfig, TargetConfig, known_targets
 from valkyrie.models import FAMILIES, config_class
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
@@ -108,6 +108,7 @@ def register() -> Path:
     OmegaConf.register_new_resolver("divide", lambda a, b: float(a) / float(b), replace=True)
     OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
     OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
+    OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
     return conf_dir_checked()
 
 
@@ -121,11 +122,20 @@ def conf_dir_checked() -> Path:
     return folder
 
 
-def default_mesh() -> str:
-    """Return the mesh used when nothing names one: the launch environment's, all accelerators as data, or 2x2x2."""
+def default_mesh(target: str = "auto") -> str:
+    """Return the mesh used when nothing names one.
+
+    It is the launch environment's; else the torus of the target, padded to three axes; else all accelerators of this
+    machine as data; else 2x2x2.
+    """
     mesh = mesh_from_environment()
     if mesh is not None:
         return ENVIRONMENT_MESH
+    for known in known_targets() if target != "auto" else ():
+        if known.name == target and known.chips is not None and known.chip is not None:
+            sizes = [int(n) for n in (known.topology or str(known.chips)).split("x")]
+            sizes[-1] *= known.chip.devices
+            return "x".join(str(n) for n in [1] * (3 - len(sizes)) + sizes)
     found = accelerators()
     return f"1x1x{found}" if found else SIMULATED_MESH
 
@@ -134,6 +144,13 @@ def default_partition() -> str:
     """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`."""
     mesh = mesh_from_environment()
     return "data_model_fsdp" if mesh is not None and mesh.names is not None else "2d_tp"
+
+
+def default_precision(target: str = "auto") -> str:
+    """Return the policy used when nothing names one: bfloat16 products on accelerators, float32 on a CPU."""
+    if target.startswith("cpu") or (target == "auto" and not accelerators()):
+        return "float32"
+    return "bf16_mixed"
 
 
 def accelerators() -> int:

@@ -38,9 +38,16 @@ class Debug(Enum):
 
 @dataclass
 class ModeConfig:
-    """What a command does with the run: `train`, `show`, `eval` or `generate`."""
+    """What a command does with the run: `train`, `show`, `compile`, `eval` or `generate`.
+
+    For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
+    leaves the optimised module in the run folder.
+    """
 
     name: str = "train"
+    time_limit_s: float = 1800.0
+    cache: bool = True
+    hlo: bool = False
 
 
 @dataclass
@@ -61,7 +68,7 @@ class RunConfig:
     runs: str = "runs"
     resume: str | None = None
     seed: int = 0
-    steps: int = 300
+    steps: int = 200
     batch: int = 32
     seq: int = 128
     microbatches: int = 1
