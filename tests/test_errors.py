@@ -46,7 +46,7 @@ ONE_LINE = {
     ),
     "a mode that is none": (
         ["mode=shw"],
-        "mode=shw is not a choice. Did you mean mode=show? Choices: eval, generate, show, train.",
+        "mode=shw is not a choice. Did you mean mode=show? Choices: compile, eval, generate, show, train.",
     ),
     "an experiment that is none": (
         ["experiment=nix"],

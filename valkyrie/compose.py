@@ -108,6 +108,7 @@ def register() -> Path:
     OmegaConf.register_new_resolver("divide", lambda a, b: float(a) / float(b), replace=True)
     OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
     OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
+    OmegaConf.register_new_resolver("default_remat", default_remat, replace=True)
     OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
     return conf_dir_checked()
 
@@ -144,6 +145,11 @@ def default_partition() -> str:
     """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`."""
     mesh = mesh_from_environment()
     return "data_model_fsdp" if mesh is not None and mesh.names is not None else "2d_tp"
+
+
+def default_remat(embed: int) -> str:
+    """Return the rematerialisation used when nothing names one: full for models that are 2048 wide or wider."""
+    return "full" if embed >= 2048 else "none"
 
 
 def default_precision(target: str = "auto") -> str:

@@ -77,12 +77,13 @@ def _compose() -> DictConfig | None:
 
 
 def _dispatch(run: Run, arguments: Sequence[str]) -> int:
+    from valkyrie.search.modes import MODES as SEARCH_MODES
     from valkyrie.train.modes import MODES
 
-    name = run.config.mode.name
-    if name not in MODES:
-        raise ValueError(f"mode={name} is not known. Known: {', '.join(MODES)}.")
-    return MODES[name](run, arguments)
+    name, modes = run.config.mode.name, {**MODES, **SEARCH_MODES}
+    if name not in modes:
+        raise ValueError(f"mode={name} is not known. Known: {', '.join(modes)}.")
+    return modes[name](run, arguments)
 
 
 def fail(message: str) -> None:

@@ -100,11 +100,13 @@ class ValkyrieConfig:
     """A stack of S5 and windowed-attention blocks, each followed by a feed-forward where `feed_forward_after` says so.
 
     `block_pattern` repeats until `layers` blocks are made. `vocab_size` counts real tokens; the embedding has
-    that rounded up to `vocab_multiple` rows, so that it splits evenly.
+    that rounded up to `vocab_multiple` rows, so that it splits evenly. `context` is the length it is trained on unless
+    `seq` says otherwise.
     """
 
     family: str = "valkyrie"
     name: str = "valkyrie"
+    context: int = 128
     tokenizer: str = "bytes"
     vocab_size: int = 257
     vocab_multiple: int = 128

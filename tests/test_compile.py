@@ -1,0 +1,118 @@
+"""Compiling a layout in a process of its own: results instead of tracebacks, a time limit, a cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers import compose_run
+from valkyrie.run import Run
+from valkyrie.search import compile as compiling
+from valkyrie.search.child import parse_out_of_memory
+from valkyrie.search.compile import compile_layout, program_key
+
+OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
+Used 37.85G of 30.75G hbm. Exceeded hbm capacity by 7.10G.
+
+Total hbm usage >= 38.10G:
+    reserved        258.00M
+    program          37.85G
+    arguments            0B
+
+Program hbm requirement 37.85G:
+    HLO temp         37.85G (100.0% utilization: Unpadded (37.85G) Padded (37.85G), 0.0% fragmentation (0B))
+
+  Largest program allocations in hbm:
+
+  1. Size: 12.00G
+     Operator: op_name="jit(step)/while/body/dot_general" source_file="a.py" source_line=3
+     Shape: bf16[24,64,2048,5632]{3,2,1,0:T(8,128)(2,1)}
+     Unpadded size: 12.00G
+     XLA label: fusion.1 = fusion()
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 512.00M
+     Shape: f32[64,2048]{1,0}
+     Unpadded size: 512.00M
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
+    return compose_run("model=s5_tiny", "mesh=2x2x1", "partition=fsdp", "target=cpu", "batch=8", "seq=16")
+
+
+def test_numbers_and_largest_arrays_of_a_program_that_does_not_fit():
+    found = parse_out_of_memory(OUT_OF_MEMORY)
+    assert (found["needed"], found["usable"]) == (int(37.85 * 2**30), int(30.75 * 2**30))
+    assert [entry["bytes"] for entry in found["largest"]] == [12 * 2**30, 512 * 2**20]
+    assert found["largest"][0]["op_name"] == "jit(step)/while/body/dot_general"
+    assert found["largest"][1] == {"bytes": 512 * 2**20, "shape": "f32[64,2048]", "op_name": None}
+
+
+def test_numbers_of_the_short_form():
+    text = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)"
+    found = parse_out_of_memory(text)
+    assert (found["needed"], found["usable"]) == (int(37.85 * 2**30), int(30.75 * 2**30))
+
+
+def test_a_layout_is_compiled_once(tiny: Run):
+    lines: list[str] = []
+    first = compile_layout(tiny, 300, progress=lines.append)
+    assert (first.status, first.cached) == ("ok", False), first.outcome
+    assert first.outcome["axes"] == {"x": 2, "y": 2, "z": 1}
+    assert len(first.outcome["positions"]) == 4
+    assert first.outcome["memory"]["temporary"] > 0
+    assert first.module.stat().st_size > 1000
+    assert lines[0].startswith("compiling for cpu")
+    again = compile_layout(tiny, 300)
+    assert (again.outcome, again.cached) == (first.outcome, True)
+
+
+def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run):
+    def changed(**keys: object) -> Run:
+        return Run(replace(tiny.config, **keys), tiny.model)  # type: ignore[arg-type]
+
+    keys = [program_key(run) for run in (tiny, changed(batch=16), changed(seq=32), changed(microbatches=2))]
+    assert len(set(keys)) == len(keys)
+    assert program_key(changed(prompt="x", runs="elsewhere", seed=3)) == keys[0]
+
+
+def test_a_compile_beyond_its_time_is_a_result(tiny: Run):
+    ended = compile_layout(tiny, 0.3)
+    assert ended.status == "timeout"
+    assert "mode.time_limit_s=0.3" in ended.outcome["reason"]
+    assert not compile_layout(tiny, 0.3).cached
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("import os; os.abort()", "ended with signal 6 (SIGABRT)"),
+        ("import sys; print('a last word'); sys.exit(3)", "ended with status 3: a last word"),
+    ],
+)
+def test_a_compiler_that_dies_takes_nobody_along(
+    tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, said: str
+):
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{what}"\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(compiling.sys, "executable", str(interpreter))
+    died = compile_layout(tiny, 60)
+    assert (died.status, died.cached) == ("failed", False)
+    assert said in died.outcome["reason"]
+
+
+def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
+    run = compose_run("model=s5_tiny", "mesh=2x2x2", "partition=fsdp", "target=h100-8", "batch=8", "seq=16")
+    refused = compile_layout(run, 120)
+    assert refused.status == "refused"
+    assert "needs a CUDA backend" in refused.outcome["reason"]

@@ -1,0 +1,56 @@
+"""The timeline file: the Chrome trace-event format, and what a viewer needs to draw it without guessing."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from valkyrie.search.timeline import trace_events, write_timeline
+
+
+class FakeSpan(NamedTuple):
+    track: str
+    name: str
+    category: str
+    op_name: str
+    source: str
+    start_s: float
+    duration_s: float
+
+
+def span(track: str, start: float, duration: float, name: str = "fusion.1") -> FakeSpan:
+    return FakeSpan(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
+
+
+def test_the_file_is_what_the_format_asks_for(tmp_path: Path):
+    write_timeline(tmp_path / "timeline.json", [span("x", 1e-3, 2e-3), span("compute", 0.0, 1e-3)], "a step")
+    written = json.loads((tmp_path / "timeline.json").read_text())
+    assert set(written) == {"displayTimeUnit", "traceEvents"}
+    names = [e["args"]["name"] for e in written["traceEvents"] if e["name"] in ("process_name", "thread_name")]
+    assert names == ["a step", "compute", "collectives over x"]
+    compute, collective = [e for e in written["traceEvents"] if e["ph"] == "X"]
+    assert (compute["tid"], compute["ts"], compute["dur"]) == (0, 0.0, 1000.0)
+    assert (collective["tid"], collective["ts"], collective["dur"]) == (1, 1000.0, 2000.0)
+    assert collective["args"] == {"op_name": "jit(step)/dot", "source": "model.py:3"}
+
+
+times = st.lists(
+    st.tuples(st.sampled_from(["compute", "x", "x,y"]), st.floats(0, 1), st.floats(1e-6, 1)), min_size=1, max_size=40
+)
+
+
+@given(times)
+def test_events_of_a_track_never_overlap_and_none_is_lost(drawn: list[tuple[str, float, float]]):
+    events = [e for e in trace_events([span(*entry) for entry in drawn], "") if e["ph"] == "X"]
+    assert len(events) == len(drawn)
+    lanes = defaultdict(list)
+    for event in events:
+        lanes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for lane in lanes.values():
+        lane.sort()
+        assert all(after[0] >= before[1] - 0.01 for before, after in zip(lane, lane[1:], strict=False))

@@ -1,0 +1,181 @@
+"""Decides what the child process of a compile does: build the run's step for its target, compile it, write what came.
+
+`python -m valkyrie.search.child FOLDER` reads FOLDER/run.yaml and leaves FOLDER/outcome.json, with the optimised module
+in FOLDER/module.hlo.pb. It is a process of its own because the compiler of another chip may abort, or never return.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from valkyrie.hardware import Platform
+from valkyrie.run import Run
+
+OUTCOME, MODULE, TEXT = "outcome.json", "module.hlo.pb", "module.hlo.txt"
+"""What a compile leaves in its folder: the result, the optimised module serialised, and the same as text."""
+
+_BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
+
+
+def main() -> None:
+    """Compile the run in the folder named by the first argument."""
+    folder = Path(sys.argv[1])
+    outcome = _outcome(folder)
+    scratch = folder / f"{OUTCOME}.part"
+    scratch.write_text(json.dumps(outcome))
+    scratch.replace(folder / OUTCOME)
+
+
+def _outcome(folder: Path) -> dict[str, Any]:
+    from omegaconf import DictConfig, OmegaConf
+
+    config = OmegaConf.load(folder / "run.yaml")
+    assert isinstance(config, DictConfig)
+    run = Run.from_config(config)
+    try:
+        devices = _devices(run)
+    except ValueError as error:
+        return {"status": "refused", "reason": str(error)}
+    try:
+        return _compile(run, devices, folder)
+    except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "HbmOom" not in text:
+            return {"status": "failed", "reason": f"{type(error).__name__}: {_first_lines(text)}"}
+        from valkyrie.search.alternatives import cheaper_layouts
+
+        return {"status": "does_not_fit", **parse_out_of_memory(text), "savings": cheaper_layouts(run)}
+
+
+def _devices(run: Run) -> list[Any]:
+    """Return the devices to compile for; ValueError says what this machine lacks."""
+    target, size = run.config.target, run.config.mesh.size
+    if target.platform is Platform.tpu:
+        from valkyrie.parallel.topology import compile_devices
+
+        return compile_devices(target)
+    if target.platform in (Platform.cpu, Platform.any):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", size)
+        return jax.devices("cpu")
+    import jax
+
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError:
+        raise ValueError(
+            f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, and JAX finds none "
+            "here. Run this on a machine with the GPU and `pip install 'valkyrie-jax[cuda]'`, or use a TPU target: "
+            "those compile anywhere."
+        ) from None
+    if len(devices) < size:
+        raise ValueError(
+            f"target={target.describe()}: XLA compiles for the GPUs it can see, {len(devices)} x "
+            f"{devices[0].device_kind} here, and mesh={run.config.mesh.name} needs {size}."
+        )
+    return devices
+
+
+def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
+    from valkyrie.parallel.mesh import build_mesh
+    from valkyrie.search.alternatives import fuller_layouts
+    from valkyrie.train.memory import expected_memory
+    from valkyrie.train.program import StepProgram
+
+    mesh = build_mesh(run.config.mesh, devices)
+    program = StepProgram(run, mesh, backend=devices[0].platform)
+    began = time.perf_counter()
+    lowered = program.lower_step()
+    lowered_at = time.perf_counter()
+    compiled = lowered.compile()
+    done_at = time.perf_counter()
+    module = compiled.runtime_executable().hlo_modules()[0]
+    (folder / MODULE).write_bytes(module.as_serialized_hlo_module_proto())
+    if run.config.mode.hlo:
+        (folder / TEXT).write_text(compiled.as_text())
+    expected = expected_memory(run, program.abstract_state, program.assembly.specs)
+    analysis = compiled.memory_analysis()
+    return {
+        "status": "ok",
+        "lower_s": lowered_at - began,
+        "compile_s": done_at - lowered_at,
+        "memory": {
+            "parameters": expected.parameters + expected.average,
+            "optimizer": expected.optimizer,
+            "gradients": expected.gradients,
+            "arguments": analysis.argument_size_in_bytes,
+            "outputs": analysis.output_size_in_bytes,
+            "aliased": analysis.alias_size_in_bytes,
+            "temporary": analysis.temp_size_in_bytes,
+            "code": analysis.generated_code_size_in_bytes,
+            "peak": getattr(analysis, "peak_memory_in_bytes", 0),
+        },
+        "parameters": sum(spec.size for spec in _specs(program)),
+        "larger": fuller_layouts(run),
+        "device_kind": devices[0].device_kind,
+        "positions": [_position(device) for device in mesh.devices.flat],
+        "axes": {str(name): int(size) for name, size in mesh.shape.items()},
+    }
+
+
+def _specs(program: Any) -> list[Any]:
+    from valkyrie.models.base import flatten
+
+    return list(flatten(program.assembly.specs).values())
+
+
+def _position(device: Any) -> list[Any]:
+    coords = getattr(device, "coords", None)
+    return [
+        getattr(device, "slice_index", 0) or 0,
+        list(coords) if coords is not None else [device.id],
+        getattr(device, "core_on_chip", 0) or 0,
+    ]
+
+
+def parse_out_of_memory(text: str) -> dict[str, Any]:
+    """Return the bytes a refused program needs, the bytes it may have, and its largest allocations as XLA names them.
+
+    Keys: `needed`, `usable` (None when the compiler does not say), `largest` (list of {bytes, shape, op_name}).
+    """
+    found = re.search(rf"({_SIZE})\)? exceeds available \w+ \({_SIZE}\)", text)
+    used = re.search(rf"Used {_SIZE} of {_SIZE}", text)
+    needed = usable = None
+    if used:
+        needed, usable = _bytes(used[1], used[2]), _bytes(used[3], used[4])
+    elif found:
+        needed, usable = _bytes(found[2], found[3]), _bytes(found[4], found[5])
+    largest = []
+    for entry in re.finditer(rf"^\s*\d+\. Size: {_SIZE}(.*?)(?=^\s*\d+\. Size:|\Z)", text, re.MULTILINE | re.DOTALL):
+        name = re.search(r"op_name=\"([^\"]*)\"", entry[3])
+        shape = re.search(r"Shape: (\S+?)(?:\{|\s)", entry[3])
+        largest.append(
+            {
+                "bytes": _bytes(entry[1], entry[2]),
+                "shape": shape[1] if shape else None,
+                "op_name": name[1] if name else None,
+            }
+        )
+    return {"needed": needed, "usable": usable, "largest": largest, "reason": _first_lines(text)}
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _BYTES[unit or "B"])
+
+
+def _first_lines(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:2])[:600]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Decides how a layout is compiled so that nothing can take the caller along: a child process, a time limit, a cache.
+
+Imports no JAX: a layout compiled before is answered from the cache in about the time that Python needs to start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from valkyrie.hardware import Platform
+from valkyrie.run import Run
+from valkyrie.search.child import MODULE, OUTCOME, TEXT
+from valkyrie.train.folder import versions
+
+_SHAPING = ("axes.py", "hardware.py", "precision.py", "optim.py", "run.py", "search/child.py", "search/alternatives.py")
+_SHAPING_FOLDERS = ("models", "ops", "parallel", "train")
+"""The sources that decide what is compiled. A change of any of them compiles again."""
+
+_SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
+_SHAPING_KEYS += ("microbatches", "remat")
+"""The keys of a run that decide what is compiled."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a compile: `outcome` as the child wrote it, and the folder that holds it and the module.
+
+    `outcome["status"]` is `ok`, or `does_not_fit`, `refused`, `failed` or `timeout` with a `reason`.
+    """
+
+    outcome: dict[str, Any]
+    folder: Path
+    cached: bool
+    seconds: float
+
+    @property
+    def status(self) -> str:
+        """The status alone."""
+        return str(self.outcome["status"])
+
+    @property
+    def module(self) -> Path:
+        """The file of the optimised module, serialised."""
+        return self.folder / MODULE
+
+
+def compile_layout(
+    run: Run, limit_s: float | int, use_cache: bool = True, progress: Progress | None = None
+) -> Compiled:
+    """Return what compiling this run's step for its target came to; never raises for what the compiler does.
+
+    `limit_s` bounds the child's seconds. `progress` is called about five times a second with a line to show.
+    Results that would come out the same again (fits, does not fit) are kept under `VALKYRIE_CACHE`.
+    """
+    began = time.perf_counter()
+    folder = cache_root() / "compile" / program_key(run)
+    if use_cache and (folder / OUTCOME).is_file():
+        outcome = json.loads((folder / OUTCOME).read_text())
+        wanted = [folder / MODULE] + ([folder / TEXT] if run.config.mode.hlo else [])
+        if outcome["status"] != "ok" or all(file.is_file() for file in wanted):
+            return Compiled(outcome, folder, True, time.perf_counter() - began)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    outcome = _in_child(run, scratch, limit_s, progress or (lambda line: None))
+    kept = _keep(scratch, folder) if outcome["status"] in ("ok", "does_not_fit") else scratch
+    return Compiled(outcome, kept, False, time.perf_counter() - began)
+
+
+def cache_root() -> Path:
+    """Return the folder of everything kept between runs: `VALKYRIE_CACHE`, else `~/.cache/valkyrie`."""
+    return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
+
+
+def program_key(run: Run) -> str:
+    """Return a name for everything that decides the compiled module: the layout, the program's source, the versions."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
+    assert isinstance(values, dict)
+    asked = {key: values[key] for key in _SHAPING_KEYS}
+    text = json.dumps([asked, versions(), source_digest()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def source_digest() -> str:
+    """Return a digest of the sources that shape the compiled program."""
+    package = Path(__file__).resolve().parent.parent
+    files = [package / name for name in _SHAPING]
+    for folder in _SHAPING_FOLDERS:
+        files += sorted((package / folder).rglob("*.py"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _keep(scratch: Path, folder: Path) -> Path:
+    """Move a finished compile to its place in the cache; of two that finish at once, the first stays."""
+    try:
+        if (folder / OUTCOME).is_file():
+            _remove(folder)
+        scratch.rename(folder)
+    except OSError:
+        _remove(scratch)
+    return folder
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_child(run: Run, folder: Path, limit_s: float | int, progress: Progress) -> dict[str, Any]:
+    run.save(folder / "run.yaml")
+    command = [sys.executable, "-m", "valkyrie.search.child", str(folder)]
+    began = time.perf_counter()
+    with (folder / "compiler.log").open("wb") as log:
+        # A session of its own, so that the compiler's threads and whatever it starts end with it.
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(run), start_new_session=True
+        )
+        try:
+            while (status := child.poll()) is None:
+                elapsed = time.perf_counter() - began
+                if elapsed > limit_s:
+                    return {
+                        "status": "timeout",
+                        "reason": f"the compile took longer than mode.time_limit_s={limit_s:g} seconds and was ended",
+                    }
+                progress(f"compiling for {run.config.target.describe()}: {elapsed:.0f} s")
+                time.sleep(0.2)
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    if (folder / OUTCOME).is_file():
+        return json.loads((folder / OUTCOME).read_text())
+    ended = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"status {status}"
+    return {
+        "status": "failed",
+        "reason": f"the compiler's process ended with {ended}: {_last_line(folder / 'compiler.log')}",
+    }
+
+
+def _environment(run: Run) -> dict[str, str]:
+    environment = dict(os.environ)
+    if run.config.target.platform is not Platform.gpu:
+        environment["JAX_PLATFORMS"] = "cpu"
+    # Without these libtpu asks a metadata server for minutes, and refuses to be loaded by two processes.
+    environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return environment
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:400] if lines else "it said nothing"

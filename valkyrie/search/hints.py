@@ -1,0 +1,90 @@
+"""Decides what to advise after a compile: only what follows from its numbers, with the number in the sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from valkyrie.hardware import GIB
+
+WORTH_SAYING = 0.15
+"""The share of a step from which a cost is pointed out."""
+LOW_PRODUCT_RATE = 0.6
+"""Below this share of peak, matrix products are called narrow; large ones reach 0.85 in the compiler's count."""
+
+
+def hints(found: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Return advice for a compiled layout: `found` and `others` are summaries, the others of the same work.
+
+    The same work is the same model, batch, length and target under another layout, compiled earlier.
+    """
+    if found["status"] != "ok" or "step" not in found:
+        return []
+    said = [*_exposed(found), *_faster(found, others), *_recomputation(found), *_memory_bound(found), *_narrow(found)]
+    return said or ["Nothing stands out: no cost beside matrix products takes 15% of the step."]
+
+
+def _exposed(found: dict[str, Any]) -> list[str]:
+    step, said = found["step"]["step_s"], []
+    roles = dict(part.split("=", 1) for part in found["about"]["roles"].split(" · "))
+    for bucket, seconds in sorted(found["seconds"].items(), key=lambda item: -item[1]):
+        axes = bucket.removeprefix("exposed ")
+        if axes == bucket or seconds < WORTH_SAYING * step:
+            continue
+        causes = [c for c in found["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
+        worst = max(causes, key=lambda c: c["exposed_s"], default=None)
+        by = f", most of it {worst['kind']} for {worst['cause'] or 'unnamed'} ({worst['source']})" if worst else ""
+        held = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
+        said.append(f"Exposed communication over {axes} is {_percent(seconds / step)} of the step{by}. {held}.")
+    return said
+
+
+def _faster(found: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
+    timed = [other for other in others if other["status"] == "ok" and "step" in other]
+    best = min(timed, key=lambda other: other["step"]["step_s"], default=None)
+    if best is None or best["step"]["step_s"] >= 0.98 * found["step"]["step_s"]:
+        return []
+    ratio = found["step"]["step_s"] / best["step"]["step_s"]
+    return [
+        f"{best['about']['layout']}, compiled before for the same work, is {ratio:.2f}x as fast: "
+        f"{1e3 * best['step']['step_s']:.0f} ms a step."
+    ]
+
+
+def _recomputation(found: dict[str, Any]) -> list[str]:
+    extra = found["step"]["executed_flops"] / found["step"]["model_flops"] - 1
+    headroom = found["memory"]["headroom"]
+    if extra < WORTH_SAYING or headroom is None or found["about"]["remat"] == "none":
+        return []
+    fitting = [entry for entry in found["larger"] if entry["needs"] < headroom]
+    if not fitting:
+        return []
+    change, needs = fitting[0]["change"], fitting[0]["needs"]
+    return [
+        f"The chip executes {_percent(extra)} more FLOPs than the model has, mostly recomputation; {change} should "
+        f"need {needs / GIB:.1f} GiB of the {headroom / GIB:.1f} GiB that are free."
+    ]
+
+
+def _memory_bound(found: dict[str, Any]) -> list[str]:
+    share = found["seconds"].get("memory", 0.0) / found["step"]["step_s"]
+    if share < 2 * WORTH_SAYING:
+        return []
+    return [
+        f"Operations bound by memory are {_percent(share)} of the step: each chip works on few tokens for the bytes it "
+        "moves. A larger batch, or fewer splits of the batch, spreads them."
+    ]
+
+
+def _narrow(found: dict[str, Any]) -> list[str]:
+    products, step = found["seconds"].get("matmul", 0.0), found["step"]
+    if products < WORTH_SAYING * step["step_s"] or not step["product_rate"] or step["product_rate"] >= LOW_PRODUCT_RATE:
+        return []
+    return [
+        f"Matrix products run at {_percent(step['product_rate'])} of peak: their shards are narrow. "
+        "Splitting weights over fewer devices makes them wider."
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%"

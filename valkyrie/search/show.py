@@ -1,0 +1,157 @@
+"""Decides how the summary of a compiled layout is printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from valkyrie.hardware import GIB
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print the summary that `compile.json` holds."""
+    about = found["about"]
+    console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
+    console.print(f"roles: {about['roles']}")
+    for line in found["placement"]:
+        console.print(f"placement: {line}")
+    console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
+    if found["status"] == "does_not_fit":
+        console.print(f"[bold red]{does_not_fit(found)}[/]")
+        return
+    if found["status"] != "ok":
+        console.print(f"[bold red]{found['status']}: {found['reason']}[/]")
+        return
+    _memory(found, console)
+    if "step" in found:
+        _speed(found, console)
+        _seconds(found, console)
+    _communication(found, console)
+    if "costs" in found:
+        _costs(found, console)
+        for note in found["notes"]:
+            console.print(f"assumed: {note}", style="dim")
+    for hint in found.get("hints", []):
+        console.print(f"hint: {hint}")
+
+
+def does_not_fit(found: dict[str, Any]) -> str:
+    """Return the verdict of a layout that does not fit: both numbers, the largest arrays, and what might fit."""
+    memory = found["memory"]
+    if memory["needed"] is None:
+        return f"does not fit: {found['reason']}"
+    said = f"does not fit: needs {_gib(memory['needed'])} of {_gib(memory['usable'])} usable"
+    if memory["largest"]:
+        named = [f"{entry['shape']} {_gib(entry['bytes'])} ({_cause(entry)})" for entry in memory["largest"][:3]]
+        said += f"; largest: {', '.join(named)}"
+    if memory["savings"]:
+        tries = [f"{entry['change']} (-{_gib(entry['saves'])})" for entry in memory["savings"]]
+        said += f"; try: {', '.join(tries)}"
+    return said
+
+
+def _memory(found: dict[str, Any], console: Console) -> None:
+    memory = found["memory"]
+    table = _table("memory of one device at the peak", ("what", "GiB"))
+    for name, size in memory["split"].items():
+        table.add_row(name, f"{size / GIB:.2f}")
+    table.add_row("peak", f"{memory['peak'] / GIB:.2f}", style="bold")
+    console.print(table, soft_wrap=False)
+    if memory["usable"] is not None:
+        share = memory["headroom"] / memory["usable"]
+        console.print(
+            f"[bold]fits[/]: {_gib(memory['peak'])} of {_gib(memory['usable'])} usable; "
+            f"headroom {_gib(memory['headroom'])} ({100 * share:.0f}%)"
+        )
+
+
+def _speed(found: dict[str, Any], console: Console) -> None:
+    step = found["step"]
+    said = f"[bold]predicted step: {_time(step['step_s'])}[/], {step['tokens_per_second']:,.0f} tokens/s, "
+    said += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip"
+    if step["mfu"] is not None:
+        said += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
+    console.print(said)
+    for kind, tokens in step["tokens_per_dollar"].items():
+        console.print(f"{tokens / 1e6:,.2f} million tokens per dollar ({kind.replace('_', ' ')})")
+
+
+def _seconds(found: dict[str, Any], console: Console) -> None:
+    table = _table("where the time goes", ("what", "ms", "%"))
+    total = found["step"]["step_s"]
+    for name, seconds in sorted(found["seconds"].items(), key=lambda item: -item[1]):
+        if seconds >= 5e-4 * total:
+            label = f"exposed communication over {name[8:]}" if name.startswith("exposed ") else name
+            table.add_row(label, f"{1e3 * seconds:.2f}", f"{100 * seconds / total:.1f}")
+    console.print(table, soft_wrap=False)
+
+
+def _communication(found: dict[str, Any], console: Console) -> None:
+    sent = found["communication"]
+    if not sent["causes"]:
+        console.print("no communication between devices")
+        return
+    for what, key in (("mesh axes", "mesh_axes"), ("torus axis", "torus_axis"), ("kind", "kind")):
+        parts = sorted(sent[f"bytes_by_{key}"].items(), key=lambda item: -item[1])
+        if parts:
+            console.print(f"sent by {what}: {' · '.join(f'{name} {_bytes(size)}' for name, size in parts)}")
+    hidden = 1 - sent["exposed_s"] / sent["busy_s"] if sent["busy_s"] else None
+    if hidden is not None:
+        console.print(f"{100 * hidden:.0f}% of the time on the links is hidden behind compute")
+    table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", "exposed ms", "cause", "source"))
+    timed = "step" in found
+    for use in sent["causes"][:10]:
+        exposed = f"{1e3 * use['exposed_s']:.2f}" if timed else ""
+        over = ",".join(use["mesh_axes"])
+        cause, source = _cause({"op_name": use["cause"]}), _place(use["source"])
+        table.add_row(use["kind"], over, _bytes(use["bytes"]), f"{use['calls']:,.0f}", exposed, cause, source)
+    console.print(table, soft_wrap=False)
+
+
+def _costs(found: dict[str, Any], console: Console) -> None:
+    table = _table(f"the {len(found['costs'])} dearest operations", ("ms", "%", "calls", "what", "operation", "source"))
+    total = found["step"]["step_s"]
+    for cost in found["costs"]:
+        share = f"{100 * cost['seconds'] / total:.1f}"
+        where = _cause(cost), _place(cost["source"])
+        table.add_row(f"{1e3 * cost['seconds']:.2f}", share, f"{cost['calls']:,.0f}", cost["category"], *where)
+    console.print(table, soft_wrap=False)
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
+    numbers = {"GiB", "ms", "%", "sent", "calls", "exposed ms"}
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column in numbers)
+    return table
+
+
+def _cause(entry: dict[str, Any]) -> str:
+    """Return the part of an operation's name that tells it from others, without the functions around all of them."""
+    parts = [part for part in (entry["op_name"] or "unnamed").split("/") if part not in _EVERYWHERE]
+    return "/".join(parts[-3:])
+
+
+_EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond"}
+
+
+def _place(source: str | None) -> str:
+    return source.rsplit("valkyrie/", 1)[-1] if source else ""
+
+
+def _gib(size: int | None) -> str:
+    return "?" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"

@@ -1,0 +1,165 @@
+"""Decides what is said of a compiled layout: fits or not, how long a step takes and why, as one machine-readable value.
+
+`compile.json` is this value; what is printed is made from it alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.hardware import GIB
+from valkyrie.run import Run
+from valkyrie.search.compile import Compiled
+from valkyrie.train.folder import versions
+
+if TYPE_CHECKING:
+    from valkyrie.search.replay import CollectiveUse, Replay
+
+SCHEMA = 1
+"""The version of `compile.json`; it grows when a key changes its meaning."""
+
+TOP_COSTS = 10
+"""How many of a step's dearest operations are listed."""
+
+_BACKWARD = 3.0
+"""A training step has this many times the FLOPs of a forward pass (PaLM, arXiv 2204.02311, appendix B)."""
+
+
+def summarise(
+    run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse], placement: list[str]
+) -> dict[str, Any]:
+    """Return everything known of a compiled layout. Seconds, bytes per device and step, FLOPs per device and step.
+
+    `replay` is None where no time can be told (a CPU target, a layout that was not compiled); `uses` are the
+    collectives of its program, with times only if there is a replay.
+    """
+    outcome = compiled.outcome
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "about": _about(run),
+        "status": compiled.status,
+        "reason": outcome.get("reason"),
+        "versions": versions(),
+        "compile": {key: outcome.get(key) for key in ("lower_s", "compile_s")} | {"cached": compiled.cached},
+        "placement": placement,
+    }
+    if compiled.status == "does_not_fit":
+        found["memory"] = {key: outcome.get(key) for key in ("needed", "usable", "largest", "savings")}
+    if compiled.status != "ok":
+        return found
+    found["parameters"] = outcome["parameters"]
+    found["memory"] = memory_split(run, outcome["memory"])
+    found["larger"] = outcome.get("larger", [])
+    found["communication"] = communication(uses)
+    if replay is not None:
+        found["step"] = speed(run, replay)
+        found["seconds"] = dict(replay.seconds)
+        found["costs"] = [
+            {"category": c.category, "op_name": c.op_name, "source": c.source, "calls": c.calls, "seconds": c.seconds}
+            for c in sorted(replay.costs, key=lambda c: -c.seconds)[:TOP_COSTS]
+        ]
+        found["notes"] = list(replay.notes)
+    return found
+
+
+def _about(run: Run) -> dict[str, Any]:
+    config, layout = run.config, run.layout
+    return {
+        "model": run.model.name,
+        "layout": layout.name,
+        "roles": layout.describe_roles(),
+        "mesh": config.mesh.name,
+        "partition": config.partition.name,
+        "microbatches": config.microbatches,
+        "remat": config.remat.value,
+        "target": config.target.name,
+        "described": config.target.describe(),
+        "batch": config.batch,
+        "seq": config.seq,
+        "precision": config.precision.name,
+    }
+
+
+def memory_split(run: Run, memory: dict[str, int]) -> dict[str, Any]:
+    """Return the bytes of one device at the peak of a step: exact totals, gradients by their shapes.
+
+    XLA says what arguments and temporaries take; parameters and optimizer state are arguments of known shape, and
+    gradients are temporaries of known shape. What is left of the temporaries are activations and working space.
+    """
+    chip = run.config.target.chip
+    usable = None
+    if chip is not None and chip.usable_hbm_gib is not None:
+        usable = int(chip.usable_hbm_gib * GIB / chip.devices)
+    gradients = min(memory["gradients"], memory["temporary"])
+    peak = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"] + memory["code"]
+    split = {
+        "parameters": memory["parameters"],
+        "optimizer": memory["optimizer"],
+        "gradients": gradients,
+        "activations and temporaries": memory["temporary"] - gradients,
+        "program and batch": peak - memory["parameters"] - memory["optimizer"] - memory["temporary"],
+    }
+    return {"peak": peak, "usable": usable, "headroom": None if usable is None else usable - peak, "split": split}
+
+
+def speed(run: Run, replay: Replay) -> dict[str, Any]:
+    """Return what the predicted seconds of a step mean: throughput, MFU with its denominator, tokens per dollar."""
+    config, chip = run.config, run.config.target.chip
+    assert chip is not None
+    chips = config.mesh.size / chip.devices
+    tokens = config.batch * config.seq
+    per_second = tokens / replay.step_s
+    model_flops = _BACKWARD * run.model.flops_per_token(config.seq) * tokens
+    # The peak of the matrix unit, whatever the policy: float32 products are made of bfloat16 ones on a TPU.
+    peak = max(chip.peak_tflops.get("bfloat16", 0.0), chip.peak_flops(config.precision.compute) or 0.0)
+    products = replay.seconds.get("matmul", 0.0) + replay.seconds.get("kernel", 0.0)
+    hourly = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
+    return {
+        "step_s": replay.step_s,
+        "tokens_per_second": per_second,
+        "tokens_per_second_per_chip": per_second / chips,
+        "mfu": model_flops / (replay.step_s * chips * peak * 1e12) if peak else None,
+        "mfu_denominator": f"{peak:g} TFLOP/s of a {chip.name} chip (bfloat16)" if peak else None,
+        "model_flops": model_flops / config.mesh.size,
+        "executed_flops": replay.flops,
+        "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
+        "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd},
+    }
+
+
+def communication(uses: Iterable[CollectiveUse]) -> dict[str, Any]:
+    """Return bytes sent by one device in a step: by mesh axes, by torus axis, by kind, and by cause."""
+    by_mesh: dict[str, float] = defaultdict(float)
+    by_torus: dict[str, float] = defaultdict(float)
+    by_kind: dict[str, float] = defaultdict(float)
+    causes, busy, exposed = [], 0.0, 0.0
+    for use in sorted(uses, key=lambda u: -u.bytes_sent):
+        by_mesh[",".join(use.mesh_axes) or "?"] += use.bytes_sent
+        by_kind[use.kind] += use.bytes_sent
+        for axis, sent in use.bytes_by_torus_axis.items():
+            by_torus[axis] += sent
+        busy, exposed = busy + use.busy_s, exposed + use.exposed_s
+        causes.append(
+            {
+                "kind": use.kind,
+                "mesh_axes": list(use.mesh_axes),
+                "torus_axes": list(use.torus_axes),
+                "cause": use.op_name,
+                "source": use.source,
+                "calls": use.calls,
+                "bytes": use.bytes_sent,
+                "busy_s": use.busy_s,
+                "exposed_s": use.exposed_s,
+            }
+        )
+    return {
+        "bytes": sum(by_mesh.values()),
+        "bytes_by_mesh_axes": dict(by_mesh),
+        "bytes_by_torus_axis": dict(by_torus),
+        "bytes_by_kind": dict(by_kind),
+        "busy_s": busy,
+        "exposed_s": exposed,
+        "causes": causes,
+    }
