@@ -178,8 +178,8 @@ class Run:
             return [_wrong_size(target, mesh)]
         if 1 < target.slices != mesh.slices and mesh.placement is None:
             return [
-                f"target.slices={target.slices} slices are joined by the data-centre network, and mesh={mesh.name} does "
-                f"not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, or set mesh.placement."
+                f"target.slices={target.slices}: slices are joined by the data-centre network, and mesh={mesh.name} "
+                f"does not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, or set mesh.placement."
             ]
         return []
 
@@ -192,9 +192,7 @@ def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
     fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.devices == mesh.size]
-    hint = (
-        f" {mesh.size} {noun} are target={', '.join(fitting)}." if fitting and target.platform != Platform.any else ""
-    )
+    hint = f" {mesh.size} {noun} are target={', '.join(fitting)}." if fitting else ""
     inner = f"{target.slices}s" if target.slices > 1 else ""
     such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
     return (
