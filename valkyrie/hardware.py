@@ -35,7 +35,7 @@ class Wrap(Enum):
 
 
 _POD_SIDE = {Wrap.axes_of_16: 16, Wrap.axes_of_32: 32}
-_BELOW_A_CUBE = ((1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_BELOW_A_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 @dataclass
@@ -191,21 +191,20 @@ def topology_of(target: TargetConfig) -> Topology:
     return Topology(shape, _wraps(chip, shape), bounds, target.slices, devices)
 
 
-def legal_neighbours(chip: ChipConfig, shape: tuple[int, ...], count: int = 3) -> list[str]:
-    """Return the slices of this chip that exist and are nearest to a shape: in number of chips, then in shape."""
+def legal_neighbours(chip: ChipConfig, shape: tuple[int, ...]) -> list[str]:
+    """Return the slices of a chip nearest to a shape: one of as many chips if there is, the next smaller and larger."""
+    size = math.prod(shape)
 
     def distance(other: tuple[int, ...]) -> tuple[float, float]:
         sides = zip(sorted(other), sorted(shape), strict=True)
-        chips = abs(math.log(math.prod(other) / math.prod(shape)))
-        return round(chips, 9), sum(abs(math.log(a / b)) for a, b in sides)
+        return abs(math.log(math.prod(other) / size)), sum(abs(math.log(a / b)) for a, b in sides)
 
-    found = sorted(
-        (s for s in _legal_shapes(chip.wrap, chip.max_chips or 0) if s != tuple(sorted(shape))), key=distance
-    )
-    smaller = [s for s in found if math.prod(s) < math.prod(shape)][:1]
-    larger = [s for s in found if math.prod(s) > math.prod(shape)][:1]
-    chosen = [*[s for s in found if math.prod(s) == math.prod(shape)], *smaller, *larger, *found]
-    return ["x".join(str(n) for n in s) for s in dict.fromkeys(chosen)][:count]
+    legal = _legal_shapes(chip.wrap, chip.max_chips or 0)
+    found = sorted((s for s in legal if sorted(s) != sorted(shape)), key=distance)
+    equal = [s for s in found if math.prod(s) == size][:1]
+    smaller = [s for s in found if math.prod(s) < size][:1]
+    larger = [s for s in found if math.prod(s) > size][:1]
+    return [_text(s) for s in equal + smaller + larger]
 
 
 def neighbours_hint(chip: ChipConfig, shape: tuple[int, ...]) -> str:
@@ -255,7 +254,7 @@ def _wraps(chip: ChipConfig, shape: tuple[int, ...]) -> tuple[bool, ...]:
 def _illegal(chip: ChipConfig, shape: tuple[int, ...]) -> str | None:
     """Return why Cloud TPU has no slice of this shape, with the nearest it has, or None when it has one."""
     chips = math.prod(shape)
-    if tuple(sorted(shape)) in _legal_shapes(chip.wrap, chip.max_chips or 0):
+    if sorted(shape) in [sorted(s) for s in _legal_shapes(chip.wrap, chip.max_chips or 0)]:
         hosts_fit = all(side % bound == 0 for side, bound in zip(shape, chip.host_bounds, strict=True))
         if hosts_fit or chips < math.prod(chip.host_bounds):
             return None
@@ -264,7 +263,7 @@ def _illegal(chip: ChipConfig, shape: tuple[int, ...]) -> str | None:
     if chip.max_chips is not None and chips > chip.max_chips:
         rule = f"the largest has {chip.max_chips} chips, this one would have {chips}."
     elif chip.wrap is Wrap.cubes_of_4:
-        small = ", ".join(_text(sorted(s, reverse=True)) for s in _BELOW_A_CUBE)
+        small = ", ".join(_text(s) for s in _BELOW_A_CUBE)
         rule = f"below a cube of 4x4x4 there are {small}; from there on every axis is a multiple of 4."
     else:
         rule = f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {_POD_SIDE[chip.wrap]}."
@@ -277,7 +276,7 @@ def _text(shape: Iterable[int]) -> str:
 
 @cache
 def _legal_shapes(wrap: Wrap, largest: int) -> frozenset[tuple[int, ...]]:
-    """Return every slice that Cloud TPU has of such a chip, sides ascending, up to `largest` chips.
+    """Return every slice that Cloud TPU has of such a chip, as Cloud TPU writes it, up to `largest` chips.
 
     Source: cloud.google.com/tpu/docs/v4 (`4i x 4j x 4k`, and the shapes below a cube), /v5e and /v6e (2-D).
     """

@@ -179,7 +179,8 @@ class Run:
         if 1 < target.slices != mesh.slices and mesh.placement is None:
             return [
                 f"target.slices={target.slices}: slices are joined by the data-centre network, and mesh={mesh.name} "
-                f"does not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, or set mesh.placement."
+                f"does not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, "
+                "or set mesh.placement."
             ]
         return []
 
