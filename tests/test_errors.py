@@ -99,7 +99,8 @@ ONE_LINE = {
     "a mesh that is not the target": (
         ["mesh=2x2x2", "target=v4-64"],
         "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips, but mesh=2x2x2 needs 8 devices. "
-        "Use a mesh of 32 devices, such as mesh=2x4x4, or a target of 8.",
+        "8 chips are target=v4-16 (8 v4 chips 2x2x2, 2 hosts). Use a mesh of 32 devices, such as mesh=2x4x4, "
+        "or a target of 8.",
     ),
     "a mesh that is another target": (
         ["mesh=2x2x1", "target=v4-64"],

@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import DataConfig
-from valkyrie.hardware import Platform, TargetConfig, known_targets
+from valkyrie.hardware import TargetConfig, known_targets, torus_shape
 from valkyrie.models import config_class
 from valkyrie.models.config import ValkyrieConfig
 from valkyrie.optim import OptimizerConfig
@@ -178,17 +178,43 @@ class Run:
 
     def _target_problems(self) -> list[str]:
         target, mesh = self.config.target, self.config.mesh
-        if target.chips is None or target.platform is Platform.cpu or target.chips * target.slices == mesh.size:
-            return []
-        chips = target.chips * target.slices
-        fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.chips == mesh.size]
-        hint = f" {mesh.size} chips are target={', '.join(fitting)}." if fitting else ""
-        example = (target.topology or "").count("x") == 2 and target.slices == 1
-        such_as = f", such as mesh={target.topology}" if example else ""
-        return [
-            f"target={target.describe()} has {chips} chips, but mesh={mesh.name} needs {mesh.size} devices.{hint} "
-            f"Use a mesh of {chips} devices{such_as}, or a target of {mesh.size}."
-        ]
+        problems = target.problems()
+        if problems or target.devices is None:
+            return problems
+        if target.devices != mesh.size:
+            return [_wrong_size(target, mesh)]
+        if 1 < target.slices != mesh.slices and mesh.placement is None:
+            return [
+                f"target.slices={target.slices}: slices are joined by the data-centre network, and mesh={mesh.name} "
+                f"does not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, "
+                "or set mesh.placement."
+            ]
+        return []
+
+
+def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
+    """Return the refusal of a mesh of more or fewer devices than the target, with the targets that have as many."""
+    chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
+    noun = "chips" if target.chip and per_chip == 1 else "devices"
+    has = f"{chips} chips, each of {per_chip} JAX devices" if per_chip > 1 else f"{chips} {noun}"
+    if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
+        has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
+    fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.devices == mesh.size]
+    hint = f" {mesh.size} {noun} are target={', '.join(fitting)}." if fitting else ""
+    inner = f"{target.slices}s" if target.slices > 1 else ""
+    such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
+    return (
+        f"target={target.describe()} has {has}, but mesh={mesh.name} needs {mesh.size} devices.{hint} "
+        f"Use a mesh of {target.devices} devices{such_as}, or a target of {mesh.size}."
+    )
+
+
+def _mesh_like(target: TargetConfig) -> str:
+    """Return the mesh that follows the axes of a target's torus, its devices of a chip last."""
+    shape = list(torus_shape(target.topology) or (target.chips or 1,))
+    if target.chip and target.chip.devices > 1:
+        shape.append(target.chip.devices)
+    return "x".join(str(n) for n in shape + [1] * (3 - len(shape)))
 
 
 def unknown_key(full_key: str, parent: Any) -> str:

@@ -40,7 +40,8 @@ def missing_devices(run: Run) -> list[str]:
         return []
     return [
         f"target={target.describe()} is not this machine: it has no accelerator that JAX can use "
-        f"({os.cpu_count()} CPU cores). Run this where the chips are, use target=auto, or mode=show to plan for them."
+        f"({os.cpu_count()} CPU cores). Run this where the chips are, use target=auto, or plan for them with mode=show "
+        "or mode=compile."
     ]
 
 
