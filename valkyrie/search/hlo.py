@@ -52,6 +52,8 @@ HBM, HOST = 0, 5
 """Memory spaces as libtpu numbers them: 0 is HBM, 5 the host's; others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
 
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**53
+"""Estimates from here on mean that the compiler has none: offloaded gathers carry the largest integer."""
 _LIBRARY = ("site-packages", "/lib/python", "dist-packages")
 
 
@@ -203,14 +205,15 @@ class _Reader:
     def _fill(self, computation: Computation, message: Any, order: Any) -> None:
         found: dict[int, Instruction] = {}
         for m in message.instructions:
-            cycles = _CYCLES.search(m.backend_config)
+            found_cycles = _CYCLES.search(m.backend_config)
+            cycles = int(found_cycles[1]) if found_cycles else _UNKNOWN_CYCLES
             found[m.id] = Instruction(
                 name=m.name,
                 opcode=m.opcode,
                 shape=self._shape(m.shape),
                 op_name=m.metadata.op_name,
                 source=self._source(m.metadata),
-                cycles=int(cycles[1]) if cycles else None,
+                cycles=cycles if cycles < _UNKNOWN_CYCLES else None,
                 message=m,
                 computation=computation,
             )

@@ -162,11 +162,7 @@ def _unchanged(loop: Instruction, index: int) -> bool:
     while value.opcode in _PASSES:
         value = value.operands[0]
     parameter = body.parameters[0]
-    return (
-        value.opcode == "get-tuple-element"
-        and value.operands[0] is parameter
-        and value.message.tuple_index == index
-    )
+    return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index
 
 
 def _carried(start: Instruction, index: int) -> int | Counter | None:

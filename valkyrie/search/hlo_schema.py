@@ -29,7 +29,7 @@ _MESSAGES = {
     "WindowDimension": "1 size int, 2 stride int, 3 padding_low int, 4 padding_high int, 5 window_dilation int, "
     "6 base_dilation int",
     "Window": "1 dimensions WindowDimension*",
-    "ConvolutionDimensions": "3 kernel_output_feature int, 4 kernel_input_feature int, 6 kernel_spatial int*, "
+    "ConvolutionDimensions": "3 kernel_input_feature int, 4 kernel_output_feature int, 6 kernel_spatial int*, "
     "7 input_batch int, 8 input_feature int, 9 output_batch int, 10 output_feature int, 11 input_spatial int*, "
     "12 output_spatial int*",
     "DotDimensions": "1 lhs_contracting int*, 2 rhs_contracting int*, 3 lhs_batch int*, 4 rhs_batch int*",
