@@ -36,6 +36,7 @@ QUICK = {
     ("s5_tiny", "sp"),
     ("longformer_tiny", "1d_tp"),
     ("longformer_tiny", "sp"),
+    ("gpt_tiny", "fsdp"),
 }
 """The pairs that the default part compiles: one model everywhere, each other under what it does not share with it."""
 
@@ -45,6 +46,9 @@ PAIRS = [
     for partition in PARTITIONS
 ]
 PARAMETERS = {
+    "gpt_125m": 123_587_328,
+    "gpt_1b": 1_336_248_320,
+    "llama_8b": 8_030_261_248,
     "longformer_125m": 123_587_328,
     "longformer_1b": 1_336_248_320,
     "longformer_7b": 6_682_316_800,
@@ -59,7 +63,7 @@ PARAMETERS = {
 
 
 def test_something_was_discovered():
-    assert {"valkyrie_tiny", "s5_tiny", "longformer_tiny"} <= set(MODELS)
+    assert {"valkyrie_tiny", "s5_tiny", "longformer_tiny", "gpt_tiny"} <= set(MODELS)
     assert {"dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "sp"} <= set(PARTITIONS)
     assert all(model in MODELS and partition in PARTITIONS for model, partition in QUICK)
 

@@ -17,6 +17,7 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
+    "gpt": Family("valkyrie.models.gpt:GPTConfig", "valkyrie.models.valkyrie:Valkyrie"),
     "valkyrie": Family("valkyrie.models.config:ValkyrieConfig", "valkyrie.models.valkyrie:Valkyrie"),
 }
 

@@ -29,11 +29,18 @@ class Activation(Enum):
 
 
 class FeedForward(Enum):
-    """The feed-forward product: gated (three matrices) or plain (two)."""
+    """The feed-forward product: gated (`swiglu`, `geglu`: three matrices) or plain (two)."""
 
     swiglu = "swiglu"
+    geglu = "geglu"
     gelu = "gelu"
+    relu = "relu"
     relu2 = "relu2"
+
+    @property
+    def gated(self) -> bool:
+        """Whether a third matrix gates the hidden side."""
+        return self in (FeedForward.swiglu, FeedForward.geglu)
 
 
 class Boundary(Enum):
@@ -227,7 +234,7 @@ class ValkyrieConfig:
                 total += 4 * a.heads * a.head_dim * self._mean_keys(attention_layer, seq)
                 attention_layer += 1
             if kind in self.feed_forward_after:
-                total += 2 * self.embed * self.mlp * (3 if self.feed_forward is FeedForward.swiglu else 2)
+                total += 2 * self.embed * self.mlp * (3 if self.feed_forward.gated else 2)
         return total + 2 * self.embed * self.vocab_rows
 
     def activation_sizes(self) -> dict[str, int]:
@@ -264,7 +271,7 @@ class ValkyrieConfig:
             kept += [of("heads", 2 + 2 * none), of("kv_heads", 2 + 2 * none)]
             kept += [of("embed", 1 + none), of("embed", 2 * none, True)]
         if kind in self.feed_forward_after:
-            gated = self.feed_forward is FeedForward.swiglu
+            gated = self.feed_forward.gated
             kept += [of("mlp", (2 if gated else 1) + 2 * none), of("embed", 1 + none), of("embed", 2 * none, True)]
         return [entry for entry in kept if entry[1]]
 

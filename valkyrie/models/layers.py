@@ -15,9 +15,13 @@ from valkyrie.models.config import FeedForward
 from valkyrie.ops.linear import Numerics, linear
 
 _ACTIVATION = {
+    FeedForward.swiglu: jax.nn.silu,
+    FeedForward.geglu: jax.nn.gelu,
     FeedForward.gelu: jax.nn.gelu,
+    FeedForward.relu: jax.nn.relu,
     FeedForward.relu2: lambda x: jnp.square(jax.nn.relu(x)),
 }
+"""What is applied to the gate of a gated product, and to the hidden side of a plain one."""
 
 
 class RMSNorm(nnx.Module):
@@ -35,13 +39,13 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A feed-forward product, gated (SwiGLU, arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
+    """A feed-forward product, gated (SwiGLU and GEGLU, arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
 
     def __init__(self, embed: int, mlp: int, kind: FeedForward, *, depth: int, numerics: Numerics, key: Array) -> None:
         keys, dtype = jax.random.split(key, 3), numerics.parameter
         self.kind, self.numerics = kind, numerics
         self.up = parameter(normal(keys[0], (embed, mlp), embed**-0.5, dtype), ("embed", "mlp"))
-        if kind is FeedForward.swiglu:
+        if kind.gated:
             self.gate = parameter(normal(keys[1], (embed, mlp), embed**-0.5, dtype), ("embed", "mlp"))
         deviation = 1 / math.sqrt(2 * depth * mlp)
         self.down = parameter(normal(keys[2], (mlp, embed), deviation, dtype), ("mlp", "embed"))
@@ -49,9 +53,9 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the product of each position."""
         up = linear("bse,em->bsm", x, self.up[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
-        if self.kind is FeedForward.swiglu:
+        if self.kind.gated:
             gate = linear("bse,em->bsm", x, self.gate[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
-            hidden = jax.nn.silu(gate) * up
+            hidden = _ACTIVATION[self.kind](gate) * up
         else:
             hidden = _ACTIVATION[self.kind](up)
         hidden = shard(hidden, "batch", "seq", "mlp")
