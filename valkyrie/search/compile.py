@@ -6,6 +6,7 @@ Imports no JAX: a layout compiled before is answered from the cache in about the
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -67,6 +68,8 @@ def compile_layout(
     Results that would come out the same again (fits, does not fit) are kept under `VALKYRIE_CACHE`.
     """
     began = time.perf_counter()
+    if run.config.target.platform is Platform.tpu and importlib.util.find_spec("libtpu") is None:
+        return Compiled({"status": "refused", "reason": _missing_libtpu(run)}, cache_root(), False, 0.0)
     folder = cache_root() / "compile" / program_key(run)
     if use_cache and (folder / OUTCOME).is_file():
         outcome = json.loads((folder / OUTCOME).read_text())
@@ -107,6 +110,13 @@ def source_digest() -> str:
     for file in files:
         digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
+
+
+def _missing_libtpu(run: Run) -> str:
+    return (
+        f"target={run.config.target.describe()} is compiled by libtpu, which is not installed here. Install it with "
+        "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
+    )
 
 
 def _keep(scratch: Path, folder: Path) -> Path:

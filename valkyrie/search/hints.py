@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from valkyrie.hardware import GIB
+from valkyrie.search.summary import short_cause, short_source
 
 WORTH_SAYING = 0.15
 """The share of a step from which a cost is pointed out."""
@@ -33,7 +34,7 @@ def _exposed(found: dict[str, Any]) -> list[str]:
             continue
         causes = [c for c in found["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
         worst = max(causes, key=lambda c: c["exposed_s"], default=None)
-        by = f", most of it {worst['kind']} for {worst['cause'] or 'unnamed'} ({worst['source']})" if worst else ""
+        by = f", most of it {_cause(worst)}" if worst else ""
         held = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
         said.append(f"Exposed communication over {axes} is {_percent(seconds / step)} of the step{by}. {held}.")
     return said
@@ -84,6 +85,10 @@ def _narrow(found: dict[str, Any]) -> list[str]:
         f"Matrix products run at {_percent(step['product_rate'])} of peak: their shards are narrow. "
         "Splitting weights over fewer devices makes them wider."
     ]
+
+
+def _cause(use: dict[str, Any]) -> str:
+    return f"{use['kind']} for {short_cause(use['cause'])} ({short_source(use['source'])})"
 
 
 def _percent(share: float) -> str:

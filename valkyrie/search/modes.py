@@ -40,8 +40,10 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
             "COMPILED FOR CPU: memory and bytes on every axis are told, no time. For that, name a slice: target=v4-64"
         )
         console.print(note, style="bold yellow")
-    folder = run_folder(run)
     compiled, found, replay = compile_and_summarise(run, console)
+    if compiled.status == "refused":
+        raise ValueError(found["reason"])
+    folder = run_folder(run)
     write_about(run, folder, arguments)
     (folder / SUMMARY).write_text(json.dumps(found, indent=1) + "\n")
     show(found, console)

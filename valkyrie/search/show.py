@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from valkyrie.hardware import GIB
+from valkyrie.search.summary import short_cause, short_source
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -20,10 +21,10 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(f"placement: {line}")
     console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
     if found["status"] == "does_not_fit":
-        console.print(f"[bold red]{does_not_fit(found)}[/]")
+        console.print(does_not_fit(found), style="bold red", markup=False)
         return
     if found["status"] != "ok":
-        console.print(f"[bold red]{found['status']}: {found['reason']}[/]")
+        console.print(f"{found['status']}: {found['reason']}", style="bold red", markup=False)
         return
     _memory(found, console)
     if "step" in found:
@@ -33,9 +34,9 @@ def show(found: dict[str, Any], console: Console) -> None:
     if "costs" in found:
         _costs(found, console)
         for note in found["notes"]:
-            console.print(f"assumed: {note}", style="dim")
+            console.print(f"assumed: {note}", style="dim", markup=False)
     for hint in found.get("hints", []):
-        console.print(f"hint: {hint}")
+        console.print(f"hint: {hint}", markup=False)
 
 
 def does_not_fit(found: dict[str, Any]) -> str:
@@ -45,7 +46,8 @@ def does_not_fit(found: dict[str, Any]) -> str:
         return f"does not fit: {found['reason']}"
     said = f"does not fit: needs {_gib(memory['needed'])} of {_gib(memory['usable'])} usable"
     if memory["largest"]:
-        named = [f"{entry['shape']} {_gib(entry['bytes'])} ({_cause(entry)})" for entry in memory["largest"][:3]]
+        largest = memory["largest"][:3]
+        named = [f"{entry['shape']} {_gib(entry['bytes'])} ({short_cause(entry['op_name'])})" for entry in largest]
         said += f"; largest: {', '.join(named)}"
     if memory["savings"]:
         tries = [f"{entry['change']} (-{_gib(entry['saves'])})" for entry in memory["savings"]]
@@ -55,10 +57,11 @@ def does_not_fit(found: dict[str, Any]) -> str:
 
 def _memory(found: dict[str, Any], console: Console) -> None:
     memory = found["memory"]
-    table = _table("memory of one device at the peak", ("what", "GiB"))
+    unit, scale = ("GiB", GIB) if memory["peak"] >= GIB / 10 else ("MiB", 2**20)
+    table = _table("memory of one device at the peak", ("what", unit))
     for name, size in memory["split"].items():
-        table.add_row(name, f"{size / GIB:.2f}")
-    table.add_row("peak", f"{memory['peak'] / GIB:.2f}", style="bold")
+        table.add_row(name, f"{size / scale:.2f}")
+    table.add_row("peak", f"{memory['peak'] / scale:.2f}", style="bold")
     console.print(table, soft_wrap=False)
     if memory["usable"] is not None:
         share = memory["headroom"] / memory["usable"]
@@ -101,13 +104,14 @@ def _communication(found: dict[str, Any], console: Console) -> None:
     hidden = 1 - sent["exposed_s"] / sent["busy_s"] if sent["busy_s"] else None
     if hidden is not None:
         console.print(f"{100 * hidden:.0f}% of the time on the links is hidden behind compute")
-    table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", "exposed ms", "cause", "source"))
     timed = "step" in found
+    waited = ("exposed ms",) if timed else ()
+    table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", *waited, "cause", "source"))
     for use in sent["causes"][:10]:
-        exposed = f"{1e3 * use['exposed_s']:.2f}" if timed else ""
+        exposed = [f"{1e3 * use['exposed_s']:.2f}"] if timed else []
         over = ",".join(use["mesh_axes"])
-        cause, source = _cause({"op_name": use["cause"]}), _place(use["source"])
-        table.add_row(use["kind"], over, _bytes(use["bytes"]), f"{use['calls']:,.0f}", exposed, cause, source)
+        cause, source = short_cause(use["cause"]), short_source(use["source"])
+        table.add_row(use["kind"], over, _bytes(use["bytes"]), f"{use['calls']:,.0f}", *exposed, cause, source)
     console.print(table, soft_wrap=False)
 
 
@@ -116,30 +120,17 @@ def _costs(found: dict[str, Any], console: Console) -> None:
     total = found["step"]["step_s"]
     for cost in found["costs"]:
         share = f"{100 * cost['seconds'] / total:.1f}"
-        where = _cause(cost), _place(cost["source"])
+        where = short_cause(cost["op_name"]), short_source(cost["source"])
         table.add_row(f"{1e3 * cost['seconds']:.2f}", share, f"{cost['calls']:,.0f}", cost["category"], *where)
     console.print(table, soft_wrap=False)
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
-    numbers = {"GiB", "ms", "%", "sent", "calls", "exposed ms"}
+    numbers = {"GiB", "MiB", "ms", "%", "sent", "calls", "exposed ms"}
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column in numbers)
     return table
-
-
-def _cause(entry: dict[str, Any]) -> str:
-    """Return the part of an operation's name that tells it from others, without the functions around all of them."""
-    parts = [part for part in (entry["op_name"] or "unnamed").split("/") if part not in _EVERYWHERE]
-    return "/".join(parts[-3:])
-
-
-_EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond"}
-
-
-def _place(source: str | None) -> str:
-    return source.rsplit("valkyrie/", 1)[-1] if source else ""
 
 
 def _gib(size: int | None) -> str:

@@ -23,6 +23,8 @@ SCHEMA = 1
 TOP_COSTS = 10
 """How many of a step's dearest operations are listed."""
 
+_EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
+
 _BACKWARD = 3.0
 """A training step has this many times the FLOPs of a forward pass (PaLM, arXiv 2204.02311, appendix B)."""
 
@@ -113,7 +115,7 @@ def speed(run: Run, replay: Replay) -> dict[str, Any]:
     per_second = tokens / replay.step_s
     model_flops = _BACKWARD * run.model.flops_per_token(config.seq) * tokens
     # The peak of the matrix unit, whatever the policy: float32 products are made of bfloat16 ones on a TPU.
-    peak = max(chip.peak_tflops.get("bfloat16", 0.0), chip.peak_flops(config.precision.compute) or 0.0)
+    peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", config.precision.compute.value))
     products = replay.seconds.get("matmul", 0.0) + replay.seconds.get("kernel", 0.0)
     hourly = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
     return {
@@ -127,6 +129,17 @@ def speed(run: Run, replay: Replay) -> dict[str, Any]:
         "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
         "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd},
     }
+
+
+def short_cause(op_name: str | None) -> str:
+    """Return the part of an operation's name that tells it from others, without the functions around all of them."""
+    parts = [part for part in (op_name or "unnamed").split("/") if part not in _EVERYWHERE]
+    return "/".join(parts[-3:])
+
+
+def short_source(source: str | None) -> str:
+    """Return `models/layers.py:57` for a line of this package, and other sources as they are."""
+    return source.rsplit("valkyrie/", 1)[-1] if source else ""
 
 
 def communication(uses: Iterable[CollectiveUse]) -> dict[str, Any]:

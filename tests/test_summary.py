@@ -1,0 +1,143 @@
+"""What is said of a compiled layout: numbers that add up, and hints that follow from them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import compose_run
+from rich.console import Console
+
+from valkyrie.run import Run
+from valkyrie.search.compile import Compiled
+from valkyrie.search.hints import hints
+from valkyrie.search.replay import CollectiveUse, Cost, Replay
+from valkyrie.search.show import show
+from valkyrie.search.summary import short_cause, short_source, summarise
+
+MEMORY = {
+    "parameters": 300,
+    "optimizer": 600,
+    "gradients": 300,
+    "arguments": 950,
+    "outputs": 940,
+    "aliased": 930,
+    "temporary": 5000,
+    "code": 80,
+    "peak": 5100,
+}
+OUTCOME = {"status": "ok", "lower_s": 1.0, "compile_s": 2.0, "memory": MEMORY, "parameters": 75, "larger": []}
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return compose_run("model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "target=v4-64", "batch=64")
+
+
+def use(axes: tuple[str, ...], sent: float, exposed: float) -> CollectiveUse:
+    return CollectiveUse(
+        "all-reduce", axes, ("Y",), "jit(step)/while/body/a/dot", "/x/valkyrie/models/s5.py:9", 24.0, sent, {"Y": sent},
+        2 * exposed, exposed,
+    )  # fmt: skip
+
+
+def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
+    exposed: dict[str, float] = {}
+    for entry in uses:
+        key = f"exposed {','.join(entry.mesh_axes)}"
+        exposed[key] = exposed.get(key, 0.0) + entry.exposed_s
+    rest = step - sum(exposed.values())
+    costs = [Cost("matmul", f"op{i}", "a.py:1", 1.0, rest / 20) for i in range(20)]
+    return Replay(step, {"matmul": rest, **exposed}, 1e13, uses, costs, [], ["a kernel was guessed"])
+
+
+def summary(run: Run, tmp_path: Path, result: Replay | None, outcome: dict[str, Any] = OUTCOME) -> dict[str, Any]:
+    compiled = Compiled(outcome, tmp_path, False, 3.0)
+    found = summarise(run, compiled, result, result.collectives if result else [], ["x=4 on torus Y"])
+    return json.loads(json.dumps(found))
+
+
+def test_memory_adds_up_to_the_peak(run: Run, tmp_path: Path):
+    memory = summary(run, tmp_path, None)["memory"]
+    assert memory["peak"] == 950 + 940 - 930 + 5000 + 80
+    assert sum(memory["split"].values()) == memory["peak"]
+    assert memory["headroom"] == memory["usable"] - memory["peak"]
+
+
+def test_speed_follows_from_the_seconds_of_a_step(run: Run, tmp_path: Path):
+    step = summary(run, tmp_path, replay([], step=2.0))["step"]
+    tokens = 64 * 2048
+    assert step["tokens_per_second"] == tokens / 2
+    assert step["tokens_per_second_per_chip"] == tokens / 2 / 32
+    flops = 3 * run.model.flops_per_token(2048) * tokens
+    assert step["mfu"] == pytest.approx(flops / (2.0 * 32 * 275e12))
+    assert step["tokens_per_dollar"]["on_demand"] == pytest.approx(tokens / 2 * 3600 / (32 * 3.22))
+    assert step["mfu_denominator"] == "275 TFLOP/s of a v4 chip (bfloat16)"
+
+
+def test_what_is_sent_adds_up_however_it_is_counted(run: Run, tmp_path: Path):
+    sent = summary(run, tmp_path, replay([use(("x",), 7.0, 0.1), use(("x", "y"), 5.0, 0.0)]))["communication"]
+    assert sent["bytes"] == 12
+    assert sent["bytes_by_mesh_axes"] == {"x": 7, "x,y": 5}
+    assert sent["bytes_by_torus_axis"] == {"Y": 12}
+    assert [cause["bytes"] for cause in sent["causes"]] == [7, 5]
+
+
+def test_hints_follow_from_the_numbers(run: Run, tmp_path: Path):
+    found = summary(run, tmp_path, replay([use(("y",), 7.0, 0.41)]))
+    said = hints(found)
+    assert said[0] == (
+        "Exposed communication over y is 41% of the step, most of it all-reduce for a/dot (models/s5.py:9). "
+        "y is MP2(embed)."
+    )
+    assert not any("over y" in hint for hint in hints(summary(run, tmp_path, replay([use(("y",), 7.0, 0.01)]))))
+    other = summary(run, tmp_path, replay([], step=0.5)) | {"about": {**found["about"], "layout": "4x4x2-1d_tp"}}
+    faster = "4x4x2-1d_tp, compiled before for the same work, is 2.00x as fast: 500 ms a step."
+    assert faster in hints(found, [other])
+    assert faster not in hints(other, [found])
+
+
+def test_the_verdict_of_a_layout_that_does_not_fit(run: Run, tmp_path: Path):
+    gib = 2**30
+    largest = [{"bytes": 12 * gib, "shape": "bf16[24,64]", "op_name": "jit(step)/while/body/f/dot"}]
+    savings = [{"change": "remat=full", "saves": 9 * gib}]
+    outcome = {"status": "does_not_fit", "reason": "", "needed": int(37.9 * gib), "usable": int(30.8 * gib)}
+    found = summary(run, tmp_path, None, outcome | {"largest": largest, "savings": savings})
+    assert (
+        "does not fit: needs 37.9 GiB of 30.8 GiB usable; largest: bf16[24,64] 12.0 GiB (f/dot); "
+        "try: remat=full (-9.0 GiB)"
+    ) in printed(found)
+
+
+def test_the_report_says_every_part(run: Run, tmp_path: Path):
+    found = summary(run, tmp_path, replay([use(("y",), 7e9, 0.41)]))
+    said = printed(found | {"hints": ["do [tpu] this"]})
+    for part in (
+        "gpt_1b under 4x4x2-2d_tp-remat_full on v4-64 (32 v4 chips",
+        "placement: x=4 on torus Y",
+        "fits: 0.0 GiB of",
+        "predicted step: 1.000 s, 131,072 tokens/s, 4,096 tokens/s/chip, MFU",
+        "exposed communication over y",
+        "sent by mesh axes: y 7 GB",
+        "50% of the time on the links is hidden",
+        "the 10 dearest operations",
+        "assumed: a kernel was guessed",
+        "hint: do [tpu] this",
+    ):
+        assert part in said, part
+
+
+def test_names_are_short_but_tell_apart():
+    assert short_cause("jit(step)/while/body/checkpoint/a/b/c/d") == "b/c/d"
+    assert short_cause(None) == "unnamed"
+    assert short_source("/home/x/valkyrie/models/s5.py:94") == "models/s5.py:94"
+
+
+def printed(found: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), width=200, soft_wrap=True)
+    show(found, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
