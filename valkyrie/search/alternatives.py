@@ -13,20 +13,24 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 
-def cheaper_layouts(run: Run, count: int = 5) -> list[dict[str, Any]]:
-    """Return up to `count` legal changes of one key that need less memory, the largest saving first.
+def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, Any]]:
+    """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
 
-    Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`.
+    Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`. Changes of one key
+    are tried; where none of them saves `missing` bytes, full rematerialisation with ever more microbatches too.
     """
     now = _expected(run)
-    found = []
-    for change, other in _variants(run):
-        if other.problems():
-            continue
-        saves = now - _expected(other)
-        if saves > 0:
-            found.append({"change": change, "saves": saves})
-    return sorted(found, key=lambda entry: -entry["saves"])[:count]
+
+    def savings(variants: list[tuple[str, Run]]) -> list[dict[str, Any]]:
+        legal = [(change, other) for change, other in variants if not other.problems()]
+        listed = [{"change": change, "saves": now - _expected(other)} for change, other in legal]
+        return sorted((entry for entry in listed if entry["saves"] > 0), key=lambda entry: -entry["saves"])
+
+    found = savings(_variants(run))
+    if not any(entry["saves"] >= missing for entry in found):
+        enough = [entry for entry in savings(_combined(run)) if entry["saves"] >= missing]
+        found = enough[-1:] + found
+    return found[:count]
 
 
 def fuller_layouts(run: Run) -> list[dict[str, Any]]:
@@ -57,6 +61,15 @@ def _variants(run: Run) -> list[tuple[str, Run]]:
         if partition.name != config.partition.name
     ]
     return [(change, Run(changed, run.model)) for change, changed in variants]
+
+
+def _combined(run: Run) -> list[tuple[str, Run]]:
+    """Return full rematerialisation with every doubling of the microbatches."""
+    config, variants = replace(run.config, remat=Remat.full), []
+    while config.microbatches < config.batch:
+        config = replace(config, microbatches=config.microbatches * 2)
+        variants.append((f"remat=full microbatches={config.microbatches}", Run(config, run.model)))
+    return variants
 
 
 def _expected(run: Run) -> int:

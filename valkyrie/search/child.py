@@ -51,7 +51,9 @@ def _outcome(folder: Path) -> dict[str, Any]:
             return {"status": "failed", "reason": f"{type(error).__name__}: {_first_lines(text)}"}
         from valkyrie.search.alternatives import cheaper_layouts
 
-        return {"status": "does_not_fit", **parse_out_of_memory(text), "savings": cheaper_layouts(run)}
+        found = _with_expected(run, parse_out_of_memory(text), text)
+        missing = (found["needed"] or 0) - (found["usable"] or 0)
+        return {"status": "does_not_fit", **found, "savings": cheaper_layouts(run, missing)}
 
 
 def _devices(run: Run) -> list[Any]:
@@ -166,6 +168,30 @@ def parse_out_of_memory(text: str) -> dict[str, Any]:
             }
         )
     return {"needed": needed, "usable": usable, "largest": largest, "reason": _first_lines(text)}
+
+
+def _with_expected(run: Run, found: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return what a message leaves out, by the shapes of the run: arguments beside temporaries, the largest parts."""
+    from valkyrie.parallel.mesh import abstract_mesh
+    from valkyrie.train.memory import expected_memory
+    from valkyrie.train.program import StepProgram
+
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+    expected = expected_memory(run, program.abstract_state, program.assembly.specs)
+    resting = expected.parameters + expected.average + expected.optimizer
+    if found["needed"] is not None and "HLO temporaries" in text:
+        found["needed"] += resting
+    if not found["largest"]:
+        temporaries = (found["needed"] or expected.total) - resting
+        parts = {
+            "parameters": expected.parameters + expected.average,
+            "optimizer state": expected.optimizer,
+            "gradients": expected.gradients,
+            "activations and other temporaries": max(temporaries - expected.gradients, 0),
+        }
+        ordered = sorted(parts.items(), key=lambda item: -item[1])
+        found["largest"] = [{"bytes": size, "shape": name, "op_name": None} for name, size in ordered]
+    return found
 
 
 def _bytes(number: str, unit: str) -> int:

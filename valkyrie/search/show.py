@@ -47,7 +47,7 @@ def does_not_fit(found: dict[str, Any]) -> str:
     said = f"does not fit: needs {_gib(memory['needed'])} of {_gib(memory['usable'])} usable"
     if memory["largest"]:
         largest = memory["largest"][:3]
-        named = [f"{entry['shape']} {_gib(entry['bytes'])} ({short_cause(entry['op_name'])})" for entry in largest]
+        named = [f"{entry['shape']} {_gib(entry['bytes'])}{_of(entry['op_name'])}" for entry in largest]
         said += f"; largest: {', '.join(named)}"
     if memory["savings"]:
         tries = [f"{entry['change']} (-{_gib(entry['saves'])})" for entry in memory["savings"]]
@@ -131,6 +131,10 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column in numbers)
     return table
+
+
+def _of(op_name: str | None) -> str:
+    return f" ({short_cause(op_name)})" if op_name else ""
 
 
 def _gib(size: int | None) -> str:
