@@ -62,7 +62,7 @@ class Layout:
         """A short stable name, such as `4x4x2-2d_tp-mb2-remat_full`."""
         parts = [self.mesh.name, self.partition.name]
         if self.mesh.placement is not None:
-            parts.append("order_" + "".join(self.mesh.placement))
+            parts.append("order_" + "".join(self.mesh.placement).replace(":", ""))
         if self.partition.zero1:
             parts.append("zero1")
         for memory, word in ((self.partition.parameter_memory, "params"), (self.partition.optimizer_memory, "optim")):

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
+
 if TYPE_CHECKING:
     import jax
 
 AXIS_NAMES = ("w", "x", "y", "z")
 """Mesh axes by position; a mesh of three axes has no `w`."""
-SLICE_AXIS = "s"
-"""The axis between slices, over the data-centre network; it comes first."""
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?([0-9]+(?:x[0-9]+)*)")
 
@@ -24,8 +24,9 @@ _PATTERN = re.compile(r"(?:([0-9]+)s)?([0-9]+(?:x[0-9]+)*)")
 class MeshConfig:
     """A device mesh. `shape` has three (x, y, z) or four (w, x, y, z) sizes; `slices` above 1 adds a leading `s`.
 
-    `placement` lists the mesh axes from the slowest to the fastest varying over the devices in their physical
-    order (slice, then torus coordinates, then id); null leaves the choice to `jax.experimental.mesh_utils`.
+    `placement` lists the mesh axes, or factors of them such as `x:2`, from the slowest to the fastest varying over the
+    devices in their physical order (slice, then torus coordinates, core, id); null leaves the choice to
+    `jax.experimental.mesh_utils`.
     `names` are the roles given by the launch environment (`TPU_AXIS_NAMES`), one per axis of `shape`.
     """
 
@@ -53,12 +54,7 @@ class MeshConfig:
                 f"mesh.shape={self.shape} with mesh.slices={self.slices}: 3 sizes (x, y, z) or 4 (w, x, y, z) "
                 "are needed, each at least 1."
             ]
-        if self.placement is not None and sorted(self.placement) != sorted(self.axes):
-            return [
-                f"mesh.placement=[{','.join(self.placement)}] must list each axis of mesh={self.name} once: "
-                f"{', '.join(self.axes)}, slowest first."
-            ]
-        return []
+        return [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)
 
 
 def parse_mesh(name: str) -> MeshConfig:
@@ -129,8 +125,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     slices_present = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
     if config.placement is not None:
         ordered = np.asarray(sorted(chosen, key=_physical_order))
-        grid = ordered.reshape([axes[a] for a in config.placement])
-        grid = grid.transpose([config.placement.index(a) for a in axes])
+        grid = arrange(ordered, config.placement, axes)
     elif config.slices > 1 and slices_present > 1:
         inner = [1, *config.shape]
         outer = [config.slices] + [1] * len(config.shape)

@@ -1,4 +1,4 @@
-"""Decides for which devices a program is compiled when there are none: those of a target's slice, as libtpu sees them."""
+"""Decides for which devices a program is compiled where there are none: a target's slice, as libtpu sees it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[str]]:
-    """Keep what libtpu writes to the standard error stream off the user's screen; the lines are filled in at the end."""
+    """Keep what libtpu writes to standard error off the user's screen; the lines are filled in at the end."""
     lines: list[str] = []
     with tempfile.TemporaryFile(mode="w+", errors="replace") as held:
         stream = os.dup(2)

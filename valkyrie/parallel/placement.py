@@ -1,0 +1,299 @@
+"""Decides how mesh axes lie on the torus: how a placement is written, what it means for links, and which there are.
+
+A placement lists factors of mesh axes from the slowest to the fastest over the devices in physical order: slice, torus
+axes a, b, c, then the cores of a chip. An entry is an axis (`x`) or a factor of one (`x:2`); the first listed factor of
+an axis is the most significant part of its index.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.hardware import Topology
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SLICE_AXIS = "s"
+"""The mesh axis between slices, over the data-centre network; it comes first."""
+DCN, CORE = "dcn", "core"
+"""Names, beside those of the torus axes, of where a mesh axis may lie: between slices, and within a chip."""
+TORUS_AXES = "abc"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A factor of a mesh axis on one physical axis `on`: `factor` positions, each `stride` after the one before.
+
+    `length` is that of the physical axis; `ring` says whether the positions close into a ring around it.
+    """
+
+    on: str
+    factor: int
+    stride: int
+    length: int
+    ring: bool
+
+    @property
+    def links(self) -> float:
+        """One-way links that a chip has for it: two around a ring, one along a line, shared by `stride` of its kind."""
+        return 0.0 if self.on in (DCN, CORE) else (2 if self.ring else 1) / self.stride
+
+    def __str__(self) -> str:
+        whole = self.on if self.factor == self.length else f"{self.on}*{self.factor}"
+        return whole if self.stride == 1 else f"{whole} by {self.stride}"
+
+
+@dataclass(frozen=True)
+class AxisPlacement:
+    """Where a mesh axis lies. `straight` is False where its devices fill no block of the torus, only part of `spans`."""
+
+    axis: str
+    size: int
+    spans: tuple[Span, ...]
+    straight: bool = True
+
+    @property
+    def torus(self) -> tuple[Span, ...]:
+        """The spans on torus axes, whose traffic takes the links between chips."""
+        return tuple(span for span in self.spans if span.on not in (DCN, CORE))
+
+    @property
+    def ring(self) -> bool:
+        """Whether it has links between chips and goes around a ring on all torus axes it uses."""
+        return bool(self.torus) and self.straight and all(span.ring for span in self.torus)
+
+    @property
+    def links(self) -> float:
+        """One-way links that a chip has for it: the multiple of a link's bandwidth a collective over it can use."""
+        return sum(span.links for span in self.torus) if self.straight else 1.0
+
+    def __str__(self) -> str:
+        parts = []
+        if self.torus:
+            shape = "ring" if self.ring else "line" if len(self.torus) == 1 else "no ring"
+            if any(span.ring for span in self.torus) and not self.ring:
+                shape = f"ring on {','.join(span.on for span in self.torus if span.ring)} only"
+            links = f"{self.links:.3g} link{'s' * (self.links != 1)}"
+            where = ",".join(str(span) if self.straight else span.on for span in self.torus)
+            parts.append(f"torus {where} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
+        if any(span.on == CORE for span in self.spans):
+            parts.append("the cores of a chip")
+        if any(span.on == DCN for span in self.spans):
+            parts.append("dcn")
+        return f"{self.axis}={self.size} on {' and '.join(parts) or 'one device'}"
+
+
+def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[str]:
+    """Return why a placement does not fit the axes of a mesh, in the words of the command line."""
+    wrong = []
+    found: dict[str, list[int]] = {axis: [] for axis in axes}
+    for entry in placement:
+        match = re.fullmatch(r"([a-z]+)(?::([1-9][0-9]*))?", entry)
+        if match is None or match[1] not in axes:
+            wrong.append(f"{entry} is neither an axis nor a factor of one")
+        else:
+            found[match[1]].append(int(match[2] or axes[match[1]]))
+    for axis, factors in found.items():
+        if not factors and axes[axis] > 1:
+            wrong.append(f"{axis} is missing")
+        elif factors and math.prod(factors) != axes[axis]:
+            wrong.append(f"{axis} is {axes[axis]}, but what is listed of it makes {math.prod(factors)}")
+    if not wrong:
+        return []
+    return [
+        f"mesh.placement=[{','.join(placement)}]: {'; '.join(wrong)}. List the axes of mesh={mesh} ({_sizes(axes)}) "
+        "from the slowest to the fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2)."
+    ]
+
+
+def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:
+    """Return what stands in physical order as a mesh: one dimension for each axis, placed as listed."""
+    factors = _factors(placement, axes)
+    order = [i for axis in axes for i, (name, _) in enumerate(factors) if name == axis]
+    grid = ordered.reshape([factor for _, factor in factors]).transpose(order)
+    return grid.reshape(list(axes.values()))
+
+
+def describe_placement(mesh: Any, topology: Topology) -> dict[str, AxisPlacement]:
+    """Return where each axis of a `jax.sharding.Mesh` lies on the torus, by the coordinates of its devices."""
+    positions = _positions(mesh.devices, topology)
+    return _describe(positions, list(mesh.axis_names), topology)
+
+
+def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology: Topology) -> dict[str, AxisPlacement]:
+    """Return where each mesh axis lies on the torus under a placement, without any device."""
+    import numpy as np
+
+    return _describe(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
+
+
+def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
+    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None when no list of factors does.
+
+    JAX's `mesh_utils` has such orders: snakes over small v5e, v6e, v5p and tpu7x slices.
+    """
+    import numpy as np
+
+    positions, names = _positions(mesh.devices, topology), list(mesh.axis_names)
+    index = np.stack(np.unravel_index(np.argsort(positions, axis=None), positions.shape), axis=-1)
+    weight = np.ones(len(names), int)
+    stride, factors = 1, []
+    while stride < len(index):
+        axis = int(np.argmax(index[stride] > 0))
+        step = np.eye(len(names), dtype=int)[axis] * weight[axis]
+        repeats = index[::stride] == step * np.arange(len(index) // stride)[:, None]
+        agree = repeats.all(axis=-1)
+        factor = len(agree) if agree.all() else int(np.argmin(agree))
+        if factor < 2 or len(index) % (stride * factor):
+            return None
+        factors.append((names[axis], factor))
+        weight[axis] *= factor
+        stride *= factor
+    axes = dict(zip(names, positions.shape, strict=True))
+    entries = _entries(factors[::-1], axes)
+    if placement_problems(entries, axes, "") or (arrange(np.arange(len(index)), entries, axes) != positions).any():
+        return None
+    return entries
+
+
+def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
+    """Return every placement of mesh axes on a topology, each physical axis factored among them, no two the same.
+
+    An axis `s` as large as the number of slices stays between them. ValueError when the mesh has not as many devices
+    as the topology.
+    """
+    if math.prod(axes.values()) != topology.devices:
+        raise ValueError(
+            f"a mesh of {_sizes(axes)} has {math.prod(axes.values())} devices; the topology has {topology.devices}."
+        )
+    between = topology.slices > 1 and axes.get(SLICE_AXIS) == topology.slices
+    inner = {axis: size for axis, size in axes.items() if size > 1 and not (between and axis == SLICE_AXIS)}
+    lengths = [*topology.shape, topology.devices_per_chip]
+    if not between:
+        lengths.insert(0, topology.slices)
+    first = [(SLICE_AXIS, topology.slices)] if between else []
+    found = _fill([length for length in lengths if length > 1], inner)
+    return [_entries([*first, *factors], axes) for factors in found]
+
+
+def _fill(lengths: Sequence[int], left: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
+    """Yield every way to spend what is left of the mesh axes on physical axes of these lengths, in their order."""
+
+    def on_one(
+        length: int, left: dict[str, int], last: str | None
+    ) -> Iterator[tuple[list[tuple[str, int]], dict[str, int]]]:
+        if length == 1:
+            yield [], left
+            return
+        for axis, size in left.items():
+            if axis != last:
+                for factor in _divisors(math.gcd(length, size)):
+                    for rest, after in on_one(length // factor, {**left, axis: size // factor}, axis):
+                        yield [(axis, factor), *rest], after
+
+    if not lengths:
+        yield []
+        return
+    for head, after in on_one(lengths[0], dict(left), None):
+        for tail in _fill(lengths[1:], after):
+            yield head + tail
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(2, n + 1) if n % d == 0]
+
+
+def _factors(placement: Sequence[str], axes: Mapping[str, int]) -> list[tuple[str, int]]:
+    split = [entry.partition(":") for entry in placement]
+    return [(axis, int(factor) if factor else axes[axis]) for axis, _, factor in split]
+
+
+def _entries(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> list[str]:
+    """Return factors as a placement: neighbours of one axis joined, whole axes by their name alone."""
+    joined: list[tuple[str, int]] = []
+    for axis, factor in factors:
+        if joined and joined[-1][0] == axis:
+            joined[-1] = (axis, joined[-1][1] * factor)
+        else:
+            joined.append((axis, factor))
+    return [axis if factor == axes[axis] else f"{axis}:{factor}" for axis, factor in joined]
+
+
+def _lengths(topology: Topology) -> tuple[int, ...]:
+    return (topology.slices, *topology.shape, topology.devices_per_chip)
+
+
+def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
+    """Return the place of each device in physical order; those without coordinates stand in the order of their ids."""
+    import numpy as np
+
+    flat = list(devices.flat)
+    if len(flat) != topology.devices:
+        raise ValueError(f"the mesh has {len(flat)} devices; the topology has {topology.devices}.")
+    if getattr(flat[0], "coords", None) is None:
+        places = np.argsort(np.argsort([device.id for device in flat]))
+    else:
+        coords = np.asarray(
+            [
+                (
+                    d.slice_index or 0 if hasattr(d, "slice_index") else 0,
+                    *d.coords[: len(topology.shape)],
+                    d.core_on_chip,
+                )
+                for d in flat
+            ]
+        )
+        places = np.ravel_multi_index(tuple((coords - coords.min(axis=0)).T), _lengths(topology))
+    return np.asarray(places).reshape(devices.shape)
+
+
+def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
+    import numpy as np
+
+    lengths = _lengths(topology)
+    places = (DCN, *TORUS_AXES[: len(topology.shape)], CORE)
+    wraps = (False, *topology.wrap, False)
+    coordinates = np.unravel_index(positions, lengths)
+    described = {}
+    for dimension, axis in enumerate(names):
+        size = positions.shape[dimension]
+        spans: list[Span] = []
+        straight, covered = True, 1
+        for on, length, wrap, coordinate in zip(places, lengths, wraps, coordinates, strict=True):
+            groups = np.moveaxis(coordinate, dimension, -1).reshape(-1, size)
+            values = np.sort(groups - groups.min(axis=1, keepdims=True), axis=1)
+            steps = _progressions(np.unique(values[0])) if (values == values[0]).all() else None
+            if steps is None:
+                straight, steps = False, [(len(np.unique(values)), 1)]
+            covered *= math.prod(factor for factor, _ in steps)
+            spans += [Span(on, factor, by, length, wrap and factor * by == length) for factor, by in steps]
+        described[axis] = AxisPlacement(axis, size, tuple(spans), straight and covered == size)
+    return described
+
+
+def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
+    """Return sorted values as nested progressions (factor, stride), the widest first, or None when they are not."""
+    import numpy as np
+
+    found: list[tuple[int, int]] = []
+    while len(values) > 1:
+        stride = int(values[1] - values[0])
+        agree = values - values[0] == stride * np.arange(len(values))
+        factor = len(values) if agree.all() else int(np.argmin(agree))
+        if len(values) % factor:
+            return None
+        blocks = values.reshape(-1, factor)
+        if (blocks - blocks[:, :1] != stride * np.arange(factor)).any():
+            return None
+        found.insert(0, (factor, stride))
+        values = blocks[:, 0]
+    return found
+
+
+def _sizes(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in axes.items())
