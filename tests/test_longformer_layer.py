@@ -60,7 +60,7 @@ def definition(module: LongformerAttention, x: np.ndarray, segment_ids: np.ndarr
     out = attend(*projected(p, "local", x, c.rope_theta))
     if c.global_tokens:
         out[:, : c.global_tokens] = attend(*projected(p, "globals", x, c.rope_theta))[:, : c.global_tokens]
-    return np.einsum("bshd,hde->bse", out, p["out"])
+    return np.einsum("bshd,ehd->bse", out, p["out"])
 
 
 CASES = {

@@ -48,7 +48,8 @@ class MLP(nnx.Module):
         if kind.gated:
             self.gate = parameter(normal(keys[1], (embed, mlp), embed**-0.5, dtype), ("embed", "mlp"))
         deviation = 1 / math.sqrt(2 * depth * mlp)
-        self.down = parameter(normal(keys[2], (mlp, embed), deviation, dtype), ("mlp", "embed"))
+        # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
+        self.down = parameter(normal(keys[2], (mlp, embed), deviation, dtype).T, ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the product of each position."""
@@ -59,7 +60,7 @@ class MLP(nnx.Module):
         else:
             hidden = _ACTIVATION[self.kind](up)
         hidden = shard(hidden, "batch", "seq", "mlp")
-        return linear("bsm,me->bse", hidden, self.down[...], axes=("mlp", "embed"), shard=shard, numerics=self.numerics)
+        return linear("bsm,em->bse", hidden, self.down[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:

@@ -24,7 +24,7 @@ from valkyrie.ops.rotary import rotate
 
 _QUERY: Axes = ("embed", "heads", "head_dim")
 _KEY: Axes = ("embed", "kv_heads", "head_dim")
-_OUT: Axes = ("heads", "head_dim", "embed")
+_OUT: Axes = ("embed", "heads", "head_dim")
 _HEADS: Axes = ("batch", "seq", "heads", "head_dim")
 _KV_HEADS: Axes = ("batch", "seq", "kv_heads", "head_dim")
 
@@ -45,7 +45,7 @@ class Projections(nnx.Module):
     ) -> Float[Array, "batch seq heads head_dim"]:
         """Return rotated queries."""
         q = linear("bse,ehd->bshd", x, self.query[...], axes=_QUERY, shard=shard, numerics=self.numerics)
-        return rotate(q, positions, self.theta)
+        return rotate(q, positions, self.theta, shard.backend)
 
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
@@ -55,7 +55,7 @@ class Projections(nnx.Module):
             linear("bse,ehd->bshd", x, w[...], axes=_KEY, shard=shard, numerics=self.numerics)
             for w in (self.key, self.value)
         )
-        return rotate(k, positions, self.theta), v
+        return rotate(k, positions, self.theta, shard.backend), v
 
 
 class LongformerAttention(nnx.Module):
@@ -79,7 +79,9 @@ class LongformerAttention(nnx.Module):
             self.globals = Projections(config, embed, numerics=numerics, key=keys[1])
         shape = (config.heads, config.head_dim, embed)
         deviation = (2 * depth * config.heads * config.head_dim) ** -0.5
-        self.out = parameter(normal(keys[2], shape, deviation, numerics.parameter), _OUT)
+        weights = normal(keys[2], shape, deviation, numerics.parameter)
+        # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
+        self.out = parameter(weights.transpose(2, 0, 1), _OUT)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], *, segment_ids: Int[Array, "batch seq"] | None, shard: Shard
@@ -98,7 +100,7 @@ class LongformerAttention(nnx.Module):
             inputs += [q_global, k_global, v_global]
             axes += [("batch", None, "heads", "head_dim"), _KV_HEADS, _KV_HEADS]
         mixed = shard.map(self._local(segment_ids is not None, shard), axes, _HEADS)(*inputs)
-        return linear("bshd,hde->bse", mixed, self.out[...], axes=_OUT, shard=shard, numerics=self.numerics)
+        return linear("bshd,ehd->bse", mixed, self.out[...], axes=_OUT, shard=shard, numerics=self.numerics)
 
     def _local(self, segmented: bool, shard: Shard):
         """Return what each device does with its heads, rows and, under a sequence split, positions."""
@@ -145,7 +147,7 @@ class LongformerAttention(nnx.Module):
             k_global, v_global = (y[:, 0] for y in self.globals.keys_values(wide, position, UNSHARDED))
             beside = GlobalStep(self.globals.queries(wide, position, UNSHARDED)[:, 0], k_global, v_global)
         mixed, state = attention_step(q, k, v, state, global_step=beside)
-        out = linear("bhd,hde->be", mixed, self.out[...], axes=_OUT, shard=UNSHARDED, numerics=self.numerics)
+        out = linear("bhd,ehd->be", mixed, self.out[...], axes=_OUT, shard=UNSHARDED, numerics=self.numerics)
         return out, state
 
 

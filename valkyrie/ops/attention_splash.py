@@ -1,7 +1,8 @@
 """Decides how splash attention (JAX's Pallas kernel for TPU) is called for a sliding window.
 
-Blocks of 512 fit windows of a few hundred keys; from 8192 positions on the backward pass is the un-fused one, because
-the fused one writes dq once per block of keys. Its LocalMask is inclusive: a window of W is (W - 1, 0) when causal.
+Blocks of 512 fit windows of a few hundred keys, and short sequences; without a window blocks of 1024 keys cost less a
+key. From 8192 positions on the backward pass is the un-fused one, because the fused one writes dq once per block of
+keys. Its LocalMask is inclusive: a window of W is (W - 1, 0) when causal.
 Imported only where it is used, because importing Pallas takes a while.
 """
 
@@ -20,6 +21,8 @@ from valkyrie.ops.attention_parts import Columns, Span, Stretch
 
 LANES = 128
 BLOCK = 512
+WIDE_BLOCK = 1024
+WIDE_FROM = 4096
 UNFUSED_FROM = 8192
 
 
@@ -80,22 +83,33 @@ def _pad(x: Array, length: int, fill: int = 0) -> Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
 
 
+def _block_sizes(rows: int, keys: int, window: int | None) -> splash.BlockSizes:
+    """The tiles of a shape. Of a causal square, half of the tiles on its diagonal is work for nothing."""
+
+    def fitting(wanted: int, length: int) -> int:
+        return wanted if length % wanted == 0 else min(BLOCK, length)
+
+    wide = WIDE_BLOCK if window is None else BLOCK
+    forward = wide if min(rows, keys) >= WIDE_FROM else BLOCK
+    fused = rows < UNFUSED_FROM
+    row_block, key_block = fitting(forward, rows), fitting(forward, keys)
+    return splash.BlockSizes(
+        block_q=row_block,
+        block_kv=key_block,
+        block_q_dkv=row_block,
+        block_kv_dkv=fitting(wide, keys),
+        block_q_dq=None if fused else row_block,
+        block_kv_dq=None if fused else key_block,
+        use_fused_bwd_kernel=fused,
+    )
+
+
 @functools.lru_cache(maxsize=64)
 def _splash_kernel(
     heads: int, rows: int, keys: int, span: Span, before: int, interpret: bool
 ) -> splash.SplashAttentionKernel:
     """The kernel object for one shape; making its mask takes host time, so it is kept."""
-    row_block, key_block = min(BLOCK, rows), min(BLOCK, keys)
-    fused = rows < UNFUSED_FROM
-    blocks = splash.BlockSizes(
-        block_q=row_block,
-        block_kv=key_block,
-        block_q_dkv=row_block,
-        block_kv_dkv=key_block,
-        block_q_dq=None if fused else row_block,
-        block_kv_dq=None if fused else key_block,
-        use_fused_bwd_kernel=fused,
-    )
+    blocks = _block_sizes(rows, keys, span.window)
     if span.window is None and not span.causal:
         mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
     else:

@@ -61,13 +61,14 @@ class StepProgram:
         return {k: jax.ShapeDtypeStruct((c.batch, c.seq), dtype, sharding=sharding) for k, dtype in _BATCH.items()}
 
     @cached_property
-    def _shardings(self) -> TrainState:
+    def shardings(self) -> TrainState:
+        """The sharding of every array of the train state."""
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
     @cached_property
     def init(self) -> Callable[[Any], TrainState]:
         """The jitted function from a seed to the state before the first step, made where it lies."""
-        return jax.jit(self._init, out_shardings=self._shardings)
+        return jax.jit(self._init, out_shardings=self.shardings)
 
     @cached_property
     def step(self) -> Any:
@@ -77,7 +78,9 @@ class StepProgram:
             with self._precision():
                 return train_step(self, state, batch)
 
-        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+        return jax.jit(
+            step, donate_argnums=0, out_shardings=(self.shardings, None), compiler_options=self._compiler_options()
+        )
 
     @cached_property
     def evaluate(self) -> Any:
@@ -94,8 +97,12 @@ class StepProgram:
         traced = self.step.trace(self.abstract_state, self.abstract_batch)
         if isinstance(self.mesh, jax.sharding.Mesh):
             return traced.lower()
-        backend = self.shard.backend or jax.default_backend()
-        return traced.lower(lowering_platforms=("cuda" if backend == "gpu" else backend,))
+        return traced.lower(lowering_platforms=("cuda" if self.backend == "gpu" else self.backend,))
+
+    @property
+    def backend(self) -> str:
+        """The platform the program will run on: cpu, gpu or tpu."""
+        return self.shard.backend or jax.default_backend()
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Return a process's part of the global batch as global arrays on the mesh."""
@@ -113,6 +120,19 @@ class StepProgram:
 
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.assembly, self.optimizer, self._keep_ema, seed)
+
+    def _compiler_options(self) -> dict[str, str] | None:
+        """What the compiler of the backend is told, alike for training and for a compile without devices.
+
+        On a TPU, XLA turns a product whose result is scattered over a short ring into a loop of small products. Where no
+        axis is a tensor axis that hits only the gradients of gathered weights, which it makes three times slower
+        (compiler estimates for v6e 4x4, experiments/LOG.md): there it is turned off, as MaxText's recipes do.
+        """
+        data = {*self.layout.activations["batch"], *self.layout.activations["seq"]}
+        tensor = {axis for held in self.layout.parameters.values() for axis in held} - data
+        if self.backend != "tpu" or any(self.layout.mesh.axes[axis] > 1 for axis in tensor):
+            return None
+        return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Under a float32 policy products are float32 on every backend, not TF32 or one bfloat16 pass."""

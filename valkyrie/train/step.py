@@ -22,7 +22,7 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     Metrics: `loss` (nats per token, without z-loss), `tokens`, `grad_norm` (before clipping), `learning_rate`, and
     `leaf_norms` (squared gradient norms by parameter, in the order of `program.parameter_names`).
     """
-    shardings = program._shardings
+    shardings = program.shardings
     parameters = on_device(state.parameters, shardings.parameters)
     moments = on_device(state.optimizer, shardings.optimizer)
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -51,7 +51,7 @@ def eval_step(program: StepProgram, parameters: Any, batch: Batch, token_bytes: 
 
     `token_bytes` is the length of each token in bytes, 0 for special tokens.
     """
-    parameters = on_device(parameters, program._shardings.parameters)
+    parameters = on_device(parameters, program.shardings.parameters)
     losses = program.assembly.module(parameters).losses(batch, shard=program.shard)
     length = token_bytes[batch["targets"]] * batch["weights"]
     return {
@@ -87,7 +87,7 @@ def _gradients(program: StepProgram, parameters: Any, batch: Batch, key: jax.Arr
     start = jax.tree.map(
         lambda p, s: jax.lax.with_sharding_constraint(jnp.zeros(p.shape, reduction), s),
         parameters,
-        jax.tree.map(_in_device_memory, program._shardings.parameters),
+        jax.tree.map(_in_device_memory, program.shardings.parameters),
     )
     sums = {"loss": jnp.zeros((), jnp.float32), "weight": jnp.zeros((), jnp.float32)}
     # Row r of the batch goes to microbatch r % count, so that every device works on its own rows in each of them.
