@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from valkyrie.hardware import Platform
+from valkyrie.hardware import Platform, topology_of
 from valkyrie.run import Run
 
 OUTCOME, MODULE, TEXT = "outcome.json", "module.hlo.pb", "module.hlo.txt"
@@ -124,6 +124,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
         "parameters": sum(spec.size for spec in _specs(program)),
         "larger": fuller_layouts(run),
         "device_kind": devices[0].device_kind,
+        "placement": _placement(run, mesh),
         "positions": [_position(device) for device in mesh.devices.flat],
         "axes": {str(name): int(size) for name, size in mesh.shape.items()},
     }
@@ -133,6 +134,20 @@ def _specs(program: Any) -> list[Any]:
     from valkyrie.models.base import flatten
 
     return list(flatten(program.assembly.specs).values())
+
+
+def _placement(run: Run, mesh: Any) -> list[str]:
+    """Return a line for each mesh axis of where it lies on the torus, and how to ask for another placement."""
+    if run.config.target.platform is not Platform.tpu:
+        return []
+    from valkyrie.parallel.placement import describe_placement, placement_of, placements
+
+    topology = topology_of(run.config.target)
+    lines = [str(axis) for axis in describe_placement(mesh, topology).values() if axis.size > 1]
+    chosen, count = placement_of(mesh, topology), len(placements(run.config.mesh.axes, topology))
+    if chosen is not None:
+        lines.append(f"mesh.placement=[{','.join(chosen)}], one of {count} on this torus")
+    return lines
 
 
 def _position(device: Any) -> list[Any]:

@@ -71,7 +71,7 @@ def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[st
         if compiled.status == "ok":
             status.update("replaying the schedule")
             replay, uses = replayed(run, compiled)
-    found = summarise(run, compiled, replay, uses, _placement(run, compiled))
+    found = summarise(run, compiled, replay, uses)
     found["work"] = work_key(run)
     found["hints"] = hints(found, _others(run, compiled))
     if compiled.status in ("ok", "does_not_fit"):
@@ -93,10 +93,6 @@ def _others(run: Run, compiled: Compiled) -> list[dict[str, Any]]:
         if file.parent != compiled.folder and work in (text := file.read_text()):
             found.append(json.loads(text))
     return [other for other in found if other.get("work") == work]
-
-
-def _placement(run: Run, compiled: Compiled) -> list[str]:
-    return []
 
 
 def _console() -> Console:

@@ -29,9 +29,7 @@ _BACKWARD = 3.0
 """A training step has this many times the FLOPs of a forward pass (PaLM, arXiv 2204.02311, appendix B)."""
 
 
-def summarise(
-    run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse], placement: list[str]
-) -> dict[str, Any]:
+def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse]) -> dict[str, Any]:
     """Return everything known of a compiled layout. Seconds, bytes per device and step, FLOPs per device and step.
 
     `replay` is None where no time can be told (a CPU target, a layout that was not compiled); `uses` are the
@@ -45,7 +43,7 @@ def summarise(
         "reason": outcome.get("reason"),
         "versions": versions(),
         "compile": {key: outcome.get(key) for key in ("lower_s", "compile_s")} | {"cached": compiled.cached},
-        "placement": placement,
+        "placement": outcome.get("placement", []),
     }
     if compiled.status == "does_not_fit":
         found["memory"] = {key: outcome.get(key) for key in ("needed", "usable", "largest", "savings")}

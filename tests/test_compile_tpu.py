@@ -1,0 +1,86 @@
+"""Compiling for TPU slices without a TPU: from the command line to the report, the timeline and the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: uv sync --extra tpu")
+
+TINY = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
+
+
+def compile_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VALKYRIE_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "valkyrie.cli.train", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compile")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> subprocess.CompletedProcess[str]:
+    return compile_command(folder, *TINY, "name=first", "mode.hlo=true")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, report: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert (report.returncode, report.stderr) == (0, ""), report.stdout + report.stderr
+    return json.loads((folder / "runs" / "first" / "compile.json").read_text())
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_the_report_answers_does_it_fit_how_fast_and_why(report: subprocess.CompletedProcess[str], found: dict[str, Any]):
+    for part in ("fits:", "predicted step:", "where the time goes", "sent by mesh axes", "placement: x=2 on", "hint:"):
+        assert part in report.stdout, part
+    assert found["status"] == "ok"
+    assert 1e-5 < found["step"]["step_s"] < 0.1
+    assert sum(found["seconds"].values()) == pytest.approx(found["step"]["step_s"], rel=1e-6)
+    assert 0 < found["step"]["mfu"] < 1
+    assert {"x", "y", "x,y"} & set(found["communication"]["bytes_by_mesh_axes"])
+    assert sum(found["communication"]["bytes_by_torus_axis"].values()) > 0
+    assert any("valkyrie/" in (cost["source"] or "") for cost in found["costs"])
+    assert found["memory"]["usable"] > 15 * 2**30
+
+
+def test_the_timeline_is_a_trace_of_the_whole_step(folder: Path, found: dict[str, Any]):
+    events = json.loads((folder / "runs" / "first" / "timeline.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["ph"] for e in events} == {"X", "M"}
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(1e6 * found["step"]["step_s"], rel=0.01)
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert "compute" in tracks and any(track.startswith("collectives over") for track in tracks)
+
+
+def test_the_module_is_left_where_asked_for(folder: Path, found: dict[str, Any]):
+    text = (folder / "runs" / "first" / "module.hlo.txt").read_text()
+    assert "is_scheduled=true" in text
+    assert (folder / "runs" / "first" / "module.hlo.pb").stat().st_size > 10_000
+
+
+def test_an_equal_layout_is_not_compiled_again(folder: Path, found: dict[str, Any]):
+    again = compile_command(folder, *TINY, "name=again")
+    second = json.loads((folder / "runs" / "again" / "compile.json").read_text())
+    assert second["compile"]["cached"] and not found["compile"]["cached"]
+    assert second["step"] == found["step"], again.stdout
+
+
+def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
+    large = ("model=gpt_125m", "batch=4096", "remat=none", "name=large")
+    done = compile_command(folder, *TINY, *large)
+    assert (done.returncode, done.stderr) == (3, "")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("does not fit: needs "))
+    assert " GiB of 15.8 GiB usable; largest: activations" in line
+    assert "try: " in line and "remat=full" in line
+    assert json.loads((folder / "runs" / "large" / "compile.json").read_text())["status"] == "does_not_fit"
