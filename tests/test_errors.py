@@ -33,8 +33,8 @@ ONE_LINE = {
     ),
     "a placement that leaves an axis out": (
         ["mesh=2x2x2", "mesh.placement=[x,y]"],
-        "mesh.placement=[x,y]: z is missing. List the axes of mesh=2x2x2 (x=2, y=2, z=2) from the slowest to the fastest "
-        "over the torus, each whole (x) or in factors that make it (x:2,y,x:2).",
+        "mesh.placement=[x,y]: z is missing. List the axes of mesh=2x2x2 (x=2, y=2, z=2) from the slowest to the "
+        "fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2).",
     ),
     "a choice that is nearly one": (
         ["partition=2dtp"],
