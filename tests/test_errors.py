@@ -33,7 +33,8 @@ ONE_LINE = {
     ),
     "a placement that leaves an axis out": (
         ["mesh=2x2x2", "mesh.placement=[x,y]"],
-        "mesh.placement=[x,y] must list each axis of mesh=2x2x2 once: x, y, z, slowest first.",
+        "mesh.placement=[x,y]: z is missing. List the axes of mesh=2x2x2 (x=2, y=2, z=2) from the slowest to the "
+        "fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2).",
     ),
     "a choice that is nearly one": (
         ["partition=2dtp"],
@@ -106,6 +107,28 @@ ONE_LINE = {
         ["mesh=2x2x1", "target=v4-64"],
         "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips, but mesh=2x2x1 needs 4 devices. 4 chips are "
         "target=v4-8 (4 v4 chips 2x2x1, 1 host). Use a mesh of 32 devices, such as mesh=2x4x4, or a target of 4.",
+    ),
+    "a target that counts cores": (
+        ["mesh=4x4x2", "target=v4-32", "batch=64"],
+        "target=v4-32 (16 v4 chips 2x2x4, 4 hosts) has 16 chips (v4-32 counts 2 cores a chip), but mesh=4x4x2 needs 32 "
+        "devices. 32 chips are target=v4-64 (32 v4 chips 2x4x4, 8 hosts). Use a mesh of 16 devices, such as "
+        "mesh=2x2x4, or a target of 32.",
+    ),
+    "a target of two devices a chip": (
+        ["mesh=2x2x1", "target=v3-8"],
+        "target=v3-8 (4 v3 chips 2x2, 1 host) has 4 chips, each of 2 JAX devices, but mesh=2x2x1 needs 4 devices. "
+        "Use a mesh of 8 devices, such as mesh=2x2x2, or a target of 4.",
+    ),
+    "slices that no axis crosses": (
+        ["mesh=4x4x4", "target=v4-64", "target.slices=2", "batch=64"],
+        "target.slices=2: slices are joined by the data-centre network, and mesh=4x4x4 does not say which axis crosses "
+        "it. Use mesh=2s2x4x4, or set mesh.placement.",
+    ),
+    "a topology that there is not": (
+        ["mesh=4x4x2", "target=v4-64", "target.topology=4x4x3", "batch=64"],
+        "target.topology=4x4x3 is no slice of v4: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4; "
+        "from there on every axis is a multiple of 4. Nearest: target.topology=2x4x4 (32 chips), "
+        "target.topology=4x4x4 (64 chips).",
     ),
     "a learning rate of nothing": (["optimizer.learning_rate=0"], "optimizer.learning_rate=0.0: must be above 0."),
     "a temperature below zero": (["temperature=-1"], "temperature=-1.0: must be 0 (greedy) or above."),

@@ -71,11 +71,11 @@ def test_refusals_say_what_to_write(name: str, message: str):
         (MeshConfig(slices=0), "mesh.shape=[1, 1, 1] with mesh.slices=0: 3 sizes (x, y, z) or 4 (w, x, y, z) are"),
         (
             MeshConfig(name="2x2x2", shape=[2, 2, 2], placement=["x", "y"]),
-            "mesh.placement=[x,y] must list each axis of mesh=2x2x2 once: x, y, z, slowest first.",
+            "mesh.placement=[x,y]: z is missing. List the axes of mesh=2x2x2 (x=2, y=2, z=2) from the slowest to the ",
         ),
         (
             MeshConfig(name="2x2x2", shape=[2, 2, 2], placement=["x", "y", "y"]),
-            "mesh.placement=[x,y,y] must list each axis of mesh=2x2x2 once: x, y, z, slowest first.",
+            "mesh.placement=[x,y,y]: y is 2, but what is listed of it makes 4; z is missing. List the axes of ",
         ),
     ],
 )

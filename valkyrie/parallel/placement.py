@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """Where a mesh axis lies. `straight` is False where its devices fill no block of the torus, only part of `spans`."""
+    """Where a mesh axis lies. `straight` is False where its devices fill no block of the torus, but part of `spans`."""
 
     axis: str
     size: int
@@ -70,7 +70,7 @@ class AxisPlacement:
     @property
     def links(self) -> float:
         """One-way links that a chip has for it: the multiple of a link's bandwidth a collective over it can use."""
-        return sum(span.links for span in self.torus) if self.straight else 1.0
+        return sum((span.links for span in self.torus), 0.0) if self.straight else 1.0
 
     def __str__(self) -> str:
         parts = []
@@ -238,17 +238,10 @@ def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
     if getattr(flat[0], "coords", None) is None:
         places = np.argsort(np.argsort([device.id for device in flat]))
     else:
-        coords = np.asarray(
-            [
-                (
-                    d.slice_index or 0 if hasattr(d, "slice_index") else 0,
-                    *d.coords[: len(topology.shape)],
-                    d.core_on_chip,
-                )
-                for d in flat
-            ]
-        )
-        places = np.ravel_multi_index(tuple((coords - coords.min(axis=0)).T), _lengths(topology))
+        axes = len(topology.shape)
+        found = [(getattr(d, "slice_index", 0) or 0, *d.coords[:axes], d.core_on_chip) for d in flat]
+        coords = np.asarray(found) - np.min(found, axis=0)
+        places = np.ravel_multi_index(tuple(coords.T), _lengths(topology))
     return np.asarray(places).reshape(devices.shape)
 
 

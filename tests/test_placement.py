@@ -1,0 +1,257 @@
+"""Placement: what a list of factors means on the torus, that all of them are found once, and how JAX's own is told."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valkyrie.hardware import Topology, known_targets, topology_of
+from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
+from valkyrie.parallel.placement import (
+    Span,
+    arrange,
+    describe_entries,
+    describe_placement,
+    placement_of,
+    placement_problems,
+    placements,
+)
+from valkyrie.parallel.topology import compile_devices
+
+TARGETS = {target.name: target for target in known_targets()}
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+
+
+def torus(*shape: int, wrap: bool = False, slices: int = 1, cores: int = 1) -> Topology:
+    return Topology(shape, (wrap,) * len(shape), (1,) * len(shape), slices, cores)
+
+
+def grid(entries: Sequence[str], axes: Mapping[str, int], topology: Topology) -> tuple[int, ...]:
+    return tuple(arrange(np.arange(topology.devices), entries, axes).flat)
+
+
+def by_hand(axes: dict[str, int], topology: Topology) -> set[tuple[int, ...]]:
+    """Return every assignment of devices, prime by prime: each prime of each physical axis goes to any mesh axis."""
+    found = set()
+    physical = [topology.slices, *topology.shape, topology.devices_per_chip]
+    orders = [sorted(set(itertools.permutations(primes(length)))) for length in physical]
+    for order in itertools.product(*orders):
+        digits = list(itertools.chain(*order))
+        for owners in itertools.product(axes, repeat=len(digits)):
+            made = {axis: math.prod(d for d, o in zip(digits, owners, strict=True) if o == axis) for axis in axes}
+            if made != axes:
+                continue
+            cells = {}
+            for place in range(topology.devices):
+                index, rest, weight = dict.fromkeys(axes, 0), place, dict.fromkeys(axes, 1)
+                for digit, owner in zip(reversed(digits), reversed(owners), strict=True):
+                    index[owner] += rest % digit * weight[owner]
+                    weight[owner] *= digit
+                    rest //= digit
+                cells[tuple(index.values())] = place
+            found.add(tuple(cells[cell] for cell in np.ndindex(*axes.values())))
+    return found
+
+
+def primes(n: int) -> list[int]:
+    return next(([p, *primes(n // p)] for p in range(2, n + 1) if n % p == 0), [])
+
+
+@pytest.mark.parametrize(
+    ("axes", "topology"),
+    [
+        ({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4)),
+        ({"x": 2, "y": 2, "z": 2}, torus(2, 2, 2)),
+        ({"x": 6, "y": 4, "z": 1}, torus(2, 12)),
+        ({"x": 8, "y": 2, "z": 1}, torus(16, 1)),
+        ({"x": 4, "y": 2, "z": 1}, torus(2, 2, cores=2)),
+        ({"x": 4, "y": 2, "z": 1}, torus(2, 2, slices=2)),
+        ({"x": 1, "y": 1, "z": 1}, torus(1, 1)),
+    ],
+    ids=str,
+)
+def test_every_placement_is_found_once(axes: dict[str, int], topology: Topology):
+    found = placements(axes, topology)
+    assigned = [grid(entries, axes, topology) for entries in found]
+    assert len(set(assigned)) == len(assigned)
+    assert set(assigned) == by_hand(axes, topology)
+    assert all(placement_problems(entries, axes, "mesh") == [] for entries in found)
+
+
+def test_the_axis_between_slices_stays_there():
+    axes, topology = {"s": 2, "x": 2, "y": 2, "z": 2}, torus(2, 4, slices=2)
+    found = placements(axes, topology)
+    assert found and all(entries[0] == "s" for entries in found)
+    assert all(str(describe_entries(entries, axes, topology)["s"]) == "s=2 on dcn" for entries in found)
+    inner = placements({"x": 2, "y": 2, "z": 2}, torus(2, 4))
+    assert [entries[1:] for entries in found] == inner
+
+
+def test_counts_are_those_of_words():
+    """On axes of a power of two a placement is a word over the mesh axes, one letter for each doubling."""
+    assert len(placements({"x": 4, "y": 4, "z": 2}, torus(2, 4, 4))) == math.factorial(5) // 4
+    assert len(placements({"x": 16, "y": 16, "z": 1}, torus(4, 8, 8))) == math.comb(8, 4)
+
+
+def test_a_mesh_of_another_size_has_no_placement():
+    with pytest.raises(ValueError, match=r"^a mesh of x=4, y=4, z=1 has 16 devices; the topology has 32\.$"):
+        placements({"x": 4, "y": 4, "z": 1}, torus(2, 4, 4))
+
+
+def test_every_placement_is_built_and_told_again():
+    topology = torus(2, 2, 2)
+    for shape in ([2, 2, 2], [4, 2, 1], [8, 1, 1], [1, 2, 2, 2]):
+        axes = MeshConfig(shape=shape).axes
+        for entries in placements(axes, topology):
+            config = MeshConfig(name="mesh", shape=shape, placement=entries)
+            assert config.problems() == []
+            mesh = build_mesh(config, jax.devices())
+            assert dict(mesh.shape) == axes
+            assert placement_of(mesh, topology) == entries
+            assert describe_placement(mesh, topology) == describe_entries(entries, axes, topology)
+
+
+sides = st.sampled_from([1, 2, 3, 4, 6])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(sides, min_size=2, max_size=3), st.booleans(), st.data())
+def test_what_is_described_is_where_the_devices_are(shape: list[int], wrap: bool, data: st.DataObject):
+    topology = torus(*shape, wrap=wrap)
+    owners = [data.draw(st.sampled_from("xyz")) for _ in primes(topology.devices)]
+    axes = dict.fromkeys("xyz", 1)
+    for prime, owner in zip(primes(topology.devices), owners, strict=True):
+        axes[owner] *= prime
+    found = placements(axes, topology)
+    entries = found[data.draw(st.integers(0, len(found) - 1))]
+    cells = arrange(np.arange(topology.devices), entries, axes)
+    for dimension, (axis, placed) in enumerate(describe_entries(entries, axes, topology).items()):
+        assert placed.straight and math.prod(span.factor for span in placed.spans) == placed.size == axes[axis]
+        first = np.moveaxis(cells, dimension, -1).reshape(-1, axes[axis])[0]
+        block = {(0,) * len(shape)}
+        for span in placed.spans:
+            at = "abc".index(span.on)
+            steps = [tuple(i * span.stride * (k == at) for k in range(len(shape))) for i in range(span.factor)]
+            block = {tuple(a + b for a, b in zip(p, q, strict=True)) for p in block for q in steps}
+            assert span.ring == (wrap and span.factor * span.stride == shape[at])
+        assert {tuple(int(n) for n in np.unravel_index(cell, shape)) for cell in first} == block
+
+
+@pytest.mark.parametrize(
+    ("entries", "topology", "expected"),
+    [
+        (["z", "x", "y"], torus(2, 4, 4), ["x=4 on torus b (line, 1 link)", "y=4 on torus c (line, 1 link)"]),
+        (
+            ["x:2", "y", "x:2", "z"],
+            torus(2, 4, 4),
+            ["x=4 on torus a,c*2 by 2 (no ring, 1.5 links)", "y=4 on torus b (line, 1 link)"],
+        ),
+        (
+            ["x", "y", "z"],
+            torus(4, 4, 2, wrap=True),
+            ["x=4 on torus a (ring, 2 links)", "y=4 on torus b (ring, 2 links)"],
+        ),
+        (
+            ["x", "y", "z"],
+            torus(4, 8, wrap=True),
+            ["x=4 on torus a (ring, 2 links)", "y=4 on torus b*4 by 2 (ring, 1 link)"],
+        ),
+        (
+            ["x", "z", "y"],
+            torus(16, 2),
+            ["x=4 on torus a*4 by 4 (line, 0.25 links)", "y=4 on torus a*2,b (no ring, 2 links)"],
+        ),
+        (["x", "y", "z"], torus(4, 4, cores=2), ["z=2 on the cores of a chip"]),
+        (["x", "y", "z"], torus(2, 4, slices=4), ["x=4 on dcn", "z=2 on torus b*2 (line, 1 link)"]),
+        (
+            ["x", "y", "z"],
+            torus(2, 8, slices=2),
+            ["x=4 on torus a (line, 1 link) and dcn", "y=4 on torus b*4 by 2 (line, 0.5 links)"],
+        ),
+    ],
+)
+def test_a_placement_in_words(entries: list[str], topology: Topology, expected: list[str]):
+    described = describe_entries(entries, {"x": 4, "y": 4, "z": 2}, topology)
+    assert set(expected) <= {str(placed) for placed in described.values()}
+
+
+def test_links_are_counted_per_chip():
+    axes = {"x": 16, "y": 4, "z": 1}
+    placed = describe_entries(["x", "y"], axes, torus(4, 4, 4, wrap=True))
+    assert (placed["x"].links, placed["x"].ring) == (4.0, True)
+    assert placed["y"].spans == (Span("c", 4, 1, 4, True),)
+    assert str(placed["z"]) == "z=1 on one device"
+    assert (placed["z"].links, placed["z"].ring) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("placement", "reason"),
+    [
+        (["x:2", "y", "z"], "x is 4, but what is listed of it makes 2"),
+        (["x:2", "y", "x:4", "z"], "x is 4, but what is listed of it makes 8"),
+        (["x:0", "x", "y", "z"], "x:0 is neither an axis nor a factor of one"),
+        (["x", "y", "z", "q"], "q is neither an axis nor a factor of one"),
+        (["x:-2", "y", "z"], "x:-2 is neither an axis nor a factor of one; x is missing"),
+        (["y"], "x is missing; z is missing"),
+    ],
+)
+def test_a_placement_that_cannot_be_says_why(placement: list[str], reason: str):
+    config = MeshConfig(name="4x4x2", shape=[4, 4, 2], placement=placement)
+    assert config.problems() == [
+        f"mesh.placement=[{','.join(placement)}]: {reason}. List the axes of mesh=4x4x2 (x=4, y=4, z=2) from the "
+        "slowest to the fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2)."
+    ]
+
+
+def test_a_placement_is_written_on_the_command_line(command: Any):
+    run = command("mesh=4x4x2", "mesh.placement=[x:2,y,x:2,z]", "partition=dp").run
+    assert run.config.mesh.placement == ["x:2", "y", "x:2", "z"]
+    refused = command("mesh=4x4x2", "mesh.placement=[x:2,y,z]", "partition=dp")
+    assert refused.status == 2 and "x is 4, but what is listed of it makes 2" in refused.err
+
+
+def test_devices_that_fill_no_block_are_called_scattered():
+    corners = np.array([0, 3, 1, 2]).reshape(2, 2)
+    devices = np.array([SimpleNamespace(id=i, coords=(i // 2, i % 2, 0), core_on_chip=0) for i in range(4)])
+    mesh: Any = SimpleNamespace(devices=devices[corners], axis_names=("x", "y"))
+    placed = describe_placement(mesh, torus(2, 2))
+    assert str(placed["y"]) == "y=2 on torus a,b (scattered, 1 link)"
+    assert not placed["y"].straight
+    assert placement_of(mesh, torus(2, 2)) is None
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("target", "mesh", "entries", "words"),
+    [
+        ("v4-64", "4x4x2", ["z", "y", "x"], "x=4 on torus c (line, 1 link)"),
+        ("v4-128", "8x8x1", ["y:4", "x:2", "y:2", "x:4"], "x=8 on torus b*2 by 2,c (ring, 3 links)"),
+        ("v5e-256", "16x16x1", ["y", "x"], "x=16 on torus b (ring, 2 links)"),
+        ("tpu7x-128", "8x4x4", ["z", "y", "x"], "x=8 on torus c (ring, 2 links) and the cores of a chip"),
+        ("v5e-8", "8x1x1", None, "x=8 on torus a,b (no ring, 2 links)"),
+    ],
+)
+def test_the_choice_of_mesh_utils_is_told(target: str, mesh: str, entries: list[str] | None, words: str):
+    """Which axis JAX lays where differs between its versions; the words for one choice do not."""
+    topology, devices = topology_of(TARGETS[target]), compile_devices(TARGETS[target])
+    built = build_mesh(parse_mesh(mesh), devices)
+    placed = describe_placement(built, topology)
+    told = placement_of(built, topology)
+    assert (told is None) == (entries is None)
+    if told == entries:
+        assert str(placed["x"]) == words
+    if told is not None:
+        again = parse_mesh(mesh)
+        again.placement = told
+        assert (build_mesh(again, devices).devices == built.devices).all()
+        assert told in placements(again.axes, topology)
