@@ -39,5 +39,36 @@ LOOP_ITERATION_S = 0.3e-6
 KERNEL_EFFICIENCY = 0.6
 """Share of peak FLOP/s a Pallas kernel reaches where nothing better is known."""
 
-MATMUL_FLOOR = 0.95
-"""A convolution whose estimate exceeds this share of peak FLOP/s is reported as doubtful."""
+CORES = {"v4": 2, "v5p": 2}
+"""TensorCores behind one JAX device (megacore): the grid of a Pallas kernel is split between them. Elsewhere 1."""
+
+SPLASH_BUNDLES = {
+    "v4": {
+        "forward": (2765, 8601, 4220),
+        "dkv_dq": (3676, 12459, 6175),
+        "dkv": (3126, 10595, 5250),
+        "dq": (2269, 7690, 3810),
+    },
+    "v5e": {
+        "forward": (1885, 6069, 2856),
+        "dkv_dq": (2827, 9934, 5185),
+        "dkv": (2245, 7890, 4120),
+        "dq": (1703, 5980, 3120),
+    },
+    "v5p": {
+        "forward": (2078, 6364, 3236),
+        "dkv_dq": (2954, 9948, 5383),
+        "dkv": (2346, 7900, 4275),
+        "dq": (1780, 5990, 3240),
+    },
+    "v6e": {
+        "forward": (1398, 4081, 1483),
+        "dkv_dq": (1858, 6221, 2113),
+        "dkv": (1475, 4940, 1680),
+        "dq": (1120, 3750, 1270),
+    },
+}
+"""VLIW bundles that libtpu 0.0.50.1 makes of one block of splash attention, bfloat16, causal, on one core: for a block of
+512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Read off its dumps (`LIBTPU_INIT_ARGS=
+--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`, `*-schedule-analysis_final_bundles.txt`); a bundle is a cycle at best.
+Chips that are not listed are taken for a v5p. Segment ids and local masks add up to 8%."""

@@ -112,7 +112,8 @@ def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
 class Network:
     """The links between the devices of a machine, and what crossing them costs."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, own: np.ndarray | None = None) -> None:
+        """`own`: of the machine's devices those that groups count; all where not given."""
         chip = machine.chip
         if chip.ici_link_gbs is None:
             raise ValueError(
@@ -121,9 +122,10 @@ class Network:
             )
         self._shape = machine.topology.shape
         self._wrap = machine.topology.wrap
-        self._coords = np.array([p.coords[: len(self._shape)] for p in machine.positions])
-        self._core = np.array([p.core for p in machine.positions])
-        self._slice = np.array([p.slice for p in machine.positions])
+        counted = [p for i, p in enumerate(machine.positions) if own is None or own[i]]
+        self._coords = np.array([p.coords[: len(self._shape)] for p in counted])
+        self._core = np.array([p.core for p in counted])
+        self._slice = np.array([p.slice for p in counted])
         self._link = chip.ici_link_gbs * 1e9 * assumptions.ICI_EFFICIENCY
         self._hop = (chip.hop_us or 1.0) * 1e-6
         self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY
@@ -156,6 +158,17 @@ class Network:
             by_axis[DCN] = each_bytes
             latency += assumptions.DCN_LATENCY_S
         return Traffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
+
+    def between_slices(self, kind: str, each_bytes: float, slices: int) -> Traffic:
+        """Return the cost of a collective of one device in each of `slices` slices, all devices at once.
+
+        `each_bytes`: what a device hands in. The host's runtime sends it over the host's network, through PCIe.
+        """
+        full = each_bytes * slices if kind == "all-gather" else each_bytes
+        sent = payload(kind, full, slices)
+        busy = sent * self._host_devices / self._dcn
+        latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+        return Traffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
 
     def _within(self, kind: str, groups: np.ndarray, full: float, how: _Algorithm | None) -> Traffic:
         if kind in ("all-to-all", "ragged-all-to-all"):
@@ -203,14 +216,11 @@ class Network:
         each = full / members
         key = ("all", groups.tobytes())
         if key not in self._known:
-            total: dict[str, _Route] = {}
+            sums: dict[str, _Crossings] = {}
             for shift in range(1, members):
-                for axis, route in self._routes(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
-                    before = total.get(axis, _Route(0.0, 0, 0.0))
-                    total[axis] = _Route(
-                        before.load + route.load, max(before.hops, route.hops), before.share + route.share
-                    )
-            self._known[key] = total
+                for axis, new in self._crossings(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
+                    sums[axis] = sums[axis].plus(new) if axis in sums else new
+            self._known[key] = {axis: crossings.route() for axis, crossings in sums.items()}
         routes = self._known[key]
         busy = {axis: route.load * each / self._rate(axis) for axis, route in routes.items()}
         latency = assumptions.COLLECTIVE_START_S + sum(r.hops for r in routes.values()) * self._hop
@@ -291,14 +301,20 @@ class Network:
         )
 
     def _routes(self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None) -> dict[str, _Route]:
-        """How often the busiest link of each axis is crossed by one message from each source to its target.
+        """How often the busiest link of each axis is crossed by one message from each source to its target."""
+        return {axis: crossings.route() for axis, crossings in self._crossings(source, target, sense).items()}
 
-        Chips of different slices have links of their own. Halfway round a ring `sense` (+1 or -1) says which way.
+    def _crossings(
+        self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
+    ) -> dict[str, _Crossings]:
+        """How often every link of each axis is crossed. Halfway round a ring `sense` (+1 or -1) says which way.
+
+        Chips of different slices have links of their own.
         """
-        found: dict[str, _Route] = {}
+        found: dict[str, _Crossings] = {}
         at = self._coords[source].copy()
-        sense = np.where(np.arange(len(source)) % 2, -1, 1) if sense is None else sense
-        sizes = (int(self._slice.max()) + 1, *self._shape)
+        sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
+        senders = max(len(np.unique(source)), 1)
         for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
             distance = self._coords[target][:, axis] - at[:, axis]
             if wrap:
@@ -308,18 +324,19 @@ class Network:
             if not distance.any():
                 continue
             step = np.sign(distance)
-            loads = np.zeros((2, *sizes))
+            loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
             for hop in range(int(np.abs(distance).max())):
                 moving = np.abs(distance) > hop
                 place = at[moving].copy()
                 place[:, axis] = (place[:, axis] + hop * step[moving]) % length
                 np.add.at(loads, ((step[moving] > 0).astype(int), self._slice[source][moving], *place.T), 1)
-            share = float(np.count_nonzero(distance)) / max(len(np.unique(source)), 1)
-            found[TORUS_AXES[axis]] = _Route(float(loads.max()), int(np.abs(distance).max()), share)
+            share = float(np.count_nonzero(distance)) / senders
+            found[TORUS_AXES[axis]] = _Crossings(loads, int(np.abs(distance).max()), share)
             at[:, axis] = self._coords[target][:, axis]
         across = self._core[source] != self._core[target]
         if across.any():
-            found[CORE] = _Route(1.0, 0, float(across.mean()))
+            loads = np.full((1,), np.count_nonzero(across) / senders)
+            found[CORE] = _Crossings(loads, 0, float(np.count_nonzero(across)) / senders)
         return found
 
     def _axes(self, groups: np.ndarray) -> list[str]:
@@ -344,6 +361,23 @@ class _Route:
     load: float
     hops: int
     share: float
+
+
+@dataclass(frozen=True)
+class _Crossings:
+    """Crossings of every directed link of an axis, the longest way in hops, and messages per sender along the axis."""
+
+    loads: np.ndarray
+    hops: int
+    share: float
+
+    def plus(self, other: _Crossings) -> _Crossings:
+        """Return both together, at the same time."""
+        return _Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
+
+    def route(self) -> _Route:
+        """Return what matters of them."""
+        return _Route(float(self.loads.max()), self.hops, self.share)
 
 
 @dataclass(frozen=True)

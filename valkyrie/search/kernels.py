@@ -12,34 +12,46 @@ from valkyrie.search.hlo import HBM, Instruction
 from valkyrie.search.hlo_loops import origin
 
 
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Operations that write a part of their first operand, and which operand is that part."""
+
+
 @dataclass(frozen=True)
 class KernelCost:
-    """FLOPs on the matrix unit, bytes to and from HBM, and what had to be assumed (empty where nothing)."""
+    """FLOPs of a kernel's products, bytes to and from HBM, cycles of one core (None: not known), and a note."""
 
     flops: float
     bytes: float
-    efficiency: float
+    cycles: float | None = None
     note: str = ""
 
 
-def kernel_cost(instruction: Instruction) -> KernelCost:
-    """Return the work of a `tpu_custom_call`."""
+def kernel_cost(instruction: Instruction, chip: str) -> KernelCost:
+    """Return the work of a `tpu_custom_call`; `note` says what had to be assumed, if anything."""
     moved = hbm_bytes(instruction)
     config = instruction.config.get("custom_call_config", {})
     estimate = config.get("cost_estimate")
     if estimate:
         flops, bytes_ = float(estimate.get("flops", 0)), float(estimate.get("bytes_accessed", 0))
-        return KernelCost(flops, bytes_ or moved, assumptions.KERNEL_EFFICIENCY)
+        return KernelCost(flops, bytes_ or moved)
     blocks = _splash_blocks(instruction)
     if blocks is not None:
-        return _splash(instruction, blocks, moved)
+        return _splash(instruction, blocks, moved, chip)
     name = instruction.name.rstrip("0123456789.")
-    note = f"kernel {name} states no cost: charged its bytes at HBM bandwidth and no FLOPs"
-    return KernelCost(0.0, moved, assumptions.KERNEL_EFFICIENCY, note)
+    return KernelCost(0.0, moved, None, f"kernel {name} states no cost: charged its bytes at HBM bandwidth, no FLOPs")
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-    """Return the bytes an instruction reads and writes in HBM, once each; what lies on the chip costs nothing here."""
+    """Return the bytes an instruction reads and writes in HBM, once each; what lies on the chip costs nothing here.
+
+    An update in place (dynamic-update-slice, scatter) moves what it writes, a slice or gather what it reads.
+    """
+    root = instruction.called[0].root if instruction.opcode == "fusion" else instruction
+    opcode = root.opcode if root is not None else ""
+    if root is not None and opcode in _UPDATES and root.operands[_UPDATES[opcode]].shape.elements:
+        return 2.0 * root.operands[_UPDATES[opcode]].shape.padded_bytes
+    if instruction.opcode in ("dynamic-slice", "gather", "slice") or opcode in ("dynamic-slice", "gather"):
+        return 2.0 * instruction.shape.padded_bytes
     shapes = [leaf for operand in instruction.operands for leaf in operand.shape.leaves]
     shapes += instruction.shape.leaves
     return float(sum(shape.padded_bytes for shape in shapes if shape.memory == HBM))
@@ -53,32 +65,37 @@ def _splash_blocks(instruction: Instruction) -> dict[str, Any] | None:
     return json.loads(outer["xprof_metadata"])
 
 
-def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float) -> KernelCost:
-    """Splash attention: products per block of the mask that is not empty.
+def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip: str) -> KernelCost:
+    """Splash attention: products and cycles of every block of the mask that is not empty.
 
-    A forward block does two products of block_q x block_kv x head size, a dkv block four (five when it makes dq too),
+    A forward block does two products of block_q x block_kv x head size, a dkv block four (five where it makes dq too),
     a dq block three.
     """
     name = instruction.name
-    part = "_dkv" if "dkv" in name else "_dq" if "dq" in name else ""
+    part = "_dkv" if "_dkv" in name else "_dq" if "_dq" in name else ""
     rows, columns = blocks[f"block_q{part}"], blocks[f"block_kv{part}"]
-    products = {"": 2, "_dkv": 5 if blocks.get("use_fused_bwd_kernel", True) else 4, "_dq": 3}[part]
-    queries = next(
-        o.shape.dims
-        for o in instruction.operands
-        if o.shape.dims and len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")
-    )
-    *outer, length, head_dim = queries
-    heads = math.prod(outer)
-    mask = instruction.operands[1] if len(instruction.operands) > 1 else None
-    visited = _blocks_visited(mask) if mask is not None else None
-    per_head = visited if visited is not None else length // rows
-    flops = 2.0 * products * rows * columns * head_dim * per_head * heads
-    note = "" if visited is not None else f"the mask of {name} was not found: one block of keys per block of queries"
-    efficiency = {
-        "": assumptions.KERNEL_EFFICIENCY,
-    }.get(part, assumptions.KERNEL_EFFICIENCY)
-    return KernelCost(flops, moved, efficiency, note)
+    arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]
+    *outer, length, head_dim = arrays[0]
+    fused = part == "_dkv" and len(instruction.shape.parts) == 3 and instruction.shape.parts[0].elements > 0
+    products = {"": 2, "_dkv": 5 if fused else 4, "_dq": 3}[part]
+    visited = _blocks_visited(instruction.operands[1])
+    note = "" if visited is not None else f"the mask of {name} was not found: every block is counted"
+    if visited is None:
+        visited = length // rows * (arrays[1][-2] // columns)
+    runs = math.prod(outer) * visited
+    kind = {"": "forward", "_dkv": "dkv_dq" if fused else "dkv", "_dq": "dq"}[part]
+    cycles = runs * _block_cycles(kind, rows * columns, head_dim, chip)
+    return KernelCost(2.0 * products * rows * columns * head_dim * runs, moved, cycles, note)
+
+
+def _block_cycles(kind: str, logits: int, head_dim: int, chip: str) -> float:
+    """Cycles of one core for a block of the mask, from the bundles libtpu makes of it."""
+    known = assumptions.SPLASH_BUNDLES.get(chip, assumptions.SPLASH_BUNDLES["v5p"])
+    small, large, wide = known[kind]
+    per_area = (large - small) / 3
+    per_lanes = wide - small
+    area, lanes = logits / 512**2, -(-head_dim // 128)
+    return small - per_area + area * (per_area + (lanes - 1) * per_lanes)
 
 
 def _blocks_visited(mask: Instruction) -> float | None:

@@ -51,6 +51,8 @@ class OpCosts:
                 f"A replay on {chip.name} needs {missing}, which conf/target/chip/{chip.name}.yaml does not set. "
                 "Set it, or use a target whose chip has it."
             )
+        self._chip = chip.name
+        self._cores = assumptions.CORES.get(chip.name, 1)
         self._clock = chip.clock_ghz * 1e9
         self._hbm = chip.hbm_gbs * 1e9 / chip.devices
         self._peak = max(chip.peak_tflops.values(), default=0.0) * 1e12 / chip.devices
@@ -100,12 +102,14 @@ class OpCosts:
         return OpCost("memory", moved)
 
     def _kernel(self, instruction: Instruction) -> OpCost:
-        work = kernel_cost(instruction)
+        work = kernel_cost(instruction, self._chip)
         if work.note:
             self.notes[work.note] = None
-        seconds = max(
-            work.flops / (self._peak * work.efficiency), work.bytes / (self._hbm * assumptions.HBM_EFFICIENCY)
-        )
+        if work.cycles is not None:
+            busy = work.cycles / self._cores / self._clock
+        else:
+            busy = work.flops / (self._peak * assumptions.KERNEL_EFFICIENCY)
+        seconds = max(busy, work.bytes / (self._hbm * assumptions.HBM_EFFICIENCY))
         return OpCost("kernel", seconds, work.flops)
 
 

@@ -15,19 +15,22 @@ from valkyrie.search.hlo_loops import condition_and_body, trip_count
 from valkyrie.search.links import Links, Transfer
 from valkyrie.search.op_costs import OpCosts
 from valkyrie.search.uses import (
+    ASYNC_DONE,
+    ASYNC_START,
     Collective,
     Collectives,
     CollectiveUse,
     cause,
     fused_kind,
     inner_collectives,
+    is_between_slices,
     kind_of,
     traffic,
+    wrapped_by,
 )
 
 __all__ = ["CollectiveUse", "Cost", "Machine", "Position", "Replay", "Span", "replay", "traffic"]
 
-_DONE = ("-done",)
 _EXPLICIT_ITERATIONS = 4
 """Iterations of a loop played one by one while transfers from before the loop are under way."""
 
@@ -75,11 +78,6 @@ class Replay:
 
 def replay(module: Module, machine: Machine) -> Replay:
     """Return what one step takes on a machine; ValueError when module and machine differ in devices or lack figures."""
-    if module.partitions != len(machine.positions):
-        raise ValueError(
-            f"A module compiled for {module.partitions} devices was to be replayed on {len(machine.positions)}: "
-            "compile it for the mesh of the replay."
-        )
     return _Player(module, machine).play()
 
 
@@ -137,7 +135,8 @@ class _Player:
         self._collectives = Collectives(module, machine.mesh_axes, machine)
         self._ops = OpCosts(machine.chip)
         self._links = Links()
-        self._started: dict[Instruction, Transfer] = {}
+        self._started: dict[Instruction | int, Transfer] = {}
+        self._sent: dict[str, Transfer] = {}
         self._frame = _Frame()
         self._bodies: dict[Computation, _Frame] = {}
         self._notes: dict[str, None] = {}
@@ -170,14 +169,16 @@ class _Player:
             self._branch(instruction)
         elif opcode == "call":
             self._run(instruction.called[0])
-        elif opcode.endswith(_DONE):
+        elif opcode in ("send", "recv", "send-done", "recv-done"):
+            self._host_message(instruction)
+        elif opcode.endswith("-done"):
             self._await(instruction)
-        elif opcode.endswith("-start") or opcode in ("send", "recv"):
+        elif opcode.endswith("-start"):
             self._start(instruction)
         elif kind_of(opcode):
             self._collective(instruction, self._collectives.read(instruction))
         elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
-            self._collective(instruction, self._collectives.read(inner[0], fused_kind(instruction, inner[0])))
+            self._fused(instruction, inner)
         else:
             self._work(instruction)
 
@@ -193,10 +194,30 @@ class _Player:
         links.pass_time(cost.seconds)
 
     def _collective(self, instruction: Instruction, collective: Collective) -> None:
+        self._wait(self._under_way(instruction.name, collective))
+
+    def _fused(self, instruction: Instruction, inner: list[Instruction]) -> None:
+        """A fusion around collectives: one that starts, carries on or ends an asynchronous one, or one of its own."""
+        starts, ends = (wrapped_by(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
+        carried = [i for i in inner if "async_collective_fusion_config" in i.config]
+        if not carried and not starts and not ends:
+            self._collective(instruction, self._collectives.read(inner[0], fused_kind(instruction, inner[0])))
+            return
+        for i in starts:
+            collective = self._collectives.read(i)
+            self._started[i.message.channel_id] = self._under_way(instruction.name, collective)
+        if instruction.cycles is not None:
+            self._work(instruction)
+        for i in ends:
+            transfer = self._started.pop(i.message.channel_id, None)
+            if transfer is not None:
+                self._wait(transfer)
+
+    def _under_way(self, name: str, collective: Collective) -> Transfer:
         transfer = self._transfer(collective)
-        transfer.about = (instruction.name, collective)
+        transfer.about = (name, collective)
         self._links.start(transfer)
-        self._wait(transfer)
+        return transfer
 
     def _transfer(self, collective: Collective) -> Transfer:
         cost = collective.traffic
@@ -209,12 +230,11 @@ class _Player:
         inner = [i for c in instruction.called for i in inner_collectives(c)]
         if kind_of(opcode) or inner:
             collective = self._collectives.read(instruction if kind_of(opcode) else inner[0])
-            transfer = self._transfer(collective)
-            transfer.about = (instruction.name, collective)
-        else:
-            seconds, link = self._ops.background(instruction)
-            transfer = Transfer(assumptions.DMA_START_S, seconds, {link: 1.0} if link else {})
-            transfer.about = (instruction.name, None)
+            self._started[instruction] = self._under_way(instruction.name, collective)
+            return
+        seconds, link = self._ops.background(instruction)
+        transfer = Transfer(assumptions.DMA_START_S, seconds, {link: 1.0} if link else {})
+        transfer.about = (instruction.name, None)
         self._started[instruction] = transfer
         self._links.start(transfer)
 
@@ -227,6 +247,17 @@ class _Player:
             self._notes[f"{instruction.name} waits for {start.name}, which was not seen to start"] = None
             return
         self._wait(transfer)
+
+    def _host_message(self, instruction: Instruction) -> None:
+        """A message to the host: a collective between slices starts with `send` and is awaited with `recv-done`."""
+        key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
+        if is_between_slices(instruction):
+            self._sent[key] = self._under_way(instruction.name, self._collectives.between_slices(instruction))
+        elif instruction.opcode == "recv-done":
+            received = instruction.operands[0]
+            transfer = self._sent.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
+            if transfer is not None:
+                self._wait(transfer)
 
     def _wait(self, transfer: Transfer) -> None:
         frame, links = self._frame, self._links

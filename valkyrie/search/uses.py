@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -11,6 +12,20 @@ from valkyrie.search.collectives import KINDS, Machine, Network, Traffic, algori
 from valkyrie.search.hlo import Computation, Instruction, Module
 from valkyrie.search.hlo_groups import permute_pairs, replica_groups
 from valkyrie.search.hlo_loops import condition_and_body, trip_count
+
+
+ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+"""Custom calls by which a fusion starts or ends a collective that the fusions between them carry on."""
+
+
+_RUNTIME_KINDS = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+"""How libtpu's runtime for several slices (`xla_megascale_runtime`) calls what it carries."""
 
 
 @dataclass
@@ -61,14 +76,35 @@ class Collective:
 
 
 class Collectives:
-    """Reads the collectives of a module; with a machine, costs them too."""
+    """Reads the collectives of a module; with a machine, costs them too.
+
+    For several slices libtpu compiles the program of one slice: its groups count the devices of that slice, and what
+    goes between slices is handed to the host's runtime.
+    """
 
     def __init__(self, module: Module, mesh_axes: dict[str, int], machine: Machine | None = None) -> None:
+        devices = math.prod(mesh_axes.values())
+        shape = tuple(mesh_axes.values())
+        if machine is not None:
+            slice_of = np.array([p.slice for p in machine.positions])
+        else:
+            slice_of = np.arange(devices) // module.partitions
+        own = slice_of == slice_of[0]
+        one_slice = module.partitions < devices
+        if one_slice and module.partitions != np.count_nonzero(own):
+            raise ValueError(
+                f"A module compiled for {module.partitions} devices was to be read as one of {devices} "
+                f"({' x '.join(f'{name}={size}' for name, size in mesh_axes.items())}): compile it for that mesh."
+            )
+        places = np.stack(np.unravel_index(np.arange(devices), shape), axis=-1)
         self._module = module
         self._axes = mesh_axes
-        places = np.unravel_index(np.arange(int(np.prod(list(mesh_axes.values())))), tuple(mesh_axes.values()))
-        self._places = np.stack(places, axis=-1)
-        self._network = Network(machine) if machine is not None else None
+        self._slices = len(np.unique(slice_of))
+        self._slice_axes = tuple(
+            name for d, name in enumerate(mesh_axes) if np.diff(slice_of.reshape(shape), axis=d).any()
+        )
+        self._places = places[own] if one_slice else places
+        self._network = Network(machine, own if one_slice else None) if machine is not None else None
         self._known: dict[str, Collective] = {}
 
     def read(self, instruction: Instruction, kind: str | None = None) -> Collective:
@@ -98,6 +134,18 @@ class Collectives:
         sent = traffic.bytes_sent or payload(kind, full, groups.shape[1])
         return Collective(kind, self._varying(groups), op_name, source, sent, traffic)
 
+    def between_slices(self, instruction: Instruction) -> Collective:
+        """Return what a `send` to the host's runtime does, which carries a collective between slices."""
+        attributes = instruction.attributes
+        kind = _RUNTIME_KINDS.get(attributes.get("_xla_megascale_transfer_type", ""), "collective-permute")
+        taken = float(instruction.operands[0].shape.bytes)
+        op_name, source = cause(instruction)
+        traffic = Traffic()
+        if self._network is not None:
+            traffic = self._network.between_slices(kind, taken, self._slices)
+        full = taken * self._slices if kind == "all-gather" else taken
+        return Collective(kind, self._slice_axes, op_name, source, payload(kind, full, self._slices), traffic)
+
     def _varying(self, groups: np.ndarray) -> tuple[str, ...]:
         """The mesh axes along which members of a group differ."""
         if not len(groups):
@@ -111,6 +159,11 @@ def kind_of(opcode: str) -> str:
     """Return the kind of collective of an opcode, with or without `-start`; empty for other operations."""
     base = opcode.removesuffix("-start")
     return base if base in KINDS else ""
+
+
+def is_between_slices(instruction: Instruction) -> bool:
+    """Return whether an instruction hands a collective between slices to the host's runtime."""
+    return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes
 
 
 def cause(instruction: Instruction) -> tuple[str, str]:
@@ -137,6 +190,19 @@ def _inner(computation: Computation) -> list[Instruction]:
     found = [i for i in computation.instructions if kind_of(i.opcode)]
     nested = (c for i in computation.instructions if i.opcode in ("fusion", "call", "async-start") for c in i.called)
     return found + [i for c in nested for i in _inner(c)]
+
+
+def wrapped_by(target: str, computation: Computation) -> list[Instruction]:
+    """Return the collectives that custom calls of this target take in a fused computation, nested ones included."""
+    found = [
+        operand
+        for i in computation.instructions
+        if i.opcode == "custom-call" and i.target == target
+        for operand in i.operands
+        if kind_of(operand.opcode)
+    ]
+    nested = (c for i in computation.instructions if i.opcode == "fusion" for c in i.called)
+    return found + [i for c in nested for i in wrapped_by(target, c)]
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
@@ -168,11 +234,16 @@ def _collect(
         elif instruction.opcode == "conditional":
             for branch in instruction.called:
                 _collect(branch, times / len(instruction.called), reader, uses)
+        elif is_between_slices(instruction):
+            _add(reader.between_slices(instruction), times, uses)
         elif kind_of(instruction.opcode):
             _add(reader.read(instruction), times, uses)
         elif instruction.opcode in ("fusion", "call", "async-start"):
             for called in instruction.called:
+                started = wrapped_by(ASYNC_START, called)
                 for inner in inner_collectives(called):
+                    if "async_collective_fusion_config" in inner.config and inner not in started:
+                        continue
                     kind = fused_kind(instruction, inner) if instruction.opcode == "fusion" else None
                     _add(reader.read(inner, kind), times, uses)
 

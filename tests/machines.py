@@ -1,0 +1,103 @@
+"""Makes chips, tori and meshes for replays without any device, and compiles small programs for TPUs without a TPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from valkyrie.hardware import ChipConfig, Topology
+from valkyrie.search.hlo import Module, parse
+from valkyrie.search.replay import Machine, Position
+
+CHIPS = {
+    "v4": ChipConfig(
+        name="v4",
+        peak_tflops={"bfloat16": 275.0},
+        hbm_gbs=1200,
+        clock_ghz=1.05,
+        ici_link_gbs=45,
+        hop_us=1.0,
+        dcn_gbs_per_host=25.0,
+    ),
+    "v5e": ChipConfig(
+        name="v5e",
+        peak_tflops={"bfloat16": 197.0},
+        hbm_gbs=819,
+        clock_ghz=1.5,
+        ici_link_gbs=45,
+        hop_us=1.0,
+        dcn_gbs_per_host=25.0,
+    ),
+    "v6e": ChipConfig(
+        name="v6e",
+        peak_tflops={"bfloat16": 918.0},
+        hbm_gbs=1638,
+        clock_ghz=1.75,
+        ici_link_gbs=90,
+        hop_us=1.0,
+        dcn_gbs_per_host=50.0,
+    ),
+}
+"""Figures of `hardware.csv`, written out so that these tests do not move with the targets' files."""
+
+
+def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
+    """Return a topology that wraps where Cloud TPUs of this many dimensions do, unless told."""
+    if wrap is None:
+        wrap = [n == 16 for n in shape] if len(shape) == 2 else [all(n % 4 == 0 for n in shape)] * len(shape)
+    return Topology(tuple(shape), tuple(wrap), (2, 2, 1)[: len(shape)], slices)
+
+
+def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = None) -> Machine:
+    """Return a machine whose mesh axes are its slices and torus axes, in order, unless told otherwise."""
+    places = list(itertools.product(range(topology.slices), *map(range, topology.shape)))
+    positions = tuple(Position(s, tuple(coords), 0) for s, *coords in places)
+    axes = dict(zip("xyzw", topology.shape, strict=False))
+    if topology.slices > 1:
+        axes = {"s": topology.slices, **axes}
+    return Machine(CHIPS[chip], topology, positions, mesh_axes or axes)
+
+
+def tpu_devices(name: str, slices: int = 1) -> list[Any]:
+    """Return the devices of a TPU slice that is not there; skips where libtpu is not installed."""
+    pytest.importorskip("libtpu")
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    from jax.experimental import topologies
+
+    more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if name.startswith("v4"):
+        more |= {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices)
+
+
+@lru_cache
+def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
+    """Return the mesh and machine of a slice such as `v4:4x4x4`: one mesh axis to each torus axis."""
+    chip, shape = name.split(":")
+    topology = torus([int(n) for n in shape.split("x")], slices)
+    devices = {
+        (getattr(d, "slice_index", 0) or 0, *d.coords[: len(topology.shape)]): d for d in tpu_devices(name, slices)
+    }
+    where = machine(chip, topology)
+    array = np.array([devices[p.slice, *p.coords] for p in where.positions], dtype=object)
+    axes = where.mesh_axes
+    mesh = Mesh(array.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return mesh, where
+
+
+def compiled(
+    function: Callable[..., Any], mesh: Mesh, *shapes: tuple[tuple[int, ...], Any], spec: Any = None
+) -> Module:
+    """Return the module of a function compiled for a mesh; arguments are laid out by `spec`, or replicated."""
+    sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+    done = jax.jit(function).lower(*arguments).compile()
+    return parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
