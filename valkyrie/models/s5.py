@@ -82,6 +82,8 @@ class S5(nnx.Module):
     def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
         """Return Lambda_bar and B_bar u."""
         c, B, u = self.config, self.B[...], _apart(u)
+        # B_bar, a parameter's size, is formed before the product: scaling B_tilde u instead would read and write arrays
+        # of (batch, seq, state) again, forward and backward.
         lam_bar, scale = discretize(
             self.Lambda_re[...],
             self.Lambda_im[...],
@@ -90,10 +92,9 @@ class S5(nnx.Module):
             step_rescale=c.step_rescale,
             clip_eigs=c.clip_eigenvalues,
         )
-        re, im = (
-            linear("bse,pe->bsp", u, B[..., part], axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in (0, 1)
-        )
-        return lam_bar, mul(scale, (re, im))
+        B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
+        re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
+        return lam_bar, (re, im)
 
     def _scan(
         self,

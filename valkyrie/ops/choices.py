@@ -6,12 +6,13 @@ from enum import Enum
 
 
 class ScanImpl(Enum):
-    """How an S5 recurrence is evaluated; `auto` chooses by backend."""
+    """How an S5 recurrence is evaluated; `auto` chooses by backend. `kernel` is for TPU (elsewhere interpreted, slow)."""
 
     auto = "auto"
     sequential = "sequential"
     associative = "associative"
     blocked = "blocked"
+    kernel = "kernel"
 
 
 class Discretization(Enum):
