@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class ScanImpl(Enum):
-    """How an S5 recurrence is evaluated; `auto` chooses by backend. `kernel` is for TPU (elsewhere interpreted, slow)."""
+    """How an S5 recurrence is evaluated; `auto` chooses by backend, `kernel` is interpreted, slowly, where no TPU is."""
 
     auto = "auto"
     sequential = "sequential"
