@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class ScanImpl(Enum):
-    """How an S5 recurrence is evaluated; `auto` chooses by backend, `kernel` is interpreted, slowly, where no TPU is."""
+    """How an S5 recurrence is evaluated; `auto` chooses by backend, `kernel` is interpreted where there is no TPU."""
 
     auto = "auto"
     sequential = "sequential"
