@@ -15,7 +15,7 @@ from valkyrie.axes import Axes, Shard
 from valkyrie.models.base import normal, parameter
 from valkyrie.models.config import Activation, S5Config
 from valkyrie.ops.linear import FLOAT32, Numerics, linear
-from valkyrie.ops.scan import linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan import is_checkable, linear_recurrence, recurrence_step, sharded_linear_recurrence
 from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
 from valkyrie.ops.ssm import block_hippo, discretize, init_B_tilde, init_C_tilde, init_D, init_Lambda, init_log_step
 
@@ -114,7 +114,9 @@ class S5(nnx.Module):
             return list(linear_recurrence(lam_bar, bu, **chosen))
 
         states: Axes = ("batch", "seq", "state")
-        run = shard.map(local, [("state",), states, None if keep is None else ("batch", "seq")], [states, states])
+        of_keep = None if keep is None else ("batch", "seq")
+        checked = is_checkable(c.scan, shard.backend)
+        run = shard.map(local, [("state",), states, of_keep], [states, states], checked=checked)
         re, im = run(lam_bar, bu, keep)
         return re, im
 
@@ -135,7 +137,8 @@ class S5(nnx.Module):
             return linear("bse,em->bsm", x, w[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
 
         active = jax.nn.gelu(y)
-        gate = jax.nn.sigmoid(dense(active, self.gate))
+        # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.
+        gate = shard(jax.nn.sigmoid(dense(active, self.gate)), "batch", "seq", "embed")
         if kind is Activation.full_glu:
             return dense(active, self.out) * gate
         return (active if kind is Activation.half_glu1 else y) * gate

@@ -68,6 +68,16 @@ def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     return _DEFAULT_IMPL[backend]
 
 
+def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
+    """Return whether a recurrence may stand in a `jax.shard_map` that checks along which mesh axes values vary.
+
+    All may but the interpreted kernel. Without the check, gradients of values that are alike on the devices of a mesh
+    axis are summed over it and divided again: (batch, seq, state) numbers sent for nothing.
+    """
+    backend = jax.default_backend() if backend is None else backend
+    return chosen_impl(impl, backend) is not ScanImpl.kernel or backend == "tpu"
+
+
 def linear_recurrence(
     lam_bar: Eigenvalues,
     bu: States,
