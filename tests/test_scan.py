@@ -1,4 +1,7 @@
-"""The S5 recurrence: every form against float64 loops, against SciPy and against each other, whole and split."""
+"""The S5 recurrence: every form against float64 loops, against SciPy and against each other, whole and split.
+
+The kernel for TPU is in test_scan_kernel.py.
+"""
 
 from __future__ import annotations
 
@@ -328,7 +331,7 @@ def test_powers_follow_the_rounded_base() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "impl"),
-    [("cpu", ScanImpl.sequential), ("gpu", ScanImpl.associative), ("tpu", ScanImpl.blocked)],
+    [("cpu", ScanImpl.sequential), ("gpu", ScanImpl.associative), ("tpu", ScanImpl.kernel)],
 )
 def test_auto_is_chosen_by_backend_and_a_named_form_is_kept(backend: str, impl: ScanImpl) -> None:
     assert chosen_impl(ScanImpl.auto, backend) is impl

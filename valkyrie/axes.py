@@ -59,11 +59,20 @@ class Shard(Protocol):
         """Return into how many shards a logical axis of activations is split."""
         ...
 
-    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    def map(
+        self,
+        f: Callable[..., Any],
+        in_axes: Sequence[Axes | None],
+        out_axes: Any,
+        *,
+        checked: bool | None = None,
+    ) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards (`jax.shard_map`).
 
         `in_axes` gives the logical axes of each argument (None: replicated), `out_axes` those of the result
-        (a tuple of axes for one array, a list of such tuples for several).
+        (a tuple of axes for one array, a list of such tuples for several). `checked`: whether JAX follows along which
+        mesh axes values vary, without which gradients are summed over those along which they do not
+        (None: wherever every kernel can be followed).
         """
         ...
 
@@ -93,7 +102,14 @@ class Unsharded:
         """Return 1: nothing is split."""
         return 1
 
-    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    def map(
+        self,
+        f: Callable[..., Any],
+        in_axes: Sequence[Axes | None],
+        out_axes: Any,
+        *,
+        checked: bool | None = None,
+    ) -> Callable[..., Any]:
         """Return `f` itself."""
         return f
 

@@ -15,7 +15,7 @@ from valkyrie.axes import Axes, Shard
 from valkyrie.models.base import normal, parameter
 from valkyrie.models.config import Activation, S5Config
 from valkyrie.ops.linear import FLOAT32, Numerics, linear
-from valkyrie.ops.scan import linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan import is_checkable, linear_recurrence, recurrence_step, sharded_linear_recurrence
 from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
 from valkyrie.ops.ssm import block_hippo, discretize, init_B_tilde, init_C_tilde, init_D, init_Lambda, init_log_step
 
@@ -82,6 +82,8 @@ class S5(nnx.Module):
     def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
         """Return Lambda_bar and B_bar u."""
         c, B, u = self.config, self.B[...], _apart(u)
+        # B_bar, a parameter's size, is formed before the product: scaling B_tilde u instead would read and write arrays
+        # of (batch, seq, state) again, forward and backward.
         lam_bar, scale = discretize(
             self.Lambda_re[...],
             self.Lambda_im[...],
@@ -90,10 +92,9 @@ class S5(nnx.Module):
             step_rescale=c.step_rescale,
             clip_eigs=c.clip_eigenvalues,
         )
-        re, im = (
-            linear("bse,pe->bsp", u, B[..., part], axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in (0, 1)
-        )
-        return lam_bar, mul(scale, (re, im))
+        B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
+        re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
+        return lam_bar, (re, im)
 
     def _scan(
         self,
@@ -113,7 +114,9 @@ class S5(nnx.Module):
             return list(linear_recurrence(lam_bar, bu, **chosen))
 
         states: Axes = ("batch", "seq", "state")
-        run = shard.map(local, [("state",), states, None if keep is None else ("batch", "seq")], [states, states])
+        of_keep = None if keep is None else ("batch", "seq")
+        checked = is_checkable(c.scan, shard.backend)
+        run = shard.map(local, [("state",), states, of_keep], [states, states], checked=checked)
         re, im = run(lam_bar, bu, keep)
         return re, im
 
@@ -134,7 +137,8 @@ class S5(nnx.Module):
             return linear("bse,em->bsm", x, w[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
 
         active = jax.nn.gelu(y)
-        gate = jax.nn.sigmoid(dense(active, self.gate))
+        # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.
+        gate = shard(jax.nn.sigmoid(dense(active, self.gate)), "batch", "seq", "embed")
         if kind is Activation.full_glu:
             return dense(active, self.out) * gate
         return (active if kind is Activation.half_glu1 else y) * gate

@@ -6,12 +6,13 @@ from enum import Enum
 
 
 class ScanImpl(Enum):
-    """How an S5 recurrence is evaluated; `auto` chooses by backend."""
+    """How an S5 recurrence is evaluated; `auto` chooses by backend, `kernel` is interpreted where there is no TPU."""
 
     auto = "auto"
     sequential = "sequential"
     associative = "associative"
     blocked = "blocked"
+    kernel = "kernel"
 
 
 class Discretization(Enum):

@@ -29,7 +29,7 @@ from valkyrie.ops.scan_complex import (
     scaled,
     zeros_like,
 )
-from valkyrie.ops.scan_forms import FORMS, Keep
+from valkyrie.ops.scan_forms import FORMS, Keep, form_on
 
 DEFAULT_BLOCK = 128
 """Sequential steps of the blocked form: with 4096 positions it takes 128 + 32 steps."""
@@ -39,7 +39,7 @@ _DEFAULT_IMPL = {
     "gpu": ScanImpl.associative,
     "cuda": ScanImpl.associative,
     "rocm": ScanImpl.associative,
-    "tpu": ScanImpl.blocked,
+    "tpu": ScanImpl.kernel,
 }
 
 
@@ -47,6 +47,7 @@ class _Plan(NamedTuple):
     """All that is fixed when a recurrence is traced."""
 
     impl: ScanImpl
+    backend: str
     block: int
     reverse: bool
     axis_names: tuple[str, ...]
@@ -65,6 +66,16 @@ def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
         known = ", ".join(_DEFAULT_IMPL)
         raise ValueError(f"scan=auto has no default for backend {backend!r} (it has for {known}). Name one of {named}.")
     return _DEFAULT_IMPL[backend]
+
+
+def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
+    """Return whether a recurrence may stand in a `jax.shard_map` that checks along which mesh axes values vary.
+
+    All may but the interpreted kernel. Without the check, gradients of values that are alike on the devices of a mesh
+    axis are summed over it and divided again: (batch, seq, state) numbers sent for nothing.
+    """
+    backend = jax.default_backend() if backend is None else backend
+    return chosen_impl(impl, backend) is not ScanImpl.kernel or backend == "tpu"
 
 
 def linear_recurrence(
@@ -87,7 +98,8 @@ def linear_recurrence(
     Differentiable in reverse mode in `lam_bar`, `bu` and `h0`; `keep` is a constant. The backward pass saves only the
     states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
     """
-    plan = _Plan(chosen_impl(impl, backend), block, reverse, ())
+    backend = jax.default_backend() if backend is None else backend
+    plan = _Plan(chosen_impl(impl, backend), backend, block, reverse, ())
     return _checked(plan, lam_bar, bu, h0, keep)
 
 
@@ -112,7 +124,8 @@ def sharded_linear_recurrence(
     """
     if not axis_names:
         raise ValueError("a sharded recurrence was asked for over no mesh axes. Name the axes that split seq.")
-    plan = _Plan(chosen_impl(impl, backend), block, reverse, tuple(axis_names))
+    backend = jax.default_backend() if backend is None else backend
+    plan = _Plan(chosen_impl(impl, backend), backend, block, reverse, tuple(axis_names))
     return _checked(plan, lam_bar, bu, h0, keep)
 
 
@@ -186,7 +199,7 @@ def _evaluate(
     plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
     """Return the states of these positions and the state that entered them (None: zero)."""
-    form = FORMS[plan.impl]
+    form = form_on(plan.impl, plan.backend)
     if not plan.axis_names:
         return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0
     local = form(lam_bar, bu, None, keep, plan.reverse, plan.block)

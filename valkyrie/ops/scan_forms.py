@@ -1,4 +1,4 @@
-"""Decides how the states of a linear recurrence are computed on one device: three forms of the same sum.
+"""Decides how the states of a linear recurrence are computed on one device: four forms of the same sum.
 
 Each form returns h_t = keep_t Lambda_bar h_{t-1} + bu_t for all t (t runs from the end when `reverse`). They differ in
 the order of float32 roundings only. None carries a derivative of its own: `valkyrie.ops.scan` puts one rule before all.
@@ -7,6 +7,7 @@ the order of float32 roundings only. None carries a derivative of its own: `valk
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +91,34 @@ def blocked(lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep, reve
     return _joined(h[0], seq, reverse), _joined(h[1], seq, reverse)
 
 
+def kernel(
+    lam_bar: Eigenvalues,
+    bu: States,
+    h0: Carry | None,
+    keep: Keep,
+    reverse: bool,
+    block: int,
+    *,
+    interpret: bool = False,
+) -> States:
+    """Return the states by the Pallas kernel for TPU (scan_pallas.py); `interpret` runs it on any backend, slowly."""
+    from valkyrie.ops import scan_pallas
+
+    return scan_pallas.kernel(lam_bar, bu, h0, keep, reverse, block, interpret=interpret)
+
+
 FORMS: dict[ScanImpl, Form] = {
     ScanImpl.sequential: sequential,
     ScanImpl.associative: associative,
     ScanImpl.blocked: blocked,
+    ScanImpl.kernel: kernel,
 }
-"""The implementation behind each choice; a kernel for one kind of device is one more line here."""
+"""The implementation behind each choice."""
+
+
+def form_on(impl: ScanImpl, backend: str) -> Form:
+    """Return the implementation behind a choice as it runs on a backend: the kernel is interpreted unless on a TPU."""
+    return partial(kernel, interpret=True) if impl is ScanImpl.kernel and backend != "tpu" else FORMS[impl]
 
 
 def _column(keep: Array | None) -> Array | None:

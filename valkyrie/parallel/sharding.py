@@ -51,7 +51,14 @@ class MeshShard:
         """Return into how many shards a logical axis of activations is split."""
         return self.layout.shards(axis)
 
-    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    def map(
+        self,
+        f: Callable[..., Any],
+        in_axes: Sequence[Axes | None],
+        out_axes: Any,
+        *,
+        checked: bool | None = None,
+    ) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards of arguments with these logical axes."""
         activation = self.layout.activation
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
@@ -60,6 +67,7 @@ class MeshShard:
             if isinstance(out_axes, list)
             else to_spec(activation(out_axes))
         )
-        # The shapes a Pallas kernel declares do not say along which axes they vary, so the check cannot pass on a TPU.
-        check = (self.backend or jax.default_backend()) != "tpu"
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check)  # pyright: ignore[reportArgumentType]
+        if checked is None:
+            # JAX's own kernels do not declare along which axes their results vary, so the check cannot pass on a TPU.
+            checked = (self.backend or jax.default_backend()) != "tpu"
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,220 @@
+"""Decides how a TPU core evaluates an S5 recurrence: a Pallas kernel that reads each input and writes each state once.
+
+Time lies on sublanes and states on lanes, as (batch, seq, state) arrays lie anyway. Three doubling steps add to every
+input what the inputs 1, 2 and 4 positions back have become by then; after them position t holds its last 8 inputs' part
+of the state, and h_t is that plus Lambda_bar**8 h_{t-8}: a tile of 8 positions waits for the one before it for a single
+multiplication. What lies a few positions back is read from VMEM at an address that need not be a tile's, which costs
+half of what rotating registers does on v4. Blocks of a sequence are visited in order (`reverse`: last first) and hand
+on their last tile; sequences and blocks of states are independent. Imported only where it is used, because importing
+Pallas takes a while.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float32
+
+from valkyrie.ops.scan_complex import Carry, Complex, Eigenvalues, States, add, mul, scaled
+
+TILE = 8
+"""Positions in a tile: the sublanes of a vector register."""
+
+LANES = 128
+"""States in a vector register; also the least length of a block, because `keep` enters with positions on lanes."""
+
+STATE_BLOCKS = (256, 128)
+"""States a block may hold, best first: the tiles of two registers' states fill each other's waiting times."""
+
+TIME_BLOCKS = (512, 256, 128)
+"""Positions a block may hold, best first: two arrays in and two out, twice, take 4 MiB of VMEM at 512 by 256."""
+
+UNROLL = 4
+"""Tiles per loop iteration; 8 spill registers."""
+
+DOUBLINGS = (1, 2, 4)
+"""How far back the doubling steps reach."""
+
+STEPS = len(DOUBLINGS) + 1
+"""Multiply-adds per state: the doublings, then the tile before."""
+
+
+def kernel(
+    lam_bar: Eigenvalues,
+    bu: States,
+    h0: Carry | None,
+    keep: Float32[Array, "batch seq"] | None,
+    reverse: bool,
+    block: int,
+    *,
+    interpret: bool = False,
+) -> States:
+    """Return the states by the kernel, on one device; `block` is ignored: the kernel's own block sizes are fixed.
+
+    Positions are padded to a multiple of 128 where the recurrence ends, states to a multiple of 128. `interpret` runs
+    the kernel without a TPU, slowly, for tests.
+    """
+    del block
+    batch, seq, state = bu[0].shape
+    rows, lanes = -seq % LANES, -state % LANES
+    ends = (rows, 0) if reverse else (0, rows)
+    factors = [lam_bar]
+    for _ in DOUBLINGS:
+        factors.append(mul(factors[-1], factors[-1]))
+    table = jnp.stack([factor[part] for factor in factors for part in (0, 1)])
+    inputs: list[Array] = [jnp.pad(table, ((0, 0), (0, lanes))), *_padded(bu, (0, 0), ends, (0, lanes))]
+    if h0 is not None:
+        inputs += [part[:, None] for part in _padded(h0, (0, 0), (0, lanes))]
+    if keep is not None:
+        inputs += [jnp.pad(_kept(keep, reverse), ((0, 0), (0, 0), ends))]
+    # Inside a checked shard_map a result must say along which mesh axes it varies: along those of the input.
+    varying = jax.typeof(bu[0]).manual_axis_type
+    shape = jax.ShapeDtypeStruct((batch, seq + rows, state + lanes), jnp.float32, manual_axis_type=varying)
+    re, im = _call(shape, h0 is not None, keep is not None, reverse, interpret)(*inputs)
+    start = rows if reverse else 0
+    return re[:, start : start + seq, :state], im[:, start : start + seq, :state]
+
+
+def _padded(a: Complex, *widths: tuple[int, int]) -> Complex:
+    """Return a with zeros beside it, or a itself where there is nothing to add."""
+    return (jnp.pad(a[0], widths), jnp.pad(a[1], widths)) if any(map(sum, widths)) else a
+
+
+def _kept(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
+    """Return the products of 1, 2, 4 and 8 keeps, of a position and of those the recurrence visits before it."""
+    seq, products = keep.shape[1], [keep]
+    for reach in DOUBLINGS:
+        back = min(reach, seq)
+        before = products[-1][:, back:] if reverse else products[-1][:, : seq - back]
+        edge = ((0, 0), (0, back) if reverse else (back, 0))
+        products.append(products[-1] * jnp.pad(before, edge, constant_values=1.0))
+    return jnp.stack(products, axis=1)
+
+
+def _call(shape: jax.ShapeDtypeStruct, enters: bool, resets: bool, reverse: bool, interpret: bool) -> Any:
+    """Return the kernel for states of this (padded) shape, as a function of its inputs."""
+    batch, seq, state = shape.shape
+    wide = next(size for size in STATE_BLOCKS if state % size == 0)
+    long = next(size for size in TIME_BLOCKS if seq % size == 0)
+    last = seq // long - 1
+
+    def visited(t: Any) -> Any:
+        return last - t if reverse else t
+
+    states = pl.BlockSpec((1, long, wide), lambda b, p, t: (b, visited(t), p))
+    specs = [pl.BlockSpec((2 * STEPS, wide), lambda b, p, t: (0, p)), states, states]
+    if enters:
+        specs += [pl.BlockSpec((1, 1, wide), lambda b, p, t: (b, 0, p))] * 2
+    scratch = [
+        pltpu.VMEM((len(DOUBLINGS), 2, wide // LANES, TILE + long, LANES), jnp.float32),
+        pltpu.VMEM((2, TILE, wide), jnp.float32),
+    ]
+    if resets:
+        specs += [pl.BlockSpec((1, STEPS, long), lambda b, p, t: (b, 0, visited(t)))]
+        scratch += [pltpu.VMEM((STEPS, long, LANES), jnp.float32)]
+    return pl.pallas_call(
+        partial(_block, enters=enters, resets=resets, reverse=reverse),
+        grid=(batch, state // wide, seq // long),
+        in_specs=specs,
+        out_specs=[states, states],
+        out_shape=[shape, shape],
+        scratch_shapes=scratch,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=_cost(batch, seq, state, state // wide, enters, resets),
+        interpret=interpret,
+        name="s5_scan",
+    )
+
+
+def _cost(batch: int, seq: int, state: int, state_blocks: int, enters: bool, resets: bool) -> pl.CostEstimate:
+    """Return what the kernel does: 8 FLOPs (10 with resets) per state and step, and every array moved once.
+
+    What does not depend on a block of states or of the batch is read again for each.
+    """
+    numbers = batch * seq * state
+    read = 2 * numbers + 2 * STEPS * batch * state
+    if enters:
+        read += 2 * batch * state
+    if resets:
+        read += STEPS * batch * seq * state_blocks
+    flops = (10 if resets else 8) * STEPS * numbers
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=4 * (read + 2 * numbers))
+
+
+def _block(table: Any, bu_re: Any, bu_im: Any, *refs: Any, enters: bool, resets: bool, reverse: bool) -> None:
+    """Compute the states of one block of positions and states.
+
+    `stages` holds the inputs of each doubling step, with the tile before the block beside it; `carry` the last states.
+    """
+    left = list(refs)
+    entering = [left.pop(0) for _ in range(2 if enters else 0)]
+    keep = left.pop(0) if resets else None
+    out_re, out_im, stages, carry, *rest = left
+    kept = rest[0] if resets else None
+    long, wide = bu_re.shape[1:]
+    columns = [pl.ds(start, LANES) for start in range(0, wide, LANES)]
+    edge, final = (long, 0) if reverse else (0, long)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        _start(stages, carry, entering, pl.ds(edge, TILE), 0 if reverse else TILE - 1)
+
+    if keep is not None and kept is not None:
+        for step in range(STEPS):
+            kept[step] = jnp.broadcast_to(keep[0, step : step + 1], (LANES, long)).T
+    factors = [[_factor(table, step, column) for step in range(STEPS)] for column in columns]
+
+    def group(index: Any, h: list[Complex]) -> list[Complex]:
+        for number in range(UNROLL):
+            tile = index * UNROLL + number
+            base = pl.multiple_of((long // TILE - 1 - tile if reverse else tile) * TILE, TILE)
+            rows = pl.ds(base, TILE)
+            k = None if kept is None else [kept[step, rows, :] for step in range(STEPS)]
+            for c, column in enumerate(columns):
+                by = factors[c] if k is None else [scaled(k[step], factors[c][step]) for step in range(STEPS)]
+                now = bu_re[0, rows, column], bu_im[0, rows, column]
+                for step in range(len(DOUBLINGS)):
+                    now = _doubled(stages.at[step, :, c], now, by[step], base, DOUBLINGS[step], reverse)
+                h[c] = add(now, mul(by[-1], h[c]))
+                out_re[0, rows, column], out_im[0, rows, column] = h[c]
+        return h
+
+    started = [(carry[0, :, column], carry[1, :, column]) for column in columns]
+    ended = jax.lax.fori_loop(0, long // TILE // UNROLL, group, started)
+    for c, column in enumerate(columns):
+        carry[0, :, column], carry[1, :, column] = ended[c]
+    stages[:, :, :, pl.ds(edge, TILE), :] = stages[:, :, :, pl.ds(final, TILE), :]
+
+
+def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) -> None:
+    """Put before the first block the state that enters, as if it were the input of the last position there.
+
+    Every later stage of it is the state itself too, since nothing came before.
+    """
+    at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
+    for part in range(2):
+        before = jnp.zeros(carry.shape[1:], jnp.float32)
+        if entering:
+            before = jnp.where(at_row, jnp.broadcast_to(entering[part][0], before.shape), before)
+        carry[part] = before
+        for step in range(stages.shape[0]):
+            for c in range(stages.shape[2]):
+                stages[step, part, c, edge, :] = before[:, c * LANES : (c + 1) * LANES]
+
+
+def _factor(table: Any, step: int, column: Any) -> Complex:
+    """Return the power of Lambda_bar that a step multiplies by, for one register's states, on every row."""
+    re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
+    return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
+
+
+def _doubled(stage: Any, now: Complex, factor: Complex, base: Any, reach: int, reverse: bool) -> Complex:
+    """Return one tile after a doubling step; its input is kept for the tiles that look back at it."""
+    here, back = (base, base + reach) if reverse else (base + TILE, base + TILE - reach)
+    stage[0, pl.ds(here, TILE), :], stage[1, pl.ds(here, TILE), :] = now
+    return add(now, mul(factor, (stage[0, pl.ds(back, TILE), :], stage[1, pl.ds(back, TILE), :])))
