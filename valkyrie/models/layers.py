@@ -39,7 +39,7 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A feed-forward product, gated (SwiGLU and GEGLU, arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
+    """A feed-forward product, gated (arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
 
     def __init__(self, embed: int, mlp: int, kind: FeedForward, *, depth: int, numerics: Numerics, key: Array) -> None:
         keys, dtype = jax.random.split(key, 3), numerics.parameter
