@@ -29,7 +29,5 @@ class GPTConfig(ValkyrieConfig):
         """Return every reason why this shape cannot be built, in the words of the command line."""
         found = super().problems()
         if BlockKind.s5 in self.block_pattern:
-            found.append(
-                "model.block_pattern holds s5, and model.family=gpt is attention alone. Use model=valkyrie_tiny."
-            )
+            found.append("model.block_pattern holds s5, and model.family=gpt is attention alone. Use valkyrie_tiny.")
         return found

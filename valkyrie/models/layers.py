@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from valkyrie.axes import Shard
 from valkyrie.models.base import normal, parameter
 from valkyrie.models.config import FeedForward
-from valkyrie.ops.linear import Numerics, linear
+from valkyrie.ops.linear import Numerics, linear, made_once
 
 _ACTIVATION = {
     FeedForward.swiglu: jax.nn.silu,
@@ -39,7 +39,7 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A feed-forward product, gated (SwiGLU and GEGLU, arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
+    """A feed-forward product, gated (arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
 
     def __init__(self, embed: int, mlp: int, kind: FeedForward, *, depth: int, numerics: Numerics, key: Array) -> None:
         keys, dtype = jax.random.split(key, 3), numerics.parameter
@@ -56,6 +56,7 @@ class MLP(nnx.Module):
         up = linear("bse,em->bsm", x, self.up[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
         if self.kind.gated:
             gate = linear("bse,em->bsm", x, self.gate[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
+            up, gate = made_once(up, gate)
             hidden = _ACTIVATION[self.kind](gate) * up
         else:
             hidden = _ACTIVATION[self.kind](up)

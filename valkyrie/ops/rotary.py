@@ -24,7 +24,8 @@ def rotate(
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return queries or keys rotated by their positions, in x's dtype; angles and products are float32.
 
-    `backend` (cpu, gpu, tpu) is where it will run, by default where JAX runs now. Raises ValueError for an odd head_dim.
+    `backend` (cpu, gpu, tpu) is where it will run, by default where JAX runs now. Raises ValueError for an odd
+    head_dim.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:

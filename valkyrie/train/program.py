@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import module_class
-from valkyrie.models.base import Assembly, Checkpoint, flatten
+from valkyrie.models.base import Assembly, Checkpoint, ParameterSpec, flatten
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import learning_rate, make_optimizer
 from valkyrie.parallel.partition import Memory, Remat
@@ -124,15 +125,24 @@ class StepProgram:
     def _compiler_options(self) -> dict[str, str] | None:
         """What the compiler of the backend is told, alike for training and for a compile without devices.
 
-        On a TPU, XLA turns a product whose result is scattered over a short ring into a loop of small products. Where no
-        axis is a tensor axis that hits only the gradients of gathered weights, which it makes three times slower
-        (compiler estimates for v6e 4x4, experiments/LOG.md): there it is turned off, as MaxText's recipes do.
+        On a TPU, XLA makes a loop of small products out of a product whose result is scattered over a short ring, if
+        the result is large. That pays for activations over a tensor axis, but gradients of gathered weights become two
+        to three times slower by it (compiler estimates for v5p 4x4x4 and v6e 4x4, experiments/LOG.md): the threshold,
+        in MiB, is put above the largest of them.
         """
-        data = {*self.layout.activations["batch"], *self.layout.activations["seq"]}
-        tensor = {axis for held in self.layout.parameters.values() for axis in held} - data
-        if self.backend != "tpu" or any(self.layout.mesh.axes[axis] > 1 for axis in tensor):
+        if self.backend != "tpu":
             return None
-        return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+        itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
+        largest = max(
+            self._gathered(spec) for spec in flatten(self.assembly.specs).values() if "vocab" not in spec.axes
+        )
+        return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest * itemsize // 2**20 + 1)}
+
+    def _gathered(self, spec: ParameterSpec) -> int:
+        """How many numbers of one layer's parameter a device holds while it is used."""
+        parts = [math.prod(self.layout.mesh.axes[m] for m in held) for held in self.layout.computed(spec.axes)]
+        sizes = zip(spec.shape, parts, spec.axes, strict=True)
+        return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Under a float32 policy products are float32 on every backend, not TF32 or one bfloat16 pass."""
