@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import compose_run
 from rich.console import Console
 
+from helpers import compose_run
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.search.hints import hints

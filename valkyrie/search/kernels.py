@@ -11,7 +11,6 @@ from valkyrie.search import assumptions
 from valkyrie.search.hlo import HBM, Instruction
 from valkyrie.search.hlo_loops import origin
 
-
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Operations that write a part of their first operand, and which operand is that part."""
 

@@ -13,7 +13,6 @@ from valkyrie.search.hlo import Computation, Instruction, Module
 from valkyrie.search.hlo_groups import permute_pairs, replica_groups
 from valkyrie.search.hlo_loops import condition_and_body, trip_count
 
-
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 """Custom calls by which a fusion starts or ends a collective that the fusions between them carry on."""
 
