@@ -41,7 +41,7 @@ def found(folder: Path, report: subprocess.CompletedProcess[str]) -> dict[str, A
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_report_answers_does_it_fit_how_fast_and_why(
+def test_the_report_says_whether_it_fits_how_fast_and_why(
     report: subprocess.CompletedProcess[str], found: dict[str, Any]
 ):
     for part in ("fits:", "predicted step:", "where the time goes", "sent by mesh axes", "placement: x=2 on", "hint:"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 class Meter:
     """The durations of finished steps, in seconds. The first is kept apart: it pays for warming up."""
 
-    def __init__(self, tokens: int, chips: int, flops: float, peak_flops: float | None) -> None:
+    def __init__(self, tokens: int, chips: float | int, flops: float, peak_flops: float | None) -> None:
         """`tokens` and `flops` are those of one step; `peak_flops` is that of all chips together, None if unknown."""
         self.tokens, self.chips, self.flops, self.peak_flops = tokens, chips, flops, peak_flops
         self.first: float | None = None

@@ -61,6 +61,8 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory) -> None:
     console.print(table, soft_wrap=False)
     chip = run.config.target.chip
     if chip is not None and chip.hbm_gib is not None:
-        share = memory.total / GIB / chip.hbm_gib
+        each = chip.hbm_gib / chip.devices
+        share = memory.total / GIB / each
         verdict = "does not fit" if share > 1 else "tight" if share > 0.9 else "should fit"
-        console.print(f"{verdict}: {100 * share:.0f}% of the {chip.hbm_gib:g} GiB of a {chip.name} chip")
+        whose = "chip" if chip.devices == 1 else "device"
+        console.print(f"{verdict}: {100 * share:.0f}% of the {each:g} GiB of a {chip.name} {whose}")

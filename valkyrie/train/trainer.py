@@ -182,7 +182,7 @@ def _order_seed(run: Run) -> int:
 
 def _meter(run: Run, devices: Devices) -> Meter:
     tokens = run.config.batch * run.config.seq
-    chips = len(devices.devices)
+    chips = len(devices.devices) / (devices.chip.devices if devices.chip else 1)
     peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
     flops = (1 + BACKWARD) * run.model.flops_per_token(run.config.seq) * tokens
     return Meter(tokens, chips, flops, None if peak is None else peak * chips)
