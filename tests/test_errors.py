@@ -47,7 +47,7 @@ ONE_LINE = {
     ),
     "a mode that is none": (
         ["mode=shw"],
-        "mode=shw is not a choice. Did you mean mode=show? Choices: compile, eval, generate, show, train.",
+        "mode=shw is not a choice. Did you mean mode=show? Choices: compile, eval, generate, measure, show, train.",
     ),
     "an experiment that is none": (
         ["experiment=nix"],

@@ -38,16 +38,18 @@ class Debug(Enum):
 
 @dataclass
 class ModeConfig:
-    """What a command does with the run: `train`, `show`, `compile`, `eval` or `generate`.
+    """What a command does with the run: `train`, `show`, `compile`, `measure`, `eval`, `generate`.
 
     For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
-    leaves the optimised module in the run folder.
+    leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others.
     """
 
     name: str = "train"
     time_limit_s: float = 1800.0
     cache: bool = True
     hlo: bool = False
+    warmup: int = 2
+    repeats: int = 10
 
 
 @dataclass
@@ -128,6 +130,11 @@ class Run:
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 found.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
+        if c.mode.repeats < 1 or c.mode.warmup < 0 or c.mode.time_limit_s <= 0:
+            found.append(
+                f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
+                f"{c.mode.time_limit_s:g}: repeats must be at least 1, warmup at least 0, the limit above 0."
+            )
         if not 0 <= c.temperature < math.inf:
             found.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
         if c.top_k is not None and c.top_k < 1:

@@ -1,4 +1,4 @@
-"""Decides what `mode=compile` does: compile, replay, say what was found, and leave it in the run folder."""
+"""Decides what `mode=compile` and `mode=measure` do: look at a layout, say what was found, keep it in the run folder."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from valkyrie.search.hints import hints
 from valkyrie.search.replayed import replayed
 from valkyrie.search.summary import summarise
 from valkyrie.search.timeline import write_timeline
+from valkyrie.train.devices import acquire, configure_jax, missing_devices
 from valkyrie.train.folder import run_folder, write_about
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 NOT_COMPILED = 3
 """Exit status where the layout does not fit or was not compiled: a result, not an error; the report says why."""
 
-SUMMARY, TIMELINE, KEPT_SUMMARY = "compile.json", "timeline.json", "summary.json"
+SUMMARY, TIMELINE, KEPT_SUMMARY, MEASURED = "compile.json", "timeline.json", "summary.json", "measure.json"
 
 
 def compile_mode(run: Run, arguments: Sequence[str]) -> int:
@@ -58,7 +59,28 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
     return 0 if compiled.status == "ok" else NOT_COMPILED
 
 
-MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {"compile": compile_mode}
+def measure_mode(run: Run, arguments: Sequence[str]) -> int:
+    """Time the run's step on the devices at hand, print what it takes, and return the exit status."""
+    problems = missing_devices(run)
+    if problems:
+        raise ValueError("\n".join(problems))
+    configure_jax(run)
+    devices, console = acquire(run), _console()
+    console.print(devices.note, style="bold yellow" if devices.simulated else None)
+    from valkyrie.search.measure import measure
+    from valkyrie.search.show import show
+
+    with console.status("compiling and timing the step"):
+        found = measure(run, devices, run.config.mode.warmup, run.config.mode.repeats)
+    folder = run_folder(run)
+    write_about(run, folder, arguments)
+    (folder / MEASURED).write_text(json.dumps(found, indent=1) + "\n")
+    show(found, console)
+    console.print(f"report: {folder / MEASURED}")
+    return 0 if found["status"] == "ok" else NOT_COMPILED
+
+
+MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {"compile": compile_mode, "measure": measure_mode}
 """What `mode=` may name beside the modes of `valkyrie.train`."""
 
 

@@ -17,10 +17,10 @@ def show(found: dict[str, Any], console: Console) -> None:
     about = found["about"]
     console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
     console.print(f"roles: {about['roles']}")
-    for line in found["placement"]:
+    for line in found.get("placement", []):
         console.print(f"placement: {line}")
     console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
-    if found["status"] == "does_not_fit":
+    if found["status"] == "does_not_fit" and "memory" in found:
         console.print(does_not_fit(found), style="bold red", markup=False)
         return
     if found["status"] != "ok":
@@ -29,6 +29,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     _memory(found, console)
     if "step" in found:
         _speed(found, console)
+    if "seconds" in found:
         _seconds(found, console)
     _communication(found, console)
     if "costs" in found:
@@ -63,6 +64,8 @@ def _memory(found: dict[str, Any], console: Console) -> None:
         table.add_row(name, f"{size / scale:.2f}")
     table.add_row("peak", f"{memory['peak'] / scale:.2f}", style="bold")
     console.print(table, soft_wrap=False)
+    if memory.get("reported_peak") is not None:
+        console.print(f"the devices report a peak of {_gib(memory['reported_peak'])}")
     if memory["usable"] is not None:
         share = memory["headroom"] / memory["usable"]
         console.print(
@@ -73,12 +76,14 @@ def _memory(found: dict[str, Any], console: Console) -> None:
 
 def _speed(found: dict[str, Any], console: Console) -> None:
     step = found["step"]
-    said = f"[bold]predicted step: {_time(step['step_s'])}[/], {step['tokens_per_second']:,.0f} tokens/s, "
-    said += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip"
+    word = " simulated" if found.get("simulated") else ""
+    spread = f" (p90 {_time(step['p90_s'])}, least {_time(step['min_s'])})" if "p90_s" in step else ""
+    said = f"[bold]{'measured' if spread else 'predicted'} step{word}: {_time(step['step_s'])}[/]{spread}, "
+    said += f"{step['tokens_per_second']:,.0f} tokens/s{word}, {step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
     if step["mfu"] is not None:
         said += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
     console.print(said)
-    for kind, tokens in step["tokens_per_dollar"].items():
+    for kind, tokens in step.get("tokens_per_dollar", {}).items():
         console.print(f"{tokens / 1e6:,.2f} million tokens per dollar ({kind.replace('_', ' ')})")
 
 
@@ -104,7 +109,7 @@ def _communication(found: dict[str, Any], console: Console) -> None:
     hidden = 1 - sent["exposed_s"] / sent["busy_s"] if sent["busy_s"] else None
     if hidden is not None:
         console.print(f"{100 * hidden:.0f}% of the time on the links is hidden behind compute")
-    timed = "step" in found
+    timed = "seconds" in found
     waited = ("exposed ms",) if timed else ()
     table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", *waited, "cause", "source"))
     for use in sent["causes"][:10]:

@@ -38,7 +38,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     outcome = compiled.outcome
     found: dict[str, Any] = {
         "schema": SCHEMA,
-        "about": _about(run),
+        "about": about(run),
         "status": compiled.status,
         "reason": outcome.get("reason"),
         "versions": versions(),
@@ -64,7 +64,8 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     return found
 
 
-def _about(run: Run) -> dict[str, Any]:
+def about(run: Run) -> dict[str, Any]:
+    """Return what was asked for, in the words of the command line."""
     config, layout = run.config, run.layout
     return {
         "model": run.model.name,
