@@ -10,18 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from valkyrie.hardware import ChipConfig, Topology
 from valkyrie.search import assumptions
-
-TORUS_AXES = ("X", "Y", "Z", "W")
-"""Names of a slice's torus axes, in the order of a device's coordinates."""
-CORE, DCN = "core", "DCN"
-"""What two devices of one chip talk over, and what slices talk over."""
+from valkyrie.search.torus import CORE, DCN, Crossings, Dimension, Position, Torus
 
 KINDS = (
     "all-gather",
@@ -32,15 +28,6 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a device of the mesh lies: its slice, its chip's coordinates on the torus, its core on the chip."""
-
-    slice: int
-    coords: tuple[int, ...]
-    core: int
 
 
 @dataclass(frozen=True)
@@ -102,10 +89,12 @@ def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
     if not sizes:
         return None
     used = re.search(r"dim_used:((?:\{[\d ]+\},?)+)", text)
-    orders = re.findall(r"\{([\d ]+)\}", used[1]) if used else []
+    listed = [tuple(map(int, order.split())) for order in re.findall(r"\{([\d ]+)\}", used[1])] if used else []
+    orders = [order for order in listed if len(set(order)) == len(order)]  # an unused part is written {0 0}
+    dims = sorted({d for order in orders for d in order})
     return _Algorithm(
         sizes=tuple(int(n) for n in sizes[1].split(",")),
-        orders=tuple(tuple(int(d) for d in order.split()) for order in orders),
+        orders=tuple(tuple(dims.index(d) for d in order) for order in orders),
     )
 
 
@@ -120,35 +109,31 @@ class Network:
                 f"A replay on {chip.name} needs its link bandwidth: ici_link_gbs is not set in "
                 f"conf/target/chip/{chip.name}.yaml. Set it, or use a target whose chip has it."
             )
-        self._shape = machine.topology.shape
-        self._wrap = machine.topology.wrap
         counted = [p for i, p in enumerate(machine.positions) if own is None or own[i]]
-        self._coords = np.array([p.coords[: len(self._shape)] for p in counted])
-        self._core = np.array([p.core for p in counted])
-        self._slice = np.array([p.slice for p in counted])
-        self._link = chip.ici_link_gbs * 1e9 * assumptions.ICI_EFFICIENCY
+        self._torus = Torus(machine.topology, counted)
+        self._link = chip.ici_link_gbs * 1e9
         self._hop = (chip.hop_us or 1.0) * 1e-6
         self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY
         self._host_devices = math.prod(machine.topology.host_bounds) * machine.topology.devices_per_chip
         self._known: dict[Any, Any] = {}
 
-    def collective(self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None) -> Traffic:
+    def collective(self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None) -> Traffic:
         """Return the cost of one collective that all groups run at once; `full_bytes` as in `payload`."""
         members = groups.shape[1]
         if members < 2 or full_bytes <= 0:
             return Traffic()
-        slices = len(np.unique(self._slice[groups[0]]))
-        if slices == 1:
-            return self._within(kind, groups, full_bytes, how)
-        return self._between(kind, groups, full_bytes, slices)
+        slices = len(np.unique(self._torus.slices(groups[0])))
+        if slices > 1:
+            return self._between(kind, groups, full_bytes, slices)
+        return _achieved(kind, self._within(kind, groups, full_bytes, how))
 
     def permute(self, pairs: np.ndarray, each_bytes: float) -> Traffic:
         """Return the cost of messages of `each_bytes` between (source, target) pairs, all at once."""
         if not len(pairs) or each_bytes <= 0:
             return Traffic()
         source, target = pairs.T
-        far = self._slice[source] != self._slice[target]
-        near = self._routes(source[~far], target[~far])
+        far = self._torus.slices(source) != self._torus.slices(target)
+        near = self._torus.routes(source[~far], target[~far])
         busy = {axis: route.load * each_bytes / self._rate(axis) for axis, route in near.items()}
         by_axis = dict.fromkeys(near, each_bytes)
         hops = sum(route.hops for route in near.values())
@@ -157,7 +142,8 @@ class Network:
             busy[DCN] = each_bytes * self._host_devices / self._dcn
             by_axis[DCN] = each_bytes
             latency += assumptions.DCN_LATENCY_S
-        return Traffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
+        traffic = Traffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
+        return _achieved("collective-permute", traffic)
 
     def between_slices(self, kind: str, each_bytes: float, slices: int) -> Traffic:
         """Return the cost of a collective of one device in each of `slices` slices, all devices at once.
@@ -173,7 +159,7 @@ class Network:
     def _within(self, kind: str, groups: np.ndarray, full: float, how: _Algorithm | None) -> Traffic:
         if kind in ("all-to-all", "ragged-all-to-all"):
             return self._all_to_all(groups, full)
-        dims = self._dimensions(groups)
+        dims = self._torus.dimensions(groups)
         if dims is None or (how is not None and how.one_ring and len(dims) > 1):
             phases = [self._one_ring(groups, full, how)]
         else:
@@ -195,12 +181,12 @@ class Network:
         """Between slices: scatter within each, exchange the parts over the network, gather within each."""
         members = groups.shape[1]
         inside = members // slices
-        order = np.argsort(self._slice[groups], axis=1, kind="stable")
+        order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
         local = np.take_along_axis(groups, order, axis=1).reshape(-1, inside)
         sent = payload(kind, full / inside if kind != "all-to-all" else full, slices)
         near = Traffic()
         if inside > 1:
-            near = self._within(kind, local, full, None)
+            near = _achieved(kind, self._within(kind, local, full, None))
         far = sent * self._host_devices / self._dcn
         latency = near.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return Traffic(
@@ -216,9 +202,9 @@ class Network:
         each = full / members
         key = ("all", groups.tobytes())
         if key not in self._known:
-            sums: dict[str, _Crossings] = {}
+            sums: dict[str, Crossings] = {}
             for shift in range(1, members):
-                for axis, new in self._crossings(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
+                for axis, new in self._torus.crossings(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
                     sums[axis] = sums[axis].plus(new) if axis in sums else new
             self._known[key] = {axis: crossings.route() for axis, crossings in sums.items()}
         routes = self._known[key]
@@ -232,11 +218,11 @@ class Network:
         """One ring through all members, in both directions, as long as the group."""
         members = groups.shape[1]
         sent = full * (members - 1) / members
-        axes = self._axes(groups)
+        axes = self._torus.axes(groups)
         if how is None or how.reordered:
             loads = {axis: (sent / 2 / self._rate(axis), sent / len(axes)) for axis in axes}
             return _Phase(loads, members / 2)
-        routes = self._ring_routes(groups)
+        routes = self._torus.ring_routes(groups)
         share = sum(route.share for route in routes.values())
         loads = {
             axis: (sent * route.load / 2 / self._rate(axis), sent * route.share / share)
@@ -244,7 +230,7 @@ class Network:
         }
         return _Phase(loads, sum(route.hops for route in routes.values()) * members / 2)
 
-    def _ring_phases(self, dims: Sequence[_Dimension], full: float, how: _Algorithm | None) -> list[_Phase]:
+    def _ring_phases(self, dims: Sequence[Dimension], full: float, how: _Algorithm | None) -> list[_Phase]:
         """Rings along each dimension in turn; parts of the array start with different dimensions."""
         orders = _orders(dims, how)
         pieces = [full / len(orders)] * len(orders)
@@ -262,132 +248,8 @@ class Network:
             phases.append(_Phase(loads, hops))
         return phases
 
-    def _dimensions(self, groups: np.ndarray) -> list[_Dimension] | None:
-        """The torus axes of groups that are boxes, with the load of a ring along each; None where they are not boxes."""
-        key = ("dims", groups.tobytes())
-        if key not in self._known:
-            self._known[key] = self._find_dimensions(groups)
-        return self._known[key]
-
-    def _find_dimensions(self, groups: np.ndarray) -> list[_Dimension] | None:
-        places = np.concatenate([self._coords[groups], self._core[groups][..., None]], axis=-1)
-        names = [*TORUS_AXES[: len(self._shape)], CORE]
-        sizes = [len(np.unique(places[0, :, d])) for d in range(len(names))]
-        if math.prod(sizes) != groups.shape[1]:
-            return None
-        found = []
-        for d, size in enumerate(sizes):
-            if size == 1:
-                continue
-            others = [places[..., e] for e in reversed(range(len(names))) if e != d]
-            order = np.lexsort((places[..., d], *others))
-            lines = np.take_along_axis(groups, order, axis=1).reshape(-1, size)
-            routes = self._ring_routes(lines)
-            if set(routes) != {names[d]}:
-                return None
-            route = routes[names[d]]
-            span = int(np.ptp(places[0, :, d]))
-            hops = 0 if names[d] == CORE else size * route.hops / 2 if self._is_ring(d, places[0, :, d]) else span
-            found.append(_Dimension(names[d], size, route.load / 2, hops))
-        return found
-
-    def _ring_routes(self, rings: np.ndarray) -> dict[str, _Route]:
-        """Routes of a message from every member to the next and of one to the one before."""
-        there, back = np.roll(rings, -1, axis=1), np.roll(rings, 1, axis=1)
-        return self._routes(
-            np.concatenate([rings.ravel(), rings.ravel()]),
-            np.concatenate([there.ravel(), back.ravel()]),
-            np.repeat([1, -1], rings.size),
-        )
-
-    def _routes(self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None) -> dict[str, _Route]:
-        """How often the busiest link of each axis is crossed by one message from each source to its target."""
-        return {axis: crossings.route() for axis, crossings in self._crossings(source, target, sense).items()}
-
-    def _crossings(
-        self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
-    ) -> dict[str, _Crossings]:
-        """How often every link of each axis is crossed. Halfway round a ring `sense` (+1 or -1) says which way.
-
-        Chips of different slices have links of their own.
-        """
-        found: dict[str, _Crossings] = {}
-        at = self._coords[source].copy()
-        sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
-        senders = max(len(np.unique(source)), 1)
-        for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
-            distance = self._coords[target][:, axis] - at[:, axis]
-            if wrap:
-                distance = (distance + length // 2) % length - length // 2
-                halfway = 2 * np.abs(distance) == length
-                distance = np.where(halfway, sense * np.abs(distance), distance)
-            if not distance.any():
-                continue
-            step = np.sign(distance)
-            loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
-            for hop in range(int(np.abs(distance).max())):
-                moving = np.abs(distance) > hop
-                place = at[moving].copy()
-                place[:, axis] = (place[:, axis] + hop * step[moving]) % length
-                np.add.at(loads, ((step[moving] > 0).astype(int), self._slice[source][moving], *place.T), 1)
-            share = float(np.count_nonzero(distance)) / senders
-            found[TORUS_AXES[axis]] = _Crossings(loads, int(np.abs(distance).max()), share)
-            at[:, axis] = self._coords[target][:, axis]
-        across = self._core[source] != self._core[target]
-        if across.any():
-            loads = np.full((1,), np.count_nonzero(across) / senders)
-            found[CORE] = _Crossings(loads, 0, float(np.count_nonzero(across)) / senders)
-        return found
-
-    def _axes(self, groups: np.ndarray) -> list[str]:
-        places = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
-        names = [*TORUS_AXES[: len(self._shape)], CORE]
-        return [name for d, name in enumerate(names) if len(np.unique(places[:, d])) > 1]
-
-    def _is_ring(self, d: int, places: np.ndarray) -> bool:
-        """Whether equally spaced places along an axis go once round it."""
-        at = np.unique(places)
-        steps = np.diff(at, append=at[0] + self._shape[d])
-        return self._wrap[d] and self._shape[d] > 2 and bool((steps == steps[0]).all())
-
     def _rate(self, axis: str) -> float:
         return self._link * (assumptions.CORE_LINKS if axis == CORE else 1.0)
-
-
-@dataclass(frozen=True)
-class _Route:
-    """Crossings of an axis' busiest link, the longest way in hops, and messages per sender along the axis."""
-
-    load: float
-    hops: int
-    share: float
-
-
-@dataclass(frozen=True)
-class _Crossings:
-    """Crossings of every directed link of an axis, the longest way in hops, and messages per sender along the axis."""
-
-    loads: np.ndarray
-    hops: int
-    share: float
-
-    def plus(self, other: _Crossings) -> _Crossings:
-        """Return both together, at the same time."""
-        return _Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
-
-    def route(self) -> _Route:
-        """Return what matters of them."""
-        return _Route(float(self.loads.max()), self.hops, self.share)
-
-
-@dataclass(frozen=True)
-class _Dimension:
-    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops of a ring's pass."""
-
-    axis: str
-    size: int
-    load: float
-    hops: float
 
 
 @dataclass(frozen=True)
@@ -398,7 +260,15 @@ class _Phase:
     hops: float
 
 
-def _orders(dims: Sequence[_Dimension], how: _Algorithm | None) -> list[tuple[int, ...]]:
+def _achieved(kind: str, ideal: Traffic) -> Traffic:
+    """What becomes of the traffic at the rate links really reach; the network between slices is left as it is."""
+    share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+    busy = {axis: seconds / (1.0 if axis == DCN else share) for axis, seconds in ideal.busy.items()}
+    transfer = (ideal.seconds - ideal.latency) / share
+    return replace(ideal, seconds=ideal.latency + transfer, busy=busy)
+
+
+def _orders(dims: Sequence[Dimension], how: _Algorithm | None) -> list[tuple[int, ...]]:
     """The order in which each part of the array visits the dimensions: the compiler's, else every rotation."""
     count = len(dims)
     if how is not None and how.orders and sorted(how.sizes) == sorted(d.size for d in dims):

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.search import assumptions
-from valkyrie.search.hlo import HBM, Instruction
+from valkyrie.search.hlo import Instruction
+from valkyrie.search.hlo_bytes import hbm_bytes
 from valkyrie.search.hlo_loops import origin
-
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that write a part of their first operand, and which operand is that part."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +36,6 @@ def kernel_cost(instruction: Instruction, chip: str) -> KernelCost:
         return _splash(instruction, blocks, moved, chip)
     name = instruction.name.rstrip("0123456789.")
     return KernelCost(0.0, moved, None, f"kernel {name} states no cost: charged its bytes at HBM bandwidth, no FLOPs")
-
-
-def hbm_bytes(instruction: Instruction) -> float:
-    """Return the bytes an instruction reads and writes in HBM, once each; what lies on the chip costs nothing here.
-
-    An update in place (dynamic-update-slice, scatter) moves what it writes, a slice or gather what it reads.
-    """
-    root = instruction.called[0].root if instruction.opcode == "fusion" else instruction
-    opcode = root.opcode if root is not None else ""
-    if root is not None and opcode in _UPDATES and root.operands[_UPDATES[opcode]].shape.elements:
-        return 2.0 * root.operands[_UPDATES[opcode]].shape.padded_bytes
-    if instruction.opcode in ("dynamic-slice", "gather", "slice") or opcode in ("dynamic-slice", "gather"):
-        return 2.0 * instruction.shape.padded_bytes
-    shapes = [leaf for operand in instruction.operands for leaf in operand.shape.leaves]
-    shapes += instruction.shape.leaves
-    return float(sum(shape.padded_bytes for shape in shapes if shape.memory == HBM))
 
 
 def _splash_blocks(instruction: Instruction) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Decides how long an operation takes that is no collective: the compiler's cycles, else its bytes or its kernel's work."""
+"""Decides how long an operation takes that is no collective: the compiler's cycles, else its bytes or kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from valkyrie.hardware import ChipConfig
 from valkyrie.search import assumptions
 from valkyrie.search.hlo import HBM, HOST, Computation, Instruction
+from valkyrie.search.hlo_bytes import hbm_bytes, is_elementwise
 from valkyrie.search.hlo_flops import product_flops
-from valkyrie.search.kernels import hbm_bytes, kernel_cost
+from valkyrie.search.kernels import kernel_cost
 
 _FREE = {
     "parameter",
@@ -91,6 +92,8 @@ class OpCosts:
         moved = hbm_bytes(instruction) / (self._hbm * assumptions.HBM_EFFICIENCY)
         if instruction.cycles is not None:
             seconds = instruction.cycles / self._clock
+            if not flops and is_elementwise(instruction):
+                seconds = min(seconds, max(moved, seconds * assumptions.ELEMENTWISE_FLOOR))
             category = "matmul" if flops else "memory" if moved > seconds / 2 else "compute"
             return OpCost(category, seconds, flops)
         if flops:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from valkyrie.search import assumptions
-from valkyrie.search.collectives import Machine, Position
+from valkyrie.search.collectives import Machine
 from valkyrie.search.hlo import Computation, Instruction, Module
 from valkyrie.search.hlo_loops import condition_and_body, trip_count
 from valkyrie.search.links import Links, Transfer
 from valkyrie.search.op_costs import OpCosts
+from valkyrie.search.torus import Position
 from valkyrie.search.uses import (
     ASYNC_DONE,
     ASYNC_START,

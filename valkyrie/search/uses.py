@@ -1,4 +1,4 @@
-"""Decides what a collective in a module is: its kind, its groups, its bytes, the mesh axes it crosses, who asked for it."""
+"""Decides what a collective in a module is: its kind, groups, bytes, the mesh axes it crosses, who asked for it."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def wrapped_by(target: str, computation: Computation) -> list[Instruction]:
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
-    """Return the kind of collective that a fusion around one is: an all-reduce that keeps a slice is a reduce-scatter."""
+    """Return the kind of collective a fusion around one is: an all-reduce that keeps a slice is a reduce-scatter."""
     kind = kind_of(inner.opcode)
     returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
     whole = max((o.shape.elements for o in inner.operands), default=0)
