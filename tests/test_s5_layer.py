@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from helpers import small_run
 from valkyrie.axes import UNSHARDED
 from valkyrie.models.base import describe, flatten
 from valkyrie.models.config import Activation, S5Config
 from valkyrie.models.s5 import S5
-from valkyrie.ops.choices import CInit, Discretization
+from valkyrie.ops.choices import CInit, Discretization, ScanImpl
 from valkyrie.ops.linear import FLOAT32, Numerics
 from valkyrie.ops.ssm import hippo_n
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.parallel.sharding import MeshShard
 
 EMBED, BATCH, SEQ = 6, 2, 23
 STARTS = ((0, 5), (9,))
@@ -157,3 +162,27 @@ def test_state_space_stays_float32_under_every_policy():
     narrow, wide = (m(jnp.asarray(u, jnp.bfloat16), keep=None, shard=UNSHARDED) for m in (module, exact))
     assert (narrow.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("partition", "gathers"), [("1d_tp", 1), ("2d_tp", 0)])
+def test_activations_are_gathered_once_and_no_gradient_is_summed_where_it_is_alike(partition, gathers):
+    run = small_run("s5_tiny", "mesh=2x2x2", f"partition={partition}")
+    # A TPU's way of mapping, with a form that compiles on a CPU.
+    shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()), "tpu")
+    module = S5(
+        S5Config(state_size=32, blocks=4, scan=ScanImpl.sequential), 32, numerics=FLOAT32, key=jax.random.key(0)
+    )
+    structure, parameters = nnx.split(module)
+    by_name = flatten(describe(module))
+    held = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(x, shard.sharding(shard.layout.stored(by_name[path[0].key].axes))), parameters
+    )
+
+    def loss(parameters, u):
+        return (nnx.merge(structure, parameters)(u, keep=None, shard=shard) ** 2).sum()
+
+    u = jax.device_put(jnp.ones((8, 16, 32)), shard.sharding(shard.layout.activation(("batch", "seq", "embed"))))
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(held, u).compile().as_text() or ""
+    found = [line for line in program.splitlines() if re.search(r" = \w+\[\d+,16,\d+\]\S* all-gather(-start)?\(", line)]
+    assert len(found) == gathers, found
+    assert not any("shard_map/psum" in line for line in program.splitlines() if re.search(r"\[\d+,16,\d+\]", line))

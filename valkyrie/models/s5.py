@@ -1,7 +1,12 @@
 """Decides the S5 layer (arXiv 2208.04933): a diagonal state space between two projections, then a gate.
 
 Letters are the paper's: H inputs (`embed`), P complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta. Everything
-up to the layer's output is float32, held as real pairs; only the output is cast to the compute dtype.
+up to the layer's output is kept in float32, as real pairs; only the output is cast to the compute dtype. The products
+with B_bar and C have float32 operands and results on every backend, but under a bfloat16 policy a TPU's matrix unit
+takes one pass: it rounds both operands to bfloat16 and adds in float32, as in every other product there. Discretisation
+and recurrence are not products of that kind and stay float32. Under a float32 policy all products are float32 (six
+passes). By the v4 compiler's estimates a layer's forward of 0.8 ms (16384 positions, H 1024, P 512) would take 1.25 ms
+with three passes and 1.8 ms with six.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def discretize(
 ) -> tuple[Eigenvalues, Eigenvalues]:
     """Return Lambda_bar and the factor s with B_bar = s B_tilde, each as float32 (real, imaginary).
 
-    B_bar u = s (B_tilde u): apply s after the projection and B_bar is never formed. Delta is `step_rescale` times
+    s is one number per state, so scaling rows of B_tilde gives B_bar. Delta is `step_rescale` times
     exp(log_step); `step_rescale` is the ratio of the step trained on to the step of the data, as in the paper's
     zero-shot resampling. `clip_eigs` keeps real parts at or below -1e-4, so that no state grows (Goel et al.,
     arXiv 2202.09729).
