@@ -64,7 +64,7 @@ PARAMETERS = {
 
 def test_something_was_discovered():
     assert {"valkyrie_tiny", "s5_tiny", "longformer_tiny", "gpt_tiny"} <= set(MODELS)
-    assert {"dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "sp"} <= set(PARTITIONS)
+    assert {"dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "sp", "fsdp_tp"} <= set(PARTITIONS)
     assert all(model in MODELS and partition in PARTITIONS for model, partition in QUICK)
 
 

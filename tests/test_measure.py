@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from helpers import compose_run
 from runs import SINGLE, TINY, command
-
 from valkyrie.search.measure import random_batch
 
 

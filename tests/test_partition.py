@@ -163,5 +163,5 @@ def test_rules_hold_only_axes_of_the_mesh(rules: dict[str, list[str]], named: di
 
 
 def test_a_remat_has_a_name_and_activations_are_known_axes():
-    assert [remat.value for remat in Remat] == ["none", "dots", "full"]
+    assert [remat.value for remat in Remat] == ["none", "dots", "full", "offload"]
     assert {axis for axes in ACTIVATIONS for axis in axes} <= set(LOGICAL_AXES)

@@ -43,3 +43,20 @@ def test_bfloat16_is_rotated_in_float32_and_given_back_as_bfloat16():
 def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match=r"head_dim=7 is odd.*Use 8"):
         rotate(jnp.zeros((1, 2, 1, 7)), jnp.arange(2), THETA)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_product_of_a_tpu_is_the_same_rotation_forward_and_backward(dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8)).astype(dtype)
+
+    def turned(x, backend):
+        return rotate(x, jnp.arange(5), THETA, backend)
+
+    for f in (turned, lambda x, backend: jax.grad(lambda y: (turned(y, backend) ** 2 * x).sum())(x)):
+        np.testing.assert_array_equal(f(x, "tpu").astype(jnp.float32), f(x, "cpu").astype(jnp.float32))
+
+
+def test_the_gradient_is_the_rotation_back():
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    _, back = jax.vjp(lambda y: rotate(y, jnp.arange(6), THETA), x)
+    np.testing.assert_allclose(back(x)[0], rotate(x, -jnp.arange(6), THETA), rtol=1e-5, atol=1e-6)

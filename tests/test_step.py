@@ -43,6 +43,7 @@ MIXED = Numerics("float32", "bfloat16", "float32")
         ("2x1x2", "2d_tp_fsdp", "microbatches=4"),
         ("1x1x1", "dp", "remat=dots"),
         ("1x1x1", "dp", "remat=full"),
+        ("1x1x1", "dp", "remat=offload"),
         pytest.param("2x2x2", "sp", "microbatches=2", marks=pytest.mark.slow),
         pytest.param("2x2x2", "2d_tp", "remat=full", marks=pytest.mark.slow),
         pytest.param("2x2x2", "fsdp", "remat=dots", marks=pytest.mark.slow),

@@ -253,13 +253,16 @@ class ValkyrieConfig:
         """Return what one block keeps for its backward pass: (logical axes, how many such arrays, float32 or compute).
 
         An estimate, counted from the operations of the block: norms keep their input in float32, products their
-        input, gates both factors. `full` keeps the block's input alone, `dots` the results of matrix products too.
+        input, gates both factors. `full` keeps the block's input alone, `dots` the results of matrix products too,
+        `offload` nothing on the device.
         """
 
         def of(axis: str, count: float, wide: bool = False) -> tuple[tuple[str, str, str], float, bool]:
             return ("batch", "seq", axis), count, wide
 
         kept = [of("embed", 1)]
+        if remat == "offload":
+            return []
         if remat == "full":
             return kept
         none = remat == "none"

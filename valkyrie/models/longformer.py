@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axes, Shard
-from valkyrie.models.base import normal, parameter
+from valkyrie.models.base import ATTENTION_OUT, KEY, QUERY, VALUE, normal, parameter
 from valkyrie.models.config import AttentionConfig
 from valkyrie.ops.attention import (
     GlobalStep,
@@ -90,6 +91,7 @@ class LongformerAttention(nnx.Module):
         positions = jnp.arange(x.shape[1])
         q = shard(self.local.queries(x, positions, shard), *_HEADS)
         k, v = (shard(y, *_KV_HEADS) for y in self.local.keys_values(x, positions, shard))
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, QUERY), (k, KEY), (v, VALUE)))
         inputs, axes = [q, k, v], [_HEADS, _KV_HEADS, _KV_HEADS]
         if segment_ids is not None:
             inputs, axes = [*inputs, segment_ids], [*axes, ("batch", "seq")]
@@ -100,7 +102,8 @@ class LongformerAttention(nnx.Module):
             inputs += [q_global, k_global, v_global]
             axes += [("batch", None, "heads", "head_dim"), _KV_HEADS, _KV_HEADS]
         mixed = shard.map(self._local(segment_ids is not None, shard), axes, _HEADS)(*inputs)
-        return linear("bshd,ehd->bse", mixed, self.out[...], axes=_OUT, shard=shard, numerics=self.numerics)
+        out = linear("bshd,ehd->bse", mixed, self.out[...], axes=_OUT, shard=shard, numerics=self.numerics)
+        return checkpoint_name(out, ATTENTION_OUT)
 
     def _local(self, segmented: bool, shard: Shard):
         """Return what each device does with its heads, rows and, under a sequence split, positions."""

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Shard
-from valkyrie.models.base import Checkpoint, Losses, normal, parameter
+from valkyrie.models.base import BLOCK_INPUT, Checkpoint, Losses, normal, parameter
 from valkyrie.models.config import BlockKind, Boundary, ValkyrieConfig
 from valkyrie.models.layers import MLP, RMSNorm, dropout
 from valkyrie.models.longformer import LongformerAttention
@@ -95,6 +96,7 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Return the residual stream after this block."""
         keys = (None, None) if key is None else jax.random.split(key)
+        x = checkpoint_name(x, BLOCK_INPUT)
         y = self.norm(x)
         if isinstance(self.mixer, S5):
             y = self.mixer(y, keep=boundaries.keep, shard=shard)

@@ -24,11 +24,15 @@ ROLE_SYNONYMS = {
 
 
 class Remat(Enum):
-    """What a block keeps for its backward pass: everything, its matrix products, or only its input."""
+    """What a block keeps for its backward pass: everything, its matrix products, or only its input.
+
+    `offload` keeps its input and attention's query, key, value and output in host memory, and nothing on the device.
+    """
 
     none = "none"
     dots = "dots"
     full = "full"
+    offload = "offload"
 
 
 class Memory(Enum):

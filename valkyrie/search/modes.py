@@ -1,4 +1,4 @@
-"""Decides what `mode=compile` and `mode=measure` do: look at a layout, say what was found, keep it in the run folder."""
+"""Decides what `mode=compile` and `mode=measure` do: look at a layout, say what was found, and keep it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def _speed(found: dict[str, Any], console: Console) -> None:
     word = " simulated" if found.get("simulated") else ""
     spread = f" (p90 {_time(step['p90_s'])}, least {_time(step['min_s'])})" if "p90_s" in step else ""
     said = f"[bold]{'measured' if spread else 'predicted'} step{word}: {_time(step['step_s'])}[/]{spread}, "
-    said += f"{step['tokens_per_second']:,.0f} tokens/s{word}, {step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
+    said += f"{step['tokens_per_second']:,.0f} tokens/s{word}, "
+    said += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
     if step["mfu"] is not None:
         said += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
     console.print(said)

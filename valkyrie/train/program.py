@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.models import module_class
-from valkyrie.models.base import Assembly, Checkpoint, ParameterSpec, flatten
+from valkyrie.models.base import KEPT, Assembly, Checkpoint, ParameterSpec, flatten
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import learning_rate, make_optimizer
 from valkyrie.parallel.partition import Memory, Remat
@@ -115,9 +115,23 @@ class StepProgram:
         remat = self.layout.remat
         if remat is Remat.none:
             return lambda block: block
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = dots if remat is Remat.dots else jax.checkpoint_policies.nothing_saveable
-        return lambda block: jax.checkpoint(block, policy=policy, prevent_cse=False)
+        return lambda block: jax.checkpoint(block, policy=self._remat_policy(remat), prevent_cse=False)
+
+    def _remat_policy(self, remat: Remat) -> Callable[..., Any]:
+        """What is kept; a CPU has no memory but the host's, so there `offload` just keeps what it names."""
+        policies = jax.checkpoint_policies
+        if remat is Remat.dots:
+            return policies.dots_with_no_batch_dims_saveable
+        if remat is Remat.full:
+            return policies.nothing_saveable
+        if self.backend == "cpu":
+            return policies.save_only_these_names(*KEPT)
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(KEPT),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
 
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.assembly, self.optimizer, self._keep_ema, seed)
