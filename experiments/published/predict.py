@@ -1,25 +1,25 @@
-"""Compares predicted with published step times: every row of rows.yaml is composed, compiled and replayed.
+"""Compares predicted with published step times: every row of rows.csv is composed, compiled and replayed.
 
     python experiments/published/predict.py                       # all rows; about two minutes each the first time
     python experiments/published/predict.py --rows 22b v5p --max-chips 256
     python experiments/published/predict.py --markdown table.md --json table.json
 
 It needs libtpu (`pip install 'valkyrie-jax[tpu]'`) and no TPU. Nothing is fitted to a row: the prediction is the
-replay of the compiled step, as `valkyrie-train mode=compile` prints it. Where a source gives FLOP/s, its own count of
-FLOPs turns them into seconds: 6 x parameters x tokens, and attention as if every token saw the whole sequence (MaxText
-counted so until its issue 1988; Pax as in PaLM's appendix B).
+replay of the compiled step, as `valkyrie-train mode=compile` prints it. Where a source gives FLOP/s or MFU in place of
+seconds, its own count of FLOPs turned them into seconds: 6 x parameters x tokens, and attention as if every token saw
+the whole sequence (MaxText counted so until its issue 1988; PaLM, appendix B).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from valkyrie.compose import register
@@ -39,12 +39,11 @@ def main() -> None:
     asked = parser.parse_args()
     console, results = Console(width=140, highlight=False), []
     for row in read_rows():
-        run = compose_row(row)
         if asked.rows and not any(word in row["row"] for word in asked.rows):
             continue
-        if run.config.mesh.size > asked.max_chips:
+        if row["chips"] and int(row["chips"]) > asked.max_chips:
             continue
-        result = predict(row, run, console)
+        result = predict(row, console)
         console.print(describe(result), soft_wrap=True)
         results.append(result)
         if asked.json:
@@ -55,48 +54,32 @@ def main() -> None:
         asked.markdown.write_text(table + "\n")
 
 
-def read_rows() -> list[dict[str, Any]]:
-    """Return the rows of rows.yaml."""
-    rows = OmegaConf.to_container(OmegaConf.load(HERE / "rows.yaml"))
-    assert isinstance(rows, list)
-    return rows
+def read_rows() -> list[dict[str, str]]:
+    """Return the rows of rows.csv, with the reason in `note` where a row says too little to be composed."""
+    with (HERE / "rows.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
-def compose_row(row: dict[str, Any]) -> Run:
+def compose_row(row: dict[str, str]) -> Run:
     """Return the legal run of a row; ValueError lists its problems."""
-    overrides = [f"experiment=published/{row['experiment']}", f"target={row['target']}", "mode=compile"]
-    slices = row.get("slices", 1)
+    overrides = [f"experiment={row['experiment']}", *row["overrides"].split(), "mode=compile"]
     with initialize_config_dir(str(register()), version_base="1.3"):
-        base = Run.from_config(compose("train", overrides + ([f"mesh={row['mesh']}"] if "mesh" in row else [])))
-        mesh = f"{slices}s{base.config.mesh.name}" if slices > 1 else base.config.mesh.name
-        batch = row.get("batch", base.config.batch) * slices
-        overrides += [f"mesh={mesh}", f"batch={batch}", f"target.slices={slices}"]
         run = Run.from_config(compose("train", overrides))
     if problems := run.problems():
         raise ValueError("\n".join(f"{row['row']}: {problem}" for problem in problems))
     return run
 
 
-def measured_seconds(row: dict[str, Any], run: Run, parameters: int) -> float:
-    """Return the published seconds of a step, from what the source prints."""
-    if "seconds" in row:
-        return float(row["seconds"])
-    config, chip, attention = run.config, run.config.target.chip, run.model.attention
-    assert chip is not None
-    tokens = config.batch * config.seq
-    pairs = 12 * run.model.layers * attention.heads * attention.head_dim * config.seq
-    flops = (6 * parameters + pairs) * tokens / (config.mesh.size / chip.devices)
-    tflops = row["tflops"] if "tflops" in row else row["mfu"] * chip.peak_tflops["bfloat16"]
-    return flops / (tflops * 1e12)
-
-
-def predict(row: dict[str, Any], run: Run, console: Console) -> dict[str, Any]:
+def predict(row: dict[str, str], console: Console) -> dict[str, Any]:
     """Return a row with the predicted and the measured seconds of a step, or the reason why there is no prediction."""
+    if not row["experiment"] or not row["step_s"]:
+        return {"row": row["row"], "layout": "", "status": "not comparable", "reason": row["note"]}
+    run = compose_row(row)
     compiled, found, _ = compile_and_summarise(run, console)
     result = {"row": row["row"], "layout": run.layout.name, "status": compiled.status, "reason": found["reason"]}
     if compiled.status != "ok":
         return result
-    measured, predicted = measured_seconds(row, run, found["parameters"]), found["step"]["step_s"]
+    measured, predicted = float(row["step_s"]), found["step"]["step_s"]
     peak = found["memory"]["peak"] / 2**30
     seconds = {key: round(value, 4) for key, value in found["seconds"].items()}
     return result | {
@@ -124,7 +107,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
         if "error" in r:
             numbers = f"{r['measured_s']:.3f} | {r['predicted_s']:.3f} | {100 * r['error']:+.1f}%"
         else:
-            numbers = f" | {r['status']} | "
+            numbers = f" | {r['status']}: {r['reason']} | "
         lines.append(f"| {r['row']} | {r['layout']} | {numbers} |")
     errors = [abs(r["error"]) for r in results if "error" in r]
     if errors:

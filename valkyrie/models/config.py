@@ -257,7 +257,7 @@ class ValkyrieConfig:
         `offload` nothing on the device.
         """
 
-        def of(axis: str, count: float, wide: bool = False) -> tuple[tuple[str, str, str], float, bool]:
+        def of(axis: str, count: float | int, wide: bool = False) -> tuple[tuple[str, str, str], float, bool]:
             return ("batch", "seq", axis), count, wide
 
         kept = [of("embed", 1)]
