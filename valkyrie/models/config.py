@@ -258,7 +258,7 @@ class ValkyrieConfig:
         """
 
         def of(axis: str, count: float | int, wide: bool = False) -> tuple[tuple[str, str, str], float, bool]:
-            return ("batch", "seq", axis), count, wide
+            return ("batch", "seq", axis), float(count), wide
 
         kept = [of("embed", 1)]
         if remat == "offload":
