@@ -44,8 +44,8 @@ class Machine:
 class Traffic:
     """One run of a collective: `seconds` where nothing else uses the links, of which `latency` moves no bytes.
 
-    `busy`: seconds that the busiest link of each torus axis (or `core`, `DCN`) is occupied. `bytes_sent`: of one
-    device. `bytes_by_axis`: of those, the bytes that travel along each torus axis.
+    `busy`: seconds that the busiest link of each torus axis and direction (`X+`, `X-`, or `DCN`) is occupied.
+    `bytes_sent`: of one device. `bytes_by_axis`: of those, the bytes that travel along each torus axis.
     """
 
     seconds: float = 0.0
@@ -134,7 +134,7 @@ class Network:
         source, target = pairs.T
         far = self._torus.slices(source) != self._torus.slices(target)
         near = self._torus.routes(source[~far], target[~far])
-        busy = {axis: route.load * each_bytes / self._rate(axis) for axis, route in near.items()}
+        busy = self._busy(near, each_bytes)
         by_axis = dict.fromkeys(near, each_bytes)
         hops = sum(route.hops for route in near.values())
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
@@ -170,7 +170,8 @@ class Network:
         hops = 0.0
         for phase in phases:
             for axis, (seconds, sent) in phase.loads.items():
-                busy[axis] = busy.get(axis, 0.0) + passes * seconds
+                for link in _links(axis):
+                    busy[link] = busy.get(link, 0.0) + passes * seconds
                 by_axis[axis] = by_axis.get(axis, 0.0) + passes * sent
             hops += passes * phase.hops
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
@@ -208,7 +209,7 @@ class Network:
                     sums[axis] = sums[axis].plus(new) if axis in sums else new
             self._known[key] = {axis: crossings.route() for axis, crossings in sums.items()}
         routes = self._known[key]
-        busy = {axis: route.load * each / self._rate(axis) for axis, route in routes.items()}
+        busy = self._busy(routes, each)
         latency = assumptions.COLLECTIVE_START_S + sum(r.hops for r in routes.values()) * self._hop
         by_axis = {axis: route.share * each for axis, route in routes.items()}
         sent = payload("all-to-all", full, members)
@@ -248,6 +249,14 @@ class Network:
             phases.append(_Phase(loads, hops))
         return phases
 
+    def _busy(self, routes: dict[str, Route], each: float) -> dict[str, float]:
+        """Seconds of the busiest link of each axis and direction when every message has `each` bytes."""
+        busy = {}
+        for axis, route in routes.items():
+            up, down = _links(axis)
+            busy |= {up: route.up * each / self._rate(axis), down: route.down * each / self._rate(axis)}
+        return {link: seconds for link, seconds in busy.items() if seconds > 0}
+
     def _rate(self, axis: str) -> float:
         return self._link * (assumptions.CORE_LINKS if axis == CORE else 1.0)
 
@@ -258,6 +267,11 @@ class _Phase:
 
     loads: dict[str, tuple[float, float]]
     hops: float
+
+
+def _links(axis: str) -> tuple[str, str]:
+    """The two directions of an axis, which carry messages independently."""
+    return f"{axis}+", f"{axis}-"
 
 
 def _achieved(kind: str, ideal: Traffic) -> Traffic:

@@ -5,6 +5,7 @@ The serialised `HloModuleProto` is read; text goes through XLA's own parser firs
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -54,6 +55,7 @@ HBM, HOST = 0, 5
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
 """Estimates from here on mean that the compiler has none: offloaded gathers carry the largest integer."""
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _LIBRARY = ("site-packages", "/lib/python", "dist-packages")
 
 
@@ -164,14 +166,18 @@ def parse(source: bytes | str) -> Module:
 
     Bytes come from `compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()`.
     """
+    stated = None
     if isinstance(source, str):
-        from jaxlib._hlo import hlo_module_from_text  # XLA's own parser, under a private name
-
+        hlo_module_from_text = importlib.import_module("jaxlib._hlo").hlo_module_from_text  # XLA's own parser
+        stated = _PARTITIONS.search(source.partition("\n")[0])
         source = hlo_module_from_text(source).as_serialized_hlo_module_proto()
     message = module_class().FromString(source)
     if not message.computations:
         raise ValueError(f"A compiled module was to be read from {len(source)} bytes; they hold no computation.")
-    return _Reader(message).module()
+    module = _Reader(message).module()
+    if stated:
+        module.partitions = int(stated[1])
+    return module
 
 
 class _Reader:

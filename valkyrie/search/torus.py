@@ -30,11 +30,17 @@ class Position:
 
 @dataclass(frozen=True)
 class Route:
-    """Crossings of an axis' busiest link, the longest way in hops, and messages per sender along the axis."""
+    """Crossings of an axis' busiest link up and down, longest way in hops, and messages per sender along the axis."""
 
-    load: float
+    up: float
+    down: float
     hops: int
     share: float
+
+    @property
+    def load(self) -> float:
+        """Crossings of the busiest link, either way."""
+        return max(self.up, self.down)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Crossings:
 
     def route(self) -> Route:
         """Return what matters of them."""
-        return Route(float(self.loads.max()), self.hops, self.share)
+        ways = (self.loads[1], self.loads[0]) if len(self.loads) == 2 else (self.loads, self.loads)
+        return Route(float(ways[0].max()), float(ways[1].max()), self.hops, self.share)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Collective:
 
     def use(self) -> CollectiveUse:
         """Return a use of it that has not run yet."""
-        torus = tuple(self.traffic.busy)
+        torus = tuple(self.traffic.bytes_by_axis)
         return CollectiveUse(self.kind, self.mesh_axes, torus, self.op_name, self.source)
 
 

@@ -1,0 +1,279 @@
+"""A module's text or bytes become its schedule, loop counts, groups, FLOPs and bytes, however they are spelt."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from valkyrie.search.hlo import Module, parse
+from valkyrie.search.hlo_bytes import hbm_bytes, is_elementwise
+from valkyrie.search.hlo_flops import product_flops
+from valkyrie.search.hlo_groups import permute_pairs, replica_groups
+from valkyrie.search.hlo_loops import constant, trip_count
+
+HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->f32[8,128]}, num_partitions=8\n"
+
+
+def module_of(function, *shapes: tuple[int, ...]) -> Module:
+    """A function compiled for one CPU device."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    done = jax.jit(function).lower(*arguments).compile()
+    return parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+
+
+def loops(module: Module) -> list[int | None]:
+    return [trip_count(i) for i in module.instructions.values() if i.opcode == "while"]
+
+
+def flops(module: Module) -> float:
+    return sum(product_flops(i) for i in module.entry.instructions)
+
+
+def test_instructions_stand_in_the_order_they_run():
+    text = HEAD + (
+        "ENTRY e {\n  a = f32[8,128] parameter(0)\n  late = f32[8,128] negate(a)\n"
+        "  early = f32[8,128] exponential(a)\n  ROOT r = f32[8,128] add(late, early)\n}\n"
+    )
+    module = parse(text)
+    assert [i.name for i in module.entry.instructions] == ["a", "late", "early", "r"]
+    assert module.scheduled and module.partitions == 8
+    assert module.entry.root is module.instructions["r"]
+    assert [o.name for o in module.instructions["r"].operands] == ["late", "early"]
+
+
+def test_bytes_without_a_computation_are_refused():
+    with pytest.raises(ValueError) as error:
+        parse(b"")
+    assert str(error.value) == "A compiled module was to be read from 0 bytes; they hold no computation."
+
+
+def test_shapes_know_their_bytes_padding_and_memory():
+    text = HEAD.replace("f32[8,128]", "bf16[3,5,100]") + (
+        "ENTRY e {\n  a = bf16[3,5,100]{2,1,0:T(8,128)S(1)} parameter(0)\n"
+        "  ROOT r = (bf16[3,5,100]{2,1,0:T(8,128)S(1)}, s4[7]{0:T(128)}, token[]) custom-call(a),"
+        ' custom_call_target="x"\n}\n'
+    )
+    text = text.replace("->bf16[3,5,100]}", "->(bf16[3,5,100], s4[7], token[])}")
+    whole = parse(text).instructions["r"].shape
+    first, second, token = whole.leaves
+    assert (first.bytes, first.padded_bytes, first.memory) == (3 * 5 * 100 * 2, 3 * 8 * 128 * 2, 1)
+    assert (second.bytes, token.bytes, whole.bytes) == (4, 0, 3004)
+
+
+def test_the_source_of_an_instruction_is_a_line_of_the_program():
+    module = module_of(lambda x: jnp.sin(x) @ x, (8, 8))
+    sources = {i.source for i in module.instructions.values() if i.opcode == "dot"}
+    assert sources and all("test_hlo.py:" in source for source in sources)
+
+
+def test_a_constant_loop_is_counted():
+    module = module_of(lambda x: jax.lax.fori_loop(0, 7, lambda i, x: jnp.sin(x @ x), x), (8, 8))
+    assert loops(module) == [7]
+
+
+def test_nested_loops_are_counted():
+    def inner(x, _):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=5)[0], None
+
+    assert sorted(loops(module_of(lambda x: jax.lax.scan(inner, x, length=3)[0], (8, 8)))) == [3, 5]
+
+
+LOOP = """HloModule m, is_scheduled=true
+body {
+  b = (s32[], s32[], f32[4]) parameter(0)
+  i = s32[] get-tuple-element(b), index=0
+  n = s32[] get-tuple-element(b), index=1
+  x = f32[4] get-tuple-element(b), index=2
+  by = s32[] constant(STEP)
+  next = s32[] add(i, by)
+  y = f32[4] add(x, x)
+  ROOT t = (s32[], s32[], f32[4]) tuple(next, n, y)
+}
+condition {
+  c = (s32[], s32[], f32[4]) parameter(0)
+  ci = s32[] get-tuple-element(c), index=0
+  cn = s32[] get-tuple-element(c), index=1
+  ROOT less = pred[] compare(LEFT, RIGHT), direction=DIRECTION
+}
+ENTRY e {
+  p = f32[4] parameter(0)
+  start = s32[] constant(START)
+  limit = s32[] constant(LIMIT)
+  copied = s32[] copy(limit)
+  all = (s32[], s32[], f32[4]) tuple(start, copied, p)
+  ROOT w = (s32[], s32[], f32[4]) while(all), condition=condition, body=body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "limit", "step", "direction", "count"),
+    [
+        (0, 10, 1, "LT", 10),
+        (3, 10, 2, "LT", 4),
+        (0, 10, 1, "LE", 11),
+        (10, 0, -1, "GT", 10),
+        (0, 12, 4, "NE", 3),
+        (5, 2, 1, "LT", 0),
+        (0, 10, -1, "LT", None),
+    ],
+)
+def test_a_bound_hoisted_into_the_loops_tuple_is_followed(start, limit, step, direction, count):
+    text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", direction)
+    text = text.replace("START", str(start)).replace("LIMIT", str(limit)).replace("STEP", str(step))
+    assert loops(parse(text)) == [count]
+
+
+def test_a_bound_on_the_left_means_the_same():
+    text = LOOP.replace("LEFT", "cn").replace("RIGHT", "ci").replace("DIRECTION", "GT")
+    assert loops(parse(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
+
+
+def test_a_loop_whose_end_is_data_has_no_count():
+    module = module_of(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x) + 1, x), (8, 8))
+    assert loops(module) == [None]
+
+
+def test_a_constant_is_followed_through_tuples_and_copies():
+    module = parse(
+        LOOP.replace("LEFT", "ci")
+        .replace("RIGHT", "cn")
+        .replace("DIRECTION", "LT")
+        .replace("START", "0")
+        .replace("LIMIT", "6")
+        .replace("STEP", "1")
+    )
+    assert constant(module.instructions["cn"]) == 6
+    assert constant(module.instructions["ci"]) is None
+
+
+GROUPS = {
+    "{{0,4},{1,5},{2,6},{3,7}}": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "[4,2]<=[2,4]T(1,0)": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    "[2,4]<=[8]": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "[4,2]<=[2,2,2]T(0,2,1)": [[0, 2], [1, 3], [4, 6], [5, 7]],
+    "{}": [[0, 1, 2, 3, 4, 5, 6, 7]],
+}
+
+
+def reduced(groups: str) -> Module:
+    return parse(
+        HEAD + "add {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n  ROOT s = f32[] add(l, r)\n}\n"
+        "ENTRY e {\n  a = f32[8,128] parameter(0)\n  ROOT g = f32[8,128] all-reduce(a), channel_id=1, "
+        f"replica_groups={groups}, use_global_device_ids=true, to_apply=add\n}}\n"
+    )
+
+
+@pytest.mark.parametrize("spelling", GROUPS)
+def test_replica_groups_in_every_spelling(spelling: str):
+    (groups,) = replica_groups(reduced(spelling).instructions["g"], 8)
+    assert groups.tolist() == GROUPS[spelling]
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({"y": None}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"x": None}, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ({"x": None, "y": None}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ({"y": (1, 2)}, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ({"y": (2, 2)}, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_replica_groups_over_mesh_axes_and_parts_of_them(axes, expected):
+    """`mesh['x'=2,'y'=4] {'y'}`, which older parsers of text do not know: written into the message itself."""
+    instruction = reduced("{}").instructions["g"]
+    spelt = instruction.message.mesh_groups
+    for name, size in (("x", 2), ("y", 4)):
+        spelt.mesh.axes.add(name=name, size=size)
+    for name, part in axes.items():
+        reference = spelt.axes.add(axis="xy".index(name))
+        if part is not None:
+            reference.sub_axis.pre_size, reference.sub_axis.size = part
+    (groups,) = replica_groups(instruction, 8)
+    assert groups.tolist() == expected
+
+
+def test_groups_of_different_sizes_are_kept_apart():
+    found = replica_groups(reduced("{{0,1,2},{3,4,5},{6,7}}").instructions["g"], 8)
+    assert [g.tolist() for g in found] == [[[6, 7]], [[0, 1, 2], [3, 4, 5]]]
+
+
+def test_a_permute_keeps_the_pairs_that_leave_their_device():
+    module = parse(
+        HEAD + "ENTRY e {\n  a = f32[8,128] parameter(0)\n  ROOT g = f32[8,128] collective-permute(a), channel_id=1, "
+        "source_target_pairs={{0,1},{1,0},{2,2}}\n}\n"
+    )
+    assert permute_pairs(module.instructions["g"]).tolist() == [[0, 1], [1, 0]]
+
+
+def test_products_are_counted_as_two_flops_a_multiply_add():
+    assert flops(module_of(lambda a, b: a @ b, (16, 32), (32, 8))) == 2 * 16 * 32 * 8
+    batched = module_of(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (3, 16, 32), (3, 32, 8))
+    assert flops(batched) == 2 * 3 * 16 * 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("stride", "padding", "window", "base"),
+    [(1, (0, 0), 1, 1), (1, (2, 2), 1, 1), (2, (1, 1), 1, 1), (1, (3, 1), 2, 1), (1, (2, 2), 1, 2), (2, (2, 1), 1, 3)],
+)
+def test_a_convolution_counts_the_positions_that_meet_the_input(stride, padding, window, base):
+    rows, taps, channels, features, batch = 11, 3, 4, 5, 2
+    dilated = np.zeros((rows - 1) * base + 1)
+    dilated[::base] = 1
+    padded = np.pad(dilated, padding)
+    out = (len(padded) - (taps - 1) * window - 1) // stride + 1
+    meet = sum(padded[o * stride + t * window] for o in range(out) for t in range(taps))
+    text = (
+        f"HloModule m\nENTRY e {{\n  a = f32[{batch},{rows},{channels}] parameter(0)\n"
+        f"  k = f32[{taps},{channels},{features}] parameter(1)\n"
+        f"  ROOT c = f32[{batch},{out},{features}] convolution(a, k), window={{size={taps} stride={stride} "
+        f"pad={padding[0]}_{padding[1]} rhs_dilate={window} lhs_dilate={base}}}, dim_labels=b0f_0io->b0f\n}}\n"
+    )
+    found = flops(parse(text))
+    assert found == 2 * batch * channels * features * meet
+
+
+FUSED = """HloModule m, is_scheduled=true
+update {
+  whole = f32[64,128] parameter(0)
+  part = f32[1,128] parameter(1)
+  at = s32[] parameter(2)
+  zero = s32[] constant(0)
+  doubled = f32[1,128] add(part, part)
+  ROOT u = f32[64,128] dynamic-update-slice(whole, doubled, at, zero)
+}
+pick {
+  from = f32[64,128] parameter(0)
+  where = s32[] parameter(1)
+  none = s32[] constant(0)
+  ROOT s = f32[2,128] dynamic-slice(from, where, none), dynamic_slice_sizes={2,128}
+}
+ENTRY e {
+  a = f32[64,128] parameter(0)
+  b = f32[1,128] parameter(1)
+  i = s32[] parameter(2)
+  in_place = f32[64,128] fusion(a, b, i), kind=kLoop, calls=update
+  sliced = f32[2,128] fusion(a, i), kind=kLoop, calls=pick
+  turned = f32[128,64] transpose(a), dimensions={1,0}
+  plain = f32[64,128] add(a, in_place)
+  ROOT t = (f32[64,128], f32[2,128], f32[128,64]) tuple(plain, sliced, turned)
+}
+"""
+
+
+def test_a_fusion_moves_what_it_reads_and_writes_not_what_it_is_handed():
+    at = parse(FUSED).instructions
+    row = 128 * 4
+    index = 4
+    assert hbm_bytes(at["in_place"]) == 2 * row + index
+    assert hbm_bytes(at["sliced"]) == 2 * row + 2 * row + index
+    assert hbm_bytes(at["plain"]) == 3 * 64 * row
+
+
+def test_what_moves_numbers_between_lanes_is_not_elementwise():
+    at = parse(FUSED).instructions
+    assert is_elementwise(at["plain"]) and is_elementwise(at["in_place"])
+    assert not is_elementwise(at["turned"])
