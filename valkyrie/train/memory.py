@@ -98,5 +98,5 @@ def _activation_bytes(run: Run, layout: Layout, reduction: int) -> int:
     blocks = sum(of_block(kind, config.remat.value) for kind in model.kinds)
     working = sum(of_block(kind, "none") for kind in model.block_pattern)
     sizes["seq"] = min(config.seq, model.loss_chunk * layout.shards("seq"))
-    loss = bytes_of(("batch", "seq", "vocab"), 2, 4)
+    loss = bytes_of(("batch", "seq", "vocab"), 2.0, 4)
     return int(blocks + working + loss)
