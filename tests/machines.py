@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.hardware import ChipConfig, Topology
@@ -21,27 +23,27 @@ CHIPS = {
     "v4": ChipConfig(
         name="v4",
         peak_tflops={"bfloat16": 275.0},
-        hbm_gbs=1200,
+        hbm_gbs=1200.0,
         clock_ghz=1.05,
-        ici_link_gbs=45,
+        ici_link_gbs=45.0,
         hop_us=1.0,
         dcn_gbs_per_host=25.0,
     ),
     "v5e": ChipConfig(
         name="v5e",
         peak_tflops={"bfloat16": 197.0},
-        hbm_gbs=819,
+        hbm_gbs=819.0,
         clock_ghz=1.5,
-        ici_link_gbs=45,
+        ici_link_gbs=45.0,
         hop_us=1.0,
         dcn_gbs_per_host=25.0,
     ),
     "v6e": ChipConfig(
         name="v6e",
         peak_tflops={"bfloat16": 918.0},
-        hbm_gbs=1638,
+        hbm_gbs=1638.0,
         clock_ghz=1.75,
-        ici_link_gbs=90,
+        ici_link_gbs=90.0,
         hop_us=1.0,
         dcn_gbs_per_host=50.0,
     ),
@@ -78,6 +80,19 @@ def tpu_devices(name: str, slices: int = 1) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices)
 
 
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compile anew: what was compiled for absent devices cannot be read back from JAX's cache on disk."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 @lru_cache
 def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
     """Return the mesh and machine of a slice such as `v4:4x4x4`: one mesh axis to each torus axis."""
@@ -99,5 +114,6 @@ def compiled(
     """Return the module of a function compiled for a mesh; arguments are laid out by `spec`, or replicated."""
     sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
-    done = jax.jit(function).lower(*arguments).compile()
+    with without_cache():
+        done = jax.jit(function).lower(*arguments).compile()
     return parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())

@@ -80,7 +80,7 @@ class OpCosts:
             return self._copied(moved, 1)
         return sum(self.cost(i).seconds for i in inner), ""
 
-    def _copied(self, size: float, passes: int) -> tuple[float, str]:
+    def _copied(self, size: int, passes: int) -> tuple[float, str]:
         return size * max(passes, 1) / (self._hbm * assumptions.HBM_EFFICIENCY), "HBM"
 
     def _cost(self, instruction: Instruction) -> OpCost:

@@ -309,7 +309,7 @@ class _Player:
     def _turn(self, loop: Instruction, times: int) -> None:
         """The scalar work between iterations."""
         seconds = times * assumptions.LOOP_ITERATION_S
-        self._frame.spend("compute", seconds, "loop control", loop.source, times)
+        self._frame.spend("compute", seconds, "loop control", loop.source, float(times))
         self._links.pass_time(seconds)
 
     def _body(self, body: Computation) -> _Frame:

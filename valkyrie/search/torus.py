@@ -112,7 +112,7 @@ class Torus:
             route = routes[names[d]]
             span = int(np.ptp(places[0, :, d]))
             hops = 0 if names[d] == CORE else size * route.hops / 2 if self._is_ring(d, places[0, :, d]) else span
-            found.append(Dimension(names[d], size, route.load / 2, hops))
+            found.append(Dimension(names[d], size, route.load / 2, float(hops)))
         return found
 
     def ring_routes(self, rings: np.ndarray) -> dict[str, Route]:

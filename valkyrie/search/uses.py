@@ -90,7 +90,7 @@ class Collectives:
             slice_of = np.arange(devices) // module.partitions
         own = slice_of == slice_of[0]
         one_slice = module.partitions < devices
-        if one_slice and module.partitions != np.count_nonzero(own):
+        if module.partitions not in (devices, np.count_nonzero(own)):
             raise ValueError(
                 f"A module compiled for {module.partitions} devices was to be read as one of {devices} "
                 f"({' x '.join(f'{name}={size}' for name, size in mesh_axes.items())}): compile it for that mesh."

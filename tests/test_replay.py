@@ -1,0 +1,189 @@
+"""Replayed schedules: work in order, what overlaps, what is awaited, loops, and parts that sum to the step."""
+
+from __future__ import annotations
+
+import pytest
+
+from machines import CHIPS, machine, torus
+from valkyrie.search import assumptions
+from valkyrie.search.hlo import Module, parse
+from valkyrie.search.links import Links, Transfer
+from valkyrie.search.replay import Replay, replay, traffic
+
+CLOCK = CHIPS["v4"].clock_ghz * 1e9
+HEAD = "HloModule m, is_scheduled=true, num_partitions=64\nadd {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n"
+HEAD += "  ROOT s = f32[] add(l, r)\n}\n"
+WORK = ', backend_config={{"window_config":{{"estimated_cycles":"{}"}}}}, metadata={{op_name="{}"}}'
+X_GROUPS = "replica_groups=[16,4]<=[4,16]T(1,0), use_global_device_ids=true"
+Y_GROUPS = "replica_groups=[16,4]<=[4,4,4]T(0,2,1), use_global_device_ids=true"
+BYTES = 1024 * 1024 * 4
+
+
+def program(body: str, head: str = HEAD) -> Module:
+    return parse(head + "ENTRY e {\n  a = f32[1024,1024] parameter(0)\n" + body + "}\n")
+
+
+def work(name: str, operand: str, cycles: int) -> str:
+    root, name = ("ROOT ", name.removeprefix("ROOT ")) if name.startswith("ROOT ") else ("", name)
+    return (
+        f"  {root}{name} = f32[1024,1024] sort({operand}), dimensions={{0}}, to_apply=less{WORK.format(cycles, name)}\n"
+    )
+
+
+LESS = "less {\n  p = f32[] parameter(0)\n  q = f32[] parameter(1)\n  ROOT b = pred[] compare(p, q), direction=LT\n}\n"
+
+
+def played(module: Module) -> Replay:
+    done = replay(module, machine("v4", torus((4, 4, 4))))
+    assert sum(done.seconds.values()) == pytest.approx(done.step_s)
+    assert sum(cost.seconds for cost in done.costs) == pytest.approx(done.step_s)
+    return done
+
+
+def gather_seconds() -> float:
+    share = assumptions.ICI_EFFICIENCY_OTHERWISE
+    return assumptions.COLLECTIVE_START_S + 2e-6 + 3 * BYTES / (2 * 45e9) / share
+
+
+def start_and_done(between: str, kind: str = "all-gather") -> Module:
+    return program(
+        f"  s = (f32[1024,1024], f32[4096,1024]) {kind}-start(a), channel_id=1, {X_GROUPS}, dimensions={{0}}, "
+        'metadata={op_name="gathered"}\n' + between + f"  ROOT d = f32[4096,1024] {kind}-done(s)\n",
+        HEAD + LESS,
+    )
+
+
+def test_work_takes_the_compilers_cycles():
+    done = played(program(work("first", "a", 1000) + work("ROOT second", "first", 500), HEAD + LESS))
+    assert done.step_s == pytest.approx(1500 / CLOCK)
+    assert {cost.op_name for cost in done.costs} == {"first", "second"}
+
+
+def test_a_collective_with_nothing_beside_it_is_exposed():
+    done = played(start_and_done(""))
+    assert done.step_s == pytest.approx(gather_seconds())
+    assert set(done.seconds) == {"exposed x"}
+    (use,) = done.collectives
+    assert (use.kind, use.mesh_axes, use.torus_axes, use.op_name) == ("all-gather", ("x",), ("X",), "gathered")
+    assert use.bytes_sent == 3 * BYTES and use.bytes_by_torus_axis == {"X": 3 * BYTES}
+    assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s)
+
+
+def test_work_beside_a_collective_hides_it():
+    cycles = int(gather_seconds() * CLOCK * 0.6)
+    done = played(start_and_done(work("hidden", "a", cycles)))
+    assert done.step_s == pytest.approx(gather_seconds(), rel=1e-3)
+    assert done.seconds["exposed x"] == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
+    done = played(start_and_done(work("longer", "a", 3 * cycles)))
+    assert "exposed x" not in done.seconds
+    assert done.step_s == pytest.approx(3 * cycles / CLOCK)
+    assert done.collectives[0].busy_s == pytest.approx(gather_seconds())
+
+
+@pytest.mark.parametrize(("groups", "slower"), [(X_GROUPS, 2), (Y_GROUPS, 1)])
+def test_collectives_on_the_same_links_share_them(groups, slower):
+    module = program(
+        f"  s = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=1, {X_GROUPS}, dimensions={{0}}\n"
+        f"  t = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=2, {groups}, dimensions={{0}}\n"
+        "  d = f32[4096,1024] all-gather-done(s)\n  f = f32[4096,1024] all-gather-done(t)\n"
+        "  ROOT r = (f32[4096,1024], f32[4096,1024]) tuple(d, f)\n"
+    )
+    latency = assumptions.COLLECTIVE_START_S + 2e-6
+    assert played(module).step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
+
+
+def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
+    head = HEAD + (
+        "scatter {\n  w = f32[1024,1024] parameter(0)\n"
+        f"  all = f32[1024,1024] all-reduce(w), channel_id=1, {X_GROUPS}, to_apply=add\n"
+        "  z = s32[] constant(0)\n"
+        "  ROOT s = f32[256,1024] dynamic-slice(all, z, z), dynamic_slice_sizes={256,1024}\n}\n"
+    )
+    module = program("  ROOT f = f32[256,1024] fusion(a), kind=kCustom, calls=scatter\n", head)
+    (use,) = played(module).collectives
+    assert use.kind == "reduce-scatter" and use.bytes_sent == 0.75 * BYTES
+
+
+LOOP = (
+    "body {\n  b = (s32[], f32[1024,1024]) parameter(0)\n  i = s32[] get-tuple-element(b), index=0\n"
+    "  x = f32[1024,1024] get-tuple-element(b), index=1\n  one = s32[] constant(1)\n  n = s32[] add(i, one)\n"
+    + work("w", "x", 1000)
+    + f"  g = f32[1024,1024] all-reduce(w), channel_id=1, {X_GROUPS}, to_apply=add\n"
+    "  ROOT t = (s32[], f32[1024,1024]) tuple(n, g)\n}\n"
+    "condition {\n  c = (s32[], f32[1024,1024]) parameter(0)\n  ci = s32[] get-tuple-element(c), index=0\n"
+    "  limit = s32[] constant(10)\n  ROOT go = pred[] compare(ci, limit), direction=LT\n}\n"
+)
+RUN = (
+    "  zero = s32[] constant(0)\n  start = (s32[], f32[1024,1024]) tuple(zero, a)\n"
+    "  loop = (s32[], f32[1024,1024]) while(start), condition=condition, body=body\n"
+    "  ROOT out = f32[1024,1024] get-tuple-element(loop), index=1\n"
+)
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    done = played(program(RUN, HEAD + LESS + LOOP))
+    (use,) = done.collectives
+    assert use.calls == 10 and use.bytes_sent == 10 * 2 * 0.75 * BYTES
+    once = 1000 / CLOCK + use.busy_s / 10
+    assert done.step_s == pytest.approx(10 * (once + assumptions.LOOP_ITERATION_S))
+    names = [span.name for span in done.spans if span.track == "compute"]
+    assert names.count("w") == 2 and "loop: iterations 2 to 9" in names
+    assert max(s.start_s + s.duration_s for s in done.spans) == pytest.approx(done.step_s, rel=1e-2)
+
+
+def test_a_transfer_from_before_a_loop_goes_on_inside_it():
+    body = (
+        f"  s = (f32[1024,1024], f32[4096,1024]) all-gather-start(a), channel_id=2, {Y_GROUPS}, dimensions={{0}}\n"
+        + RUN.replace("ROOT ", "")
+        + "  d = f32[4096,1024] all-gather-done(s)\n"
+        "  ROOT r = (f32[1024,1024], f32[4096,1024]) tuple(out, d)\n"
+    )
+    done = played(program(body, HEAD + LESS + LOOP))
+    assert "exposed y" not in done.seconds
+    assert done.step_s == pytest.approx(played(program(RUN, HEAD + LESS + LOOP)).step_s)
+
+
+def test_the_longest_branch_is_taken_and_said():
+    branches = "".join(
+        f"{name} {{\n  {name}p = f32[1024,1024] parameter(0)\n" + work(f"ROOT {name}w", f"{name}p", cycles) + "}\n"
+        for name, cycles in (("short", 100), ("long", 5000))
+    )
+    module = program(
+        "  which = pred[] constant(true)\n"
+        "  ROOT c = f32[1024,1024] conditional(which, a, a), true_computation=short, false_computation=long\n",
+        HEAD + LESS + branches,
+    )
+    done = played(module)
+    assert done.step_s == pytest.approx(5000 / CLOCK)
+    assert done.notes == ["where the program branches, the longest branch is taken"]
+
+
+def test_bytes_of_any_backend_without_a_machine():
+    (use,) = traffic(program(RUN, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
+    assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("x",), 10)
+    assert use.bytes_sent == 10 * 2 * 0.75 * BYTES and use.busy_s == 0 and not use.torus_axes
+
+
+def test_a_module_for_other_devices_is_refused():
+    with pytest.raises(ValueError) as error:
+        replay(program(RUN, HEAD + LESS + LOOP), machine("v4", torus((2, 2, 4))))
+    assert "64 devices" in str(error.value) and "16" in str(error.value)
+
+
+def test_links_are_shared_until_none_asks_for_more_than_it_has():
+    links = Links()
+    long, short, other = (Transfer(0.0, s, {link: 1.0}) for s, link in ((3.0, "X+"), (1.0, "X+"), (1.0, "Y+")))
+    for transfer in (long, short, other):
+        links.start(transfer)
+    assert links.wait(other) == pytest.approx(1.0)
+    assert links.wait(short) == pytest.approx(1.0)
+    assert links.wait(long) == pytest.approx(2.0)
+
+
+def test_latency_passes_before_links_are_needed():
+    links = Links()
+    first, second = Transfer(1.0, 1.0, {"X+": 1.0}), Transfer(0.0, 1.0, {"X+": 1.0})
+    links.start(first)
+    links.start(second)
+    assert links.wait(second) == pytest.approx(1.0)
+    assert links.wait(first) == pytest.approx(1.0)

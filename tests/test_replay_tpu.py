@@ -1,0 +1,239 @@
+"""Programs compiled for real TPU slices, without one: predicted seconds equal closed forms, FLOPs equal the model's."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from helpers import compose_run
+from machines import CHIPS, compiled, tpu_mesh, without_cache
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.search import assumptions
+from valkyrie.search.hlo import Module, parse
+from valkyrie.search.replay import Replay, replay
+from valkyrie.train.program import StepProgram
+from valkyrie.train.trainer import BACKWARD
+
+pytest.importorskip("libtpu")
+
+MIB = 2**20
+ROWS = 32768
+SHAPE = ((ROWS, 1024), jnp.bfloat16)
+BYTES = ROWS * 1024 * 2
+LINK = 45e9
+
+
+def everywhere(function: Any, mesh: Any) -> Any:
+    """Every device does the function on an array of its own."""
+    return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+@lru_cache
+def collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: str = "v4:4x4x4") -> Replay:
+    mesh, machine = tpu_mesh(slice_name, slices)
+    n = mesh.shape[axes[0]]
+    functions = {
+        "all-gather": lambda x: jax.lax.all_gather(x, axes, tiled=True),
+        "all-reduce": lambda x: jax.lax.psum(x, axes),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, axes, tiled=True),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, axes, 0, 1, tiled=True),
+        "collective-permute": lambda x: jax.lax.ppermute(x, axes[0], [(i, (i + 1) % n) for i in range(n)]),
+    }
+    return replay(compiled(everywhere(functions[kind], mesh), mesh, SHAPE), machine)
+
+
+def use_of(done: Replay, kind: str) -> Any:
+    assert sum(done.seconds.values()) == pytest.approx(done.step_s)
+    (use,) = (u for u in done.collectives if u.kind == kind)
+    return use
+
+
+def links(kind: str) -> float:
+    return LINK * assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+
+
+@pytest.mark.parametrize("axis", ["x", "y", "z"])
+@pytest.mark.parametrize(
+    ("kind", "sent", "seconds"),
+    [
+        ("all-gather", 3 * BYTES, 3 * BYTES / 2),
+        ("all-reduce", 1.5 * BYTES, 1.5 * BYTES / 2),
+        ("all-to-all", 0.75 * BYTES, BYTES / 2),
+        ("collective-permute", BYTES, BYTES),
+    ],
+)
+def test_a_collective_on_each_mesh_axis(kind, axis, sent, seconds):
+    use = use_of(collective(kind, (axis,)), kind)
+    assert use.mesh_axes == (axis,) and use.torus_axes == (axis.upper(),)
+    assert use.bytes_sent == sent
+    assert use.busy_s == pytest.approx(seconds / links(kind), rel=0.1)
+    assert use.source.endswith(tuple(f"test_replay_tpu.py:{n}" for n in range(1, 400)))
+
+
+@pytest.mark.parametrize("axis", ["x", "y", "z"])
+def test_a_reduce_scatter_is_seen_in_the_fusion_that_does_it(axis):
+    """libtpu pads the array to whole tiles, so a device sends a little more than 3/4 of it."""
+    use = use_of(collective("reduce-scatter", (axis,)), "reduce-scatter")
+    assert use.mesh_axes == (axis,)
+    assert use.bytes_sent == pytest.approx(0.75 * BYTES, rel=0.01)
+    assert use.busy_s == pytest.approx(0.75 * BYTES / 2 / links("reduce-scatter"), rel=0.1)
+
+
+def test_an_all_reduce_over_a_cube_uses_six_links():
+    use = use_of(collective("all-reduce", ("x", "y", "z")), "all-reduce")
+    assert use.mesh_axes == ("x", "y", "z") and use.bytes_sent == 2 * 63 / 64 * BYTES
+    assert use.busy_s == pytest.approx(2 * 63 / 64 * BYTES / 6 / links("all-reduce"), rel=0.1)
+
+
+def test_an_all_reduce_between_two_slices():
+    use = use_of(collective("all-reduce", ("s",), 2, "v4:2x2x1"), "all-reduce")
+    assert use.mesh_axes == ("s",) and use.torus_axes == ("DCN",)
+    assert use.bytes_sent == BYTES
+    assert use.busy_s == pytest.approx(4 * BYTES / 25e9, rel=0.1)
+
+
+def test_an_all_reduce_within_and_between_slices():
+    done = collective("all-reduce", ("s", "x", "y"), 2, "v4:2x2x1")
+    between = [u for u in done.collectives if u.mesh_axes == ("s",)]
+    assert sum(u.bytes_sent for u in between) == pytest.approx(BYTES / 4, rel=0.01)
+    assert {u.mesh_axes for u in done.collectives} >= {("s",), ("x",)} or {("x", "y")} <= {
+        u.mesh_axes for u in done.collectives
+    }
+
+
+@pytest.mark.parametrize(("name", "share"), [("v4:2x2x1", 0.93), ("v5e:2x2", 0.88)])
+def test_a_matrix_product_runs_near_the_chips_peak(name, share):
+    mesh, machine = tpu_mesh(name)
+    matrix = ((8192, 8192), jnp.bfloat16)
+    done = replay(compiled(lambda a, b: a @ b, mesh, matrix, matrix), machine)
+    assert done.flops == 2 * 8192**3
+    peak = CHIPS[name[:-4].partition(":")[0]].peak_tflops["bfloat16"] * 1e12
+    assert done.flops / done.seconds["matmul"] == pytest.approx(share * peak, rel=0.05)
+    assert done.step_s == pytest.approx(done.flops / (share * peak), rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_stream_runs_at_the_memorys_rate(dtype):
+    mesh, machine = tpu_mesh("v4:2x2x1")
+    done = replay(compiled(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
+    moved = 2 * 2**28 * jnp.dtype(dtype).itemsize
+    assert done.step_s == pytest.approx(moved / (assumptions.HBM_EFFICIENCY * 1200e9), rel=0.1)
+    assert set(done.seconds) == {"memory"}
+
+
+def test_loops_multiply_what_they_hold():
+    mesh, machine = tpu_mesh("v4:2x2x1")
+
+    def inner(x, w):
+        return jnp.tanh(x @ w), None
+
+    def outer(x, _, w):
+        return jax.lax.scan(inner, x, w)[0], None
+
+    def nested(x, w):
+        return jax.lax.scan(lambda x, _: outer(x, _, w), x, length=3)[0]
+
+    done = replay(compiled(nested, mesh, ((1024, 1024), jnp.bfloat16), ((5, 1024, 1024), jnp.bfloat16)), machine)
+    assert done.flops == 3 * 5 * 2 * 1024**3
+
+
+def test_a_permute_goes_on_beside_a_product():
+    mesh, machine = tpu_mesh("v4:4x4x4")
+
+    def ring(x, w):
+        there = jax.lax.ppermute(x, "x", [(i, (i + 1) % 4) for i in range(4)])
+        return there, w @ w
+
+    matrix = ((8192, 8192), jnp.bfloat16)
+    module = compiled(
+        jax.shard_map(ring, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False),
+        mesh,
+        ((8192, 1024), jnp.bfloat16),
+        matrix,
+    )
+    done = replay(module, machine)
+    use = use_of(done, "collective-permute")
+    assert use.busy_s == pytest.approx(8192 * 1024 * 2 / links(use.kind), rel=0.1)
+    assert use.exposed_s < 0.05 * use.busy_s
+
+
+def test_a_pallas_kernel_states_its_own_cost():
+    from jax.experimental import pallas as pl
+
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    def kernel(x):
+        return pl.pallas_call(
+            double,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(64,),
+            in_specs=[pl.BlockSpec((1024, 1024), lambda i: (i, 0))],
+            out_specs=pl.BlockSpec((1024, 1024), lambda i: (i, 0)),
+            cost_estimate=pl.CostEstimate(flops=7_000_000, transcendentals=0, bytes_accessed=2 * 64 * 4 * MIB),
+        )(x)
+
+    mesh, machine = tpu_mesh("v4:2x2x1")
+    done = replay(compiled(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
+    assert done.flops == 7_000_000
+    expected = 2 * 64 * 4 * MIB / (assumptions.HBM_EFFICIENCY * 1200e9)
+    assert done.seconds["kernel"] == pytest.approx(expected, rel=0.01)
+    assert not done.notes
+
+
+@lru_cache
+def step(model: str, *overrides: str) -> tuple[Any, bytes]:
+    """A small train step compiled for 4 v4 chips, as bytes, and its run."""
+    mesh, _ = tpu_mesh("v4:2x2x1")
+    run = compose_run(f"model={model}", "mesh=2x2x1", "partition=dp", "precision=bf16_mixed", *overrides)
+    program = StepProgram(run, build_mesh(run.config.mesh, list(mesh.devices.flat)), backend="tpu")
+    with without_cache():
+        done = program.lower_step().compile()
+    return run, done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+
+
+SMALL = ("model.layers=2", "model.embed=512", "model.mlp=2048", "batch=8", "seq=1024", "model.vocab_size=8192")
+ATTENTION = ("model.attention.heads=4", "model.attention.kv_heads=4", "model.attention.head_dim=128")
+FAMILIES = {
+    "s5_125m": ("model.s5.state_size=256", "model.s5.blocks=8"),
+    "longformer_125m": (*ATTENTION, "model.attention.windows=[128]"),
+    "valkyrie_125m": (
+        *ATTENTION,
+        "model.attention.windows=[128]",
+        "model.s5.state_size=256",
+        "model.s5.blocks=8",
+        "model.layers=3",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_flops_of_a_step_are_the_models(model):
+    run, raw = step(model, *SMALL, *FAMILIES[model])
+    _, machine = tpu_mesh("v4:2x2x1")
+    module = parse(raw)
+    done = replay(module, machine)
+    tokens = run.config.batch * run.config.seq / 4
+    print(model, done.flops / ((1 + BACKWARD) * run.model.flops_per_token(run.config.seq) * tokens), done.notes)
+    products = done.flops
+    assert products == pytest.approx((1 + BACKWARD) * run.model.flops_per_token(run.config.seq) * tokens, rel=0.03)
+    assert sum(done.seconds.values()) == pytest.approx(done.step_s)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_module_is_read_and_replayed_in_two_seconds_a_megabyte():
+    _, raw = step("longformer_125m", *SMALL, *FAMILIES["longformer_125m"])
+    _, machine = tpu_mesh("v4:2x2x1")
+    begin = time.perf_counter()
+    module: Module = parse(raw)
+    replay(module, machine)
+    assert time.perf_counter() - begin < max(2.0 * len(raw) / 1e6, 1.0)
