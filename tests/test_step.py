@@ -27,8 +27,8 @@ from helpers import (
     two_steps,
 )
 from valkyrie.axes import UNSHARDED
-from valkyrie.models.base import flatten
-from valkyrie.ops.linear import FLOAT32, Numerics, linear, lookup
+from valkyrie.models.base import KEPT, flatten
+from valkyrie.ops.linear import FLOAT32, Numerics, linear, lookup, made_once
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.train.program import StepProgram
 
@@ -320,3 +320,28 @@ def test_evaluation_counts_bytes_of_text_only():
     np.testing.assert_allclose(sums["loss"], (per_token * batch["weights"]).sum(), rtol=1e-5)
     np.testing.assert_allclose(sums["nats"], per_token[text & (batch["weights"] > 0)].sum(), rtol=1e-5)
     np.testing.assert_allclose(sums["bytes"], (length[batch["targets"]] * batch["weights"]).sum(), rtol=1e-6)
+
+
+def test_a_tpu_compiler_loops_over_products_of_activations_alone():
+    """The threshold in MiB stands above every gathered weight: here 32 x 64 float32, less than one."""
+    run = small_run(TINY, "mesh=2x2x2", "partition=fsdp")
+    mesh = abstract_mesh(run.config.mesh)
+    (threshold,) = (StepProgram(run, mesh, backend="tpu").compiler_options or {}).values()
+    assert threshold == "1"
+    assert StepProgram(run, mesh, backend="cpu").compiler_options is None
+    wide = compose_run("model=gpt_1b", "mesh=2x2x2", "partition=fsdp_tp", "precision=bf16_mixed", "batch=8", "seq=128")
+    (threshold,) = (StepProgram(wide, abstract_mesh(wide.config.mesh), backend="tpu").compiler_options or {}).values()
+    assert int(threshold) == 2048 * 5632 // 2 * 4 // 2**20 + 1
+
+
+def test_offloading_names_what_blocks_keep():
+    run = small_run("gpt_tiny", "remat=offload")
+    program = StepProgram(run, abstract_mesh(run.config.mesh))
+    text = str(jax.make_jaxpr(program.step)(program.abstract_state, program.abstract_batch))
+    assert all(f"name={kept}" in text for kept in KEPT)
+
+
+def test_cotangents_made_once_are_the_same():
+    a, b = (jnp.asarray(np.random.default_rng(i).normal(size=(3, 4))) for i in (0, 1))
+    plain, once = (jax.grad(lambda x, y, f=f: jnp.prod(jnp.stack(f(x, y))), (0, 1)) for f in (lambda *x: x, made_once))
+    jax.tree.map(np.testing.assert_array_equal, once(a, b), plain(a, b))

@@ -80,7 +80,7 @@ class StepProgram:
                 return train_step(self, state, batch)
 
         return jax.jit(
-            step, donate_argnums=0, out_shardings=(self.shardings, None), compiler_options=self._compiler_options()
+            step, donate_argnums=0, out_shardings=(self.shardings, None), compiler_options=self.compiler_options
         )
 
     @cached_property
@@ -136,7 +136,8 @@ class StepProgram:
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.assembly, self.optimizer, self._keep_ema, seed)
 
-    def _compiler_options(self) -> dict[str, str] | None:
+    @property
+    def compiler_options(self) -> dict[str, str] | None:
         """What the compiler of the backend is told, alike for training and for a compile without devices.
 
         On a TPU, XLA makes a loop of small products out of a product whose result is scattered over a short ring, if
