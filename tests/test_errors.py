@@ -39,7 +39,7 @@ ONE_LINE = {
     "a choice that is nearly one": (
         ["partition=2dtp"],
         "partition=2dtp is not a choice. Did you mean partition=2d_tp? Choices: 1d_tp, 2d_tp, 2d_tp_fsdp, "
-        "data_model_fsdp, dp, fsdp, sp.",
+        "data_model_fsdp, dp, fsdp, fsdp_tp, sp.",
     ),
     "a choice that is none": (
         ["precision=banana"],
@@ -74,7 +74,7 @@ ONE_LINE = {
     ),
     "a word that is no choice of an enum": (
         ["remat=some"],
-        "remat: Invalid value 'some', expected one of [none, dots, full].",
+        "remat: Invalid value 'some', expected one of [none, dots, full, offload].",
     ),
     "a dtype that is none": (
         ["precision.compute=float16"],
@@ -84,7 +84,7 @@ ONE_LINE = {
         ["steps=[3"],
         "steps=[3 cannot be read as KEY=VALUE: no viable alternative at input '[3'.",
     ),
-    "a family that is none": (["model.family=x"], "model.family=x is not known. Known: valkyrie."),
+    "a family that is none": (["model.family=x"], "model.family=x is not known. Known: gpt, valkyrie."),
     "a variable that is not set": (
         ["runs=${oc.env:NOT_SET}"],
         "KeyError raised while resolving interpolation: \"Environment variable 'NOT_SET' not found\".",
@@ -178,7 +178,7 @@ def test_a_partition_that_wants_an_axis_the_mesh_lacks(command: Any):
 
 def test_partitions_that_would_be_legal_are_named(command: Any):
     refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
-    assert refused.err.splitlines()[-1].strip(" -") == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, sp."
+    assert refused.err.splitlines()[-1].strip(" -") == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, fsdp_tp, sp."
 
 
 def test_several_numbers_that_cannot_be(command: Any):

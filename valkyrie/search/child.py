@@ -90,7 +90,7 @@ def _devices(run: Run) -> list[Any]:
 def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.alternatives import fuller_layouts
-    from valkyrie.train.memory import expected_memory
+    from valkyrie.search.compiled import compiled_memory, serialised_module
     from valkyrie.train.program import StepProgram
 
     mesh = build_mesh(run.config.mesh, devices)
@@ -100,27 +100,14 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     lowered_at = time.perf_counter()
     compiled = lowered.compile()
     done_at = time.perf_counter()
-    module = compiled.runtime_executable().hlo_modules()[0]
-    (folder / MODULE).write_bytes(module.as_serialized_hlo_module_proto())
+    (folder / MODULE).write_bytes(serialised_module(compiled))
     if run.config.mode.hlo:
-        (folder / TEXT).write_text(compiled.as_text())
-    expected = expected_memory(run, program.abstract_state, program.assembly.specs)
-    analysis = compiled.memory_analysis()
+        (folder / TEXT).write_text(compiled.as_text() or "")
     return {
         "status": "ok",
         "lower_s": lowered_at - began,
         "compile_s": done_at - lowered_at,
-        "memory": {
-            "parameters": expected.parameters + expected.average,
-            "optimizer": expected.optimizer,
-            "gradients": expected.gradients,
-            "arguments": analysis.argument_size_in_bytes,
-            "outputs": analysis.output_size_in_bytes,
-            "aliased": analysis.alias_size_in_bytes,
-            "temporary": analysis.temp_size_in_bytes,
-            "code": analysis.generated_code_size_in_bytes,
-            "peak": getattr(analysis, "peak_memory_in_bytes", 0),
-        },
+        "memory": compiled_memory(program, compiled),
         "parameters": sum(spec.size for spec in _specs(program)),
         "larger": fuller_layouts(run),
         "device_kind": devices[0].device_kind,

@@ -25,7 +25,8 @@ from valkyrie.run import Run
 from valkyrie.search.child import MODULE, OUTCOME, TEXT
 from valkyrie.train.folder import versions
 
-_SHAPING = ("axes.py", "hardware.py", "precision.py", "optim.py", "run.py", "search/child.py", "search/alternatives.py")
+_SHAPING = ("axes.py", "hardware.py", "precision.py", "optim.py", "run.py")
+_SHAPING += ("search/child.py", "search/compiled.py", "search/alternatives.py")
 _SHAPING_FOLDERS = ("models", "ops", "parallel", "train")
 """The sources that decide what is compiled. A change of any of them compiles again."""
 

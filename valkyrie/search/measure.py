@@ -11,12 +11,12 @@ import numpy as np
 
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Run
+from valkyrie.search.compiled import compiled_memory, serialised_module
 from valkyrie.search.hlo import parse
 from valkyrie.search.summary import SCHEMA, about, communication, memory_split
 from valkyrie.search.uses import traffic
 from valkyrie.train.devices import Devices
 from valkyrie.train.folder import versions
-from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -58,23 +58,11 @@ def _measured(run: Run, devices: Devices, warmup: int, repeats: int) -> dict[str
         state, metrics = compiled(state, batch)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - began)
-    expected = expected_memory(run, program.abstract_state, program.assembly.specs)
-    analysis = compiled.memory_analysis()
-    memory = {
-        "parameters": expected.parameters + expected.average,
-        "optimizer": expected.optimizer,
-        "gradients": expected.gradients,
-        "arguments": analysis.argument_size_in_bytes,
-        "outputs": analysis.output_size_in_bytes,
-        "aliased": analysis.alias_size_in_bytes,
-        "temporary": analysis.temp_size_in_bytes,
-        "code": analysis.generated_code_size_in_bytes,
-    }
-    module = parse(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    module = parse(serialised_module(compiled))
     axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
     return {
         "compile": {"compile_s": compile_s},
-        "memory": memory_split(run, memory) | {"reported_peak": _reported_peak(devices)},
+        "memory": memory_split(run, compiled_memory(program, compiled)) | {"reported_peak": _reported_peak(devices)},
         "step": _speed(run, devices, seconds[warmup:]) | {"first_step_s": seconds[0]},
         "communication": communication(traffic(module, axes)),
         "loss": float(metrics["loss"]),
