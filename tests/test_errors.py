@@ -178,7 +178,7 @@ def test_a_partition_that_wants_an_axis_the_mesh_lacks(command: Any):
 
 def test_partitions_that_would_be_legal_are_named(command: Any):
     refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
-    assert refused.err.splitlines()[-1].strip(" -") == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, fsdp_tp, sp."
+    assert refused.err.splitlines()[-1].strip(" -") == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, sp."
 
 
 def test_several_numbers_that_cannot_be(command: Any):
