@@ -1,7 +1,8 @@
 """Decides how a replayed step is drawn: a file in the Chrome trace-event format, which Perfetto opens.
 
-One track for what the chip computes, one for the collectives of every set of mesh axes. The format is described in
-"Trace Event Format" (Chromium project); only complete events (`ph: X`) and names (`ph: M`) are used.
+One track for what the chip computes, one for the collectives of every set of mesh axes, one for copies between memories.
+The format is described in "Trace Event Format" (Chromium project); only complete events (`ph: X`) and names (`ph: M`) are
+used.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from valkyrie.search.replay import Span
 
-COMPUTE = "compute"
-"""The track of everything that is not a collective; it stands first."""
+COMPUTE, COPIES = "compute", "copies"
+"""The tracks that are not collectives over mesh axes; the first stands above them, the last below."""
 
 _MICROSECONDS = 1e6
 
@@ -33,7 +34,7 @@ def trace_events(spans: Sequence[Span], title: str) -> list[dict[str, Any]]:
     """
     names: list[str] = []
     events = []
-    for track in sorted({span.track for span in spans}, key=lambda t: (t != COMPUTE, t)):
+    for track in sorted({span.track for span in spans}, key=_rank):
         lanes: list[float] = []
         for span in sorted((s for s in spans if s.track == track), key=lambda s: (s.start_s, -s.duration_s)):
             lane = next((i for i, busy_until in enumerate(lanes) if busy_until <= span.start_s + 1e-12), len(lanes))
@@ -66,4 +67,8 @@ def _event(span: Span, tid: int) -> dict[str, Any]:
 
 
 def _label(track: str) -> str:
-    return track if track == COMPUTE else f"collectives over {track}"
+    return track if track in (COMPUTE, COPIES) else f"collectives over {track}"
+
+
+def _rank(track: str) -> tuple[int, str]:
+    return {COMPUTE: 0, COPIES: 2}.get(track, 1), track
