@@ -1,8 +1,8 @@
 """Decides how a replayed step is drawn: a file in the Chrome trace-event format, which Perfetto opens.
 
-One track for what the chip computes, one for the collectives of every set of mesh axes, one for copies between memories.
-The format is described in "Trace Event Format" (Chromium project); only complete events (`ph: X`) and names (`ph: M`) are
-used.
+One track for what the chip computes, one for the collectives of every set of mesh axes, one for copies between memory
+spaces. The format is described in "Trace Event Format" (Chromium project); only complete events (`ph: X`) and names
+(`ph: M`) are used.
 """
 
 from __future__ import annotations
