@@ -80,11 +80,16 @@ def _block_cycles(kind: str, logits: int, head_dim: int, chip: str) -> float:
 
 
 def _blocks_visited(mask: Instruction) -> float | None:
-    """Blocks of a splash kernel's grid that its block mask does not skip, per head."""
+    """Blocks of a splash kernel's grid that its block mask (heads, rows, columns) does not skip, per head."""
+    dims = mask.shape.dims
+    if len(dims) != 3:
+        return None
     end = origin(mask)
-    if end.opcode == "constant":
-        values = bytes(end.message.literal.s8s)
-        if len(values) == end.shape.elements:
-            return sum(v != 0 for v in values) / max(end.shape.dims[0], 1)
-    dims = end.shape.dims
-    return float(math.prod(dims[1:])) if len(dims) == 3 else None
+    values = bytes(end.message.literal.s8s) if end.opcode == "constant" else b""
+    if end.opcode == "constant" and not values:
+        return 0.0 if end.shape.elements else None
+    if len(values) == 1:
+        return float(math.prod(dims[1:])) if values[0] else 0.0
+    if len(values) == math.prod(dims):
+        return sum(v != 0 for v in values) / dims[0]
+    return float(math.prod(dims[1:]))

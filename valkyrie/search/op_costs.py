@@ -29,6 +29,7 @@ _FREE = {
 }
 _FREE_TARGETS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding", "SliceBitcast"}
 _KERNEL = "tpu_custom_call"
+_UPDATE = "dynamic-update-slice"
 _SCALAR_BYTES = 4096
 """Operations on less than this, without an estimate, run on the scalar unit and are not counted."""
 
@@ -70,13 +71,16 @@ class OpCosts:
     def background(self, instruction: Instruction) -> tuple[float, str]:
         """Return the seconds that an asynchronous operation takes alone, and the link it needs (empty: none)."""
         if instruction.opcode == "copy-start":
-            shapes = instruction.shape.leaves[:2]
-            if any(shape.memory == HOST for shape in shapes):
-                return shapes[0].padded_bytes / self._host, "host"
-            return self._copied(max(s.padded_bytes for s in shapes), sum(s.memory == HBM for s in shapes))
+            target, source = instruction.shape.leaves[:2]
+            if HOST in (target.memory, source.memory):
+                return target.padded_bytes / self._host, "to host" if target.memory == HOST else "from host"
+            return self._copied(target.padded_bytes, (target.memory == HBM) + (source.memory == HBM))
         inner = [i for c in instruction.called for i in _leaves(c)]
-        if inner and all(i.opcode in ("slice", "dynamic-slice", "copy", "dynamic-update-slice") for i in inner):
-            moved = sum(i.shape.padded_bytes for i in inner)
+        if inner and all(i.opcode in ("slice", "dynamic-slice", "copy", _UPDATE) for i in inner):
+            moved = sum((i.operands[1] if i.opcode == _UPDATE else i).shape.padded_bytes for i in inner)
+            memories = {s.memory for i in inner for s in (i.shape, i.operands[0].shape)}
+            if HOST in memories:
+                return moved / self._host, "to host" if inner[-1].shape.memory == HOST else "from host"
             return self._copied(moved, 1)
         return sum(self.cost(i).seconds for i in inner), ""
 
