@@ -26,6 +26,9 @@ LOGICAL_AXES: dict[str, str] = {
 }
 """Every logical axis a parameter or an activation may carry, with what it counts."""
 
+Axis = str | tuple[str, ...] | None
+"""What splits one dimension: a logical axis, several of them in turn, or nothing."""
+
 Axes = tuple[str | None, ...]
 """One entry per array dimension: a logical axis, or None for a dimension that is never split."""
 
@@ -39,7 +42,7 @@ class Shard(Protocol):
         """The platform the program will run on (cpu, gpu, tpu); None is where JAX runs now."""
         ...
 
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` constrained to lie as the partition puts these logical axes (one per dimension)."""
         ...
 
@@ -73,7 +76,7 @@ class Unsharded:
 
     backend: str | None = None
 
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` itself."""
         return x
 
