@@ -32,6 +32,9 @@ Axis = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
 """One entry per array dimension: a logical axis, or None for a dimension that is never split."""
 
+Placed = tuple[Axis, ...]
+"""The same where one dimension may be split over several logical axes."""
+
 
 @runtime_checkable
 class Shard(Protocol):
@@ -62,7 +65,7 @@ class Shard(Protocol):
         """Return into how many shards a logical axis of activations is split."""
         ...
 
-    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    def map(self, f: Callable[..., Any], in_axes: Sequence[Placed | None], out_axes: Any) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards (`jax.shard_map`).
 
         `in_axes` gives the logical axes of each argument (None: replicated), `out_axes` those of the result
@@ -96,7 +99,7 @@ class Unsharded:
         """Return 1: nothing is split."""
         return 1
 
-    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    def map(self, f: Callable[..., Any], in_axes: Sequence[Placed | None], out_axes: Any) -> Callable[..., Any]:
         """Return `f` itself."""
         return f
 

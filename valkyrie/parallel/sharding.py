@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import Axes, Axis
+from valkyrie.axes import Axis, Placed
 from valkyrie.parallel.layout import Layout
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -51,7 +51,7 @@ class MeshShard:
         """Return into how many shards a logical axis of activations is split."""
         return self.layout.shards(axis)
 
-    def map(self, f: Callable[..., Any], in_axes: Sequence[Axes | None], out_axes: Any) -> Callable[..., Any]:
+    def map(self, f: Callable[..., Any], in_axes: Sequence[Placed | None], out_axes: Any) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards of arguments with these logical axes."""
         activation = self.layout.activation
         in_specs = tuple(PartitionSpec() if axes is None else to_spec(activation(axes)) for axes in in_axes)
