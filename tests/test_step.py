@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from functools import lru_cache, partial
@@ -137,10 +138,18 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
     assert times[heads, run.model.attention.head_dim, embed] == 2 * 4
 
 
-@pytest.mark.parametrize("partition", ["1d_tp", "2d_tp", "2d_tp_fsdp", "data_model_fsdp", "fsdp", "sp"])
+@pytest.mark.parametrize("partition", ["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"])
 def test_no_partition_shuffles_everything(partition):
     """An all-to-all would mean that two neighbours disagree on how an activation lies."""
     assert "all-to-all" not in collectives(compiled(partition).as_text())
+
+
+@pytest.mark.parametrize("partition", ["2d_tp", "2d_tp_fsdp"])
+def test_logits_are_never_summed_over_devices(partition):
+    """The hidden states change from split widths to split positions for the loss, and back; nothing else does."""
+    found = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
+    assert not any(shape[-1:] == (80,) for shapes in found.values() for shape in shapes)
+    assert set(map(math.prod, found["all-to-all"])) == {4 * 24 * 16} and len(found["all-to-all"]) <= 6
 
 
 def test_gathered_parameters_are_not_kept_for_the_backward_pass():

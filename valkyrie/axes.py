@@ -26,8 +26,14 @@ LOGICAL_AXES: dict[str, str] = {
 }
 """Every logical axis a parameter or an activation may carry, with what it counts."""
 
+Axis = str | tuple[str, ...] | None
+"""What splits one dimension: a logical axis, several of them in turn, or nothing."""
+
 Axes = tuple[str | None, ...]
 """One entry per array dimension: a logical axis, or None for a dimension that is never split."""
+
+Placed = tuple[Axis, ...]
+"""The same where one dimension may be split over several logical axes."""
 
 
 @runtime_checkable
@@ -39,7 +45,7 @@ class Shard(Protocol):
         """The platform the program will run on (cpu, gpu, tpu); None is where JAX runs now."""
         ...
 
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` constrained to lie as the partition puts these logical axes (one per dimension)."""
         ...
 
@@ -62,7 +68,7 @@ class Shard(Protocol):
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[Axes | None],
+        in_axes: Sequence[Placed | None],
         out_axes: Any,
         *,
         checked: bool | None = None,
@@ -82,7 +88,7 @@ class Unsharded:
 
     backend: str | None = None
 
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` itself."""
         return x
 
@@ -105,7 +111,7 @@ class Unsharded:
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[Axes | None],
+        in_axes: Sequence[Placed | None],
         out_axes: Any,
         *,
         checked: bool | None = None,

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Axes, Shard
+from valkyrie.axes import UNSHARDED, Axes, Axis, Placed, Shard
 from valkyrie.models.base import ATTENTION_OUT, KEY, QUERY, VALUE, normal, parameter
 from valkyrie.models.config import AttentionConfig
 from valkyrie.ops.attention import (
@@ -26,8 +26,6 @@ from valkyrie.ops.rotary import rotate
 _QUERY: Axes = ("embed", "heads", "head_dim")
 _KEY: Axes = ("embed", "kv_heads", "head_dim")
 _OUT: Axes = ("embed", "heads", "head_dim")
-_HEADS: Axes = ("batch", "seq", "heads", "head_dim")
-_KV_HEADS: Axes = ("batch", "seq", "kv_heads", "head_dim")
 
 
 class Projections(nnx.Module):
@@ -88,20 +86,22 @@ class LongformerAttention(nnx.Module):
         self, x: Float[Array, "batch seq embed"], *, segment_ids: Int[Array, "batch seq"] | None, shard: Shard
     ) -> Float[Array, "batch seq embed"]:
         """Return the layer's output before the residual sum; unequal `segment_ids` do not see each other."""
-        positions = jnp.arange(x.shape[1])
-        q = shard(self.local.queries(x, positions, shard), *_HEADS)
-        k, v = (shard(y, *_KV_HEADS) for y in self.local.keys_values(x, positions, shard))
+        positions, rows = jnp.arange(x.shape[1]), _rows(shard, x.shape[0])
+        of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", "kv_heads", "head_dim")
+        q = shard(self.local.queries(x, positions, shard), *of_heads)
+        k, v = (shard(y, *of_kv_heads) for y in self.local.keys_values(x, positions, shard))
         q, k, v = (checkpoint_name(y, name) for y, name in ((q, QUERY), (k, KEY), (v, VALUE)))
-        inputs, axes = [q, k, v], [_HEADS, _KV_HEADS, _KV_HEADS]
+        inputs: list[Array] = [q, k, v]
+        axes: list[Placed] = [of_heads, of_kv_heads, of_kv_heads]
         if segment_ids is not None:
-            inputs, axes = [*inputs, segment_ids], [*axes, ("batch", "seq")]
+            inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
         if self.config.global_tokens:
             first = min(self.config.global_tokens, x.shape[1])
             q_global = self.globals.queries(x[:, :first], positions[:first], shard)
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
-            axes += [("batch", None, "heads", "head_dim"), _KV_HEADS, _KV_HEADS]
-        mixed = shard.map(self._local(segment_ids is not None, shard), axes, _HEADS)(*inputs)
+            axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
+        mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
         out = linear("bshd,ehd->bse", mixed, self.out[...], axes=_OUT, shard=shard, numerics=self.numerics)
         return checkpoint_name(out, ATTENTION_OUT)
 
@@ -152,6 +152,17 @@ class LongformerAttention(nnx.Module):
         mixed, state = attention_step(q, k, v, state, global_step=beside)
         out = linear("bhd,ehd->be", mixed, self.out[...], axes=_OUT, shard=UNSHARDED, numerics=self.numerics)
         return out, state
+
+
+def _rows(shard: Shard, batch: int) -> Axis:
+    """Return what splits the rows of attention: the batch's axes, and those of the residual stream that are free.
+
+    Products over a split residual stream leave sums over its axes: each of their devices then takes its own rows of the
+    sum, where otherwise all of them would take all rows and attend to the same.
+    """
+    free = not set(shard.mesh_axes("embed")) & {*shard.mesh_axes("heads"), *shard.mesh_axes("kv_heads")}
+    split = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
+    return ("batch", "embed") if split else "batch"
 
 
 def _leading(q: Array, k: Array, v: Array) -> GlobalTokens:

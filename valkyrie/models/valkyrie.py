@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Shard
+from valkyrie.axes import UNSHARDED, Axis, Shard
 from valkyrie.models.base import BLOCK_INPUT, Checkpoint, Losses, normal, parameter
 from valkyrie.models.config import BlockKind, Boundary, ValkyrieConfig
 from valkyrie.models.layers import MLP, RMSNorm, dropout
@@ -205,18 +205,19 @@ class Valkyrie(nnx.Module):
     ) -> Losses:
         """Return the loss sums of a batch; logits are made `loss_chunk` positions at a time."""
         hidden = self(batch["tokens"], batch["segment_ids"], shard=shard, checkpoint=checkpoint, key=key)
+        positions, shards, width = _loss_positions(shard, hidden.shape[1])
         sums = cross_entropy(
-            hidden,
+            shard(hidden, "batch", positions, width),
             shard.stored(self._table, "vocab", "embed"),
             batch["targets"],
             batch["weights"],
             vocab_size=self.config.vocab_size,
             chunk=self.config.loss_chunk,
             z_loss=self.config.z_loss,
-            shards=shard.size("seq"),
+            shards=shards,
             batch_shards=shard.size("batch"),
-            constrain=lambda logits: shard(logits, "batch", "seq", "vocab"),
-            place=lambda table: shard.computed(table, "vocab", "embed"),
+            constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
+            place=lambda table: shard.computed(table, "vocab", width),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 
@@ -259,6 +260,19 @@ class Valkyrie(nnx.Module):
 def _stack(config: ValkyrieConfig, specs: tuple[BlockSpec, ...], repeats: int, numerics: Numerics, key: Array) -> Group:
     """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
     return jax.vmap(lambda k: Group(config, specs, numerics=numerics, key=k))(jax.random.split(key, repeats))
+
+
+def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
+    """Return over what the loss splits positions, into how many parts, and the axis of the hidden states' width.
+
+    Where the residual stream lies split over axes that split no vocabulary, positions take those axes: logits are then
+    whole where they are made, not sums of float32 parts of the vocabulary's size over those axes.
+    """
+    width, free = shard.mesh_axes("embed"), not set(shard.mesh_axes("embed")) & set(shard.mesh_axes("vocab"))
+    shards = shard.size("seq") * shard.size("embed")
+    if width and free and seq % shards == 0:
+        return ("seq", "embed"), shards, None
+    return "seq", shard.size("seq"), "embed"
 
 
 def _keep(segment_ids: Int[Array, "batch seq"] | None) -> Float[Array, "batch seq"] | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from valkyrie.axes import LOGICAL_AXES
+from valkyrie.axes import LOGICAL_AXES, Axis
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.partition import Memory, PartitionConfig, Remat, Rules, resolve_rules, roles
 
@@ -99,9 +99,10 @@ class Layout:
         data = {*self.activations.get("batch", ()), *self.activations.get("seq", ())}
         return tuple(tuple(m for m in held if m not in data) for held in self.stored(axes))
 
-    def activation(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
-        """Return, per dimension, the mesh axes of an activation with these logical axes."""
-        return tuple(() if a is None else self.activations[a] for a in axes)
+    def activation(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
+        """Return, per dimension, the mesh axes of an activation with these logical axes; those of a tuple in turn."""
+        each = (() if a is None else (a,) if isinstance(a, str) else a for a in axes)
+        return tuple(tuple(m for a in several for m in self.activations[a]) for several in each)
 
     def optimizer(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes of optimizer state: its parameter's, and under ZeRO-1 the free data axes too."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import Axes
+from valkyrie.axes import Axis, Placed
 from valkyrie.parallel.layout import Layout
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -31,7 +31,7 @@ class MeshShard:
         """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
         return NamedSharding(self.mesh, to_spec(split), memory_kind=memory_kind)  # pyright: ignore[reportArgumentType]
 
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
         """Return `x` constrained to lie as the partition puts activations with these logical axes."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.activation(axes)))
 
@@ -54,7 +54,7 @@ class MeshShard:
     def map(
         self,
         f: Callable[..., Any],
-        in_axes: Sequence[Axes | None],
+        in_axes: Sequence[Placed | None],
         out_axes: Any,
         *,
         checked: bool | None = None,
