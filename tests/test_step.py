@@ -146,10 +146,10 @@ def test_no_partition_shuffles_everything(partition):
 
 @pytest.mark.parametrize("partition", ["2d_tp", "2d_tp_fsdp"])
 def test_logits_are_never_summed_over_devices(partition):
-    """The hidden states change from split widths to split positions for the loss, and back; nothing else does."""
+    """Hidden states and attention's rows change from split widths to split positions and rows; nothing larger does."""
     found = collectives(compiled(partition, "model.vocab_multiple=160").as_text())
     assert not any(shape[-1:] == (80,) for shapes in found.values() for shape in shapes)
-    assert set(map(math.prod, found["all-to-all"])) == {4 * 24 * 16} and len(found["all-to-all"]) <= 6
+    assert max(map(math.prod, found["all-to-all"])) <= 4 * 48 * 16
 
 
 def test_gathered_parameters_are_not_kept_for_the_backward_pass():
