@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.hardware import Platform
 from valkyrie.run import Run
 from valkyrie.search.child import MODULE, TEXT
-from valkyrie.search.compile import Compiled, cache_root, compile_layout
+from valkyrie.search.compile import Compiled, cache_root, compile_layout, source_digest
 from valkyrie.search.hints import hints
 from valkyrie.search.replayed import replayed
 from valkyrie.search.summary import summarise
@@ -102,9 +102,9 @@ def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[st
 
 
 def work_key(run: Run) -> str:
-    """Return a name for the work, whatever the layout: model, batch, length, precision, target."""
+    """Return a name for the work, whatever the layout: model, batch, length, precision, target, and our own source."""
     config = run.config
-    work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target)]
+    work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), source_digest()]
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
 
 
