@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from valkyrie.search.replay import Span
 from valkyrie.search.timeline import trace_events, write_timeline
 
 
-class FakeSpan(NamedTuple):
-    track: str
-    name: str
-    category: str
-    op_name: str
-    source: str
-    start_s: float
-    duration_s: float
-
-
-def span(track: str, start: float, duration: float, name: str = "fusion.1") -> FakeSpan:
-    return FakeSpan(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
+def span(track: str, start: float, duration: float, name: str = "fusion.1") -> Span:
+    return Span(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
 
 
 def test_the_file_is_what_the_format_asks_for(tmp_path: Path):
