@@ -107,6 +107,7 @@ def test_a_compiler_that_dies_takes_nobody_along(
     monkeypatch.setattr(compiling.sys, "executable", str(interpreter))
     died = compile_layout(tiny, 60)
     assert (died.status, died.cached) == ("failed", False)
+    assert list((tmp_path / "cache" / "compile").iterdir()) == []
     assert said in died.outcome["reason"]
 
 

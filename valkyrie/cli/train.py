@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
+from valkyrie.search import NOT_COMPILED
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
@@ -140,7 +141,7 @@ def _run_alone(overrides: Any) -> None:
             status = job.wait()
         except KeyboardInterrupt:  # the terminal told the job too: it saves, and then ends
             status = job.wait()
-    if status:
+    if status not in (0, NOT_COMPILED):
         raise ChildProcessError(f"a job of the multirun ended with status {status}: {' '.join(overrides)}")
 
 

@@ -5,10 +5,12 @@ Imports no JAX: a layout compiled before is answered from the cache in about the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,9 +81,13 @@ def compile_layout(
             return Compiled(outcome, folder, True, time.perf_counter() - began)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    outcome = _in_child(run, scratch, limit_s, progress or (lambda line: None))
-    kept = _keep(scratch, folder) if outcome["status"] in ("ok", "does_not_fit") else scratch
-    return Compiled(outcome, kept, False, time.perf_counter() - began)
+    try:
+        outcome = _in_child(run, scratch, limit_s, progress or (lambda line: None))
+        if outcome["status"] in ("ok", "does_not_fit"):
+            _keep(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Compiled(outcome, folder, False, time.perf_counter() - began)
 
 
 def cache_root() -> Path:
@@ -120,21 +126,12 @@ def _missing_libtpu(run: Run) -> str:
     )
 
 
-def _keep(scratch: Path, folder: Path) -> Path:
+def _keep(scratch: Path, folder: Path) -> None:
     """Move a finished compile to its place in the cache; of two that finish at once, the first stays."""
-    try:
-        if (folder / OUTCOME).is_file():
-            _remove(folder)
+    if (folder / OUTCOME).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
         scratch.rename(folder)
-    except OSError:
-        _remove(scratch)
-    return folder
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_child(run: Run, folder: Path, limit_s: float | int, progress: Progress) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Platform
 from valkyrie.run import Run
+from valkyrie.search import NOT_COMPILED
 from valkyrie.search.child import MODULE, TEXT
 from valkyrie.search.compile import Compiled, cache_root, compile_layout, source_digest
 from valkyrie.search.hints import hints
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from valkyrie.search.replay import Replay
-
-NOT_COMPILED = 3
-"""Exit status where the layout does not fit or was not compiled: a result, not an error; the report says why."""
 
 SUMMARY, TIMELINE, KEPT_SUMMARY, MEASURED = "compile.json", "timeline.json", "summary.json", "measure.json"
 
