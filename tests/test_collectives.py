@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from machines import CHIPS, machine, torus
+from valkyrie.hardware import Topology
 from valkyrie.search import assumptions
-from valkyrie.search.collectives import DCN, Network, Traffic, algorithm, payload
+from valkyrie.search.collectives import Machine, Network, Traffic, algorithm, payload
+from valkyrie.search.torus import DCN, Position
 
 BYTES = 64e6
 LINK = CHIPS["v4"].ici_link_gbs * 1e9
@@ -120,6 +122,18 @@ def test_a_permute_to_far_chips_goes_over_every_link_between():
     found = net.permute(pairs, BYTES)
     assert seconds_of_links(found, "collective-permute") == pytest.approx(3 * BYTES / LINK)
     assert found.latency == pytest.approx(assumptions.COLLECTIVE_START_S + 3e-6)
+
+
+def test_two_devices_of_a_chip_share_its_links_and_have_one_of_their_own():
+    topology = Topology((4, 4), (False, False), (2, 2), devices_per_chip=2)
+    positions = [Position(0, (x, y), core) for x in range(4) for y in range(4) for core in range(2)]
+    net = Network(Machine(CHIPS["v4"], topology, tuple(positions), {"x": 4, "y": 4, "z": 2}))
+    ids = np.arange(32).reshape(4, 4, 2)
+    along = net.collective("all-gather", ids.transpose(1, 2, 0).reshape(8, 4), BYTES)
+    assert seconds_of_links(along, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / LINK)
+    inside = net.collective("all-gather", ids.reshape(16, 2), BYTES)
+    assert seconds_of_links(inside, "all-gather") == pytest.approx(BYTES / 2 / LINK / assumptions.CORE_LINKS)
+    assert inside.bytes_by_axis == {"core": BYTES / 2} and inside.latency < along.latency
 
 
 def test_between_slices_a_hosts_devices_share_its_network():

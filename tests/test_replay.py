@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from machines import CHIPS, machine, torus
 from valkyrie.search import assumptions
@@ -162,6 +167,19 @@ def test_bytes_of_any_backend_without_a_machine():
     (use,) = traffic(program(RUN, HEAD + LESS + LOOP), {"x": 4, "y": 4, "z": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("x",), 10)
     assert use.bytes_sent == 10 * 2 * 0.75 * BYTES and use.busy_s == 0 and not use.torus_axes
+
+
+def test_bytes_of_a_program_compiled_for_cpu_devices():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    rows, columns = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("y"))
+    a = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
+    b = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=columns)
+    done = jax.jit(lambda a, b: a @ b, out_shardings=rows).lower(a, b).compile()
+    module = parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    (use,) = traffic(module, {"x": 2, "y": 4})
+    assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("y",), 1)
+    assert use.bytes_sent == 2 * 3 / 4 * (32 * 128 * 4)
+    assert use.source.split(":")[0].endswith("test_replay.py")
 
 
 def test_a_module_for_other_devices_is_refused():

@@ -47,7 +47,8 @@ LOOP_ITERATION_S = 0.3e-6
 """Branch and scalar work of one iteration of a loop. Assumed."""
 
 KERNEL_EFFICIENCY = 0.6
-"""Share of peak FLOP/s a Pallas kernel reaches where nothing better is known."""
+"""Share of peak FLOP/s a Pallas kernel reaches where it states its FLOPs alone. Splash, whose bundles are known,
+reaches 0.25 to 0.97 of it, by chip and pass."""
 
 CORES = {"v4": 2, "v5p": 2}
 """TensorCores behind one JAX device (megacore): the grid of a Pallas kernel is split between them. Elsewhere 1."""

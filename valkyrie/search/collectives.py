@@ -17,7 +17,7 @@ import numpy as np
 
 from valkyrie.hardware import ChipConfig, Topology
 from valkyrie.search import assumptions
-from valkyrie.search.torus import CORE, DCN, Crossings, Dimension, Position, Torus
+from valkyrie.search.torus import CORE, DCN, Crossings, Dimension, Position, Route, Torus
 
 KINDS = (
     "all-gather",

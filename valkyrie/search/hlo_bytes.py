@@ -43,28 +43,35 @@ def _in_hbm(where: Shape, what: Shape | None = None) -> float:
 
 def _fused(fusion: Instruction) -> float:
     inside = fusion.called[0]
+    read = sum(_read(fusion.operands[n].shape, parameter) for n, parameter in inside.parameters.items())
+    return read + _written(fusion, inside)
+
+
+def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
     users: dict[Instruction, list[Instruction]] = {}
-    for i in inside.instructions:
+    for i in computation.instructions:
         for operand in i.operands:
             users.setdefault(operand, []).append(i)
-    total = 0.0
-    for number, parameter in inside.parameters.items():
-        total += _read(fusion.operands[number].shape, parameter, users)
-    return total + _written(fusion, inside)
+    return users
 
 
-def _read(outside: Shape, parameter: Instruction, users: dict[Instruction, list[Instruction]]) -> float:
-    """Bytes read of one operand of a fusion, by what the fusion does with it."""
-    if outside.parts:
-        return _in_hbm(outside)
+def _read(outside: Shape, parameter: Instruction) -> float:
+    """Bytes read of one operand of a fusion, by what the fusion does with it; fusions inside it included."""
+    whole = _in_hbm(outside)
+    if outside.parts or not whole:
+        return whole
+    users = _users(parameter.computation)
     total = 0.0
     for value in _aliases(parameter, users):
         for user in users.get(value, []):
             if user.opcode in _SLICES and user.operands[0] is value:
                 total += _in_hbm(outside, user.shape)
+            elif user.opcode == "fusion":
+                inner = user.called[0].parameters
+                total += sum(_read(outside, inner[n]) for n, o in enumerate(user.operands) if o is value)
             elif not (user.opcode in _UPDATES and user.operands[0] is value) and user.opcode not in _SAME:
-                return _in_hbm(outside)
-    return total if users.get(parameter) else 0.0
+                return whole
+    return min(total, whole)
 
 
 def _aliases(value: Instruction, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:

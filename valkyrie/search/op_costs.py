@@ -1,4 +1,10 @@
-"""Decides how long an operation takes that is no collective: the compiler's cycles, else its bytes or kernel."""
+"""Decides how long an operation takes that is no collective: the compiler's cycles, else its bytes or kernel.
+
+The compiler's estimates of matrix products are taken as they are: 8192^3 in bfloat16 comes to 0.93 of peak on v4,
+0.88 on v5e, 0.90 on v5p, and with 96 MiB of scoped VMEM to 0.897 on v6e, where 0.90 was measured (tpu-recipes); and
+over ten train steps hardly one was below its bytes at the full rate of HBM. Those of elementwise work are not
+(`ELEMENTWISE_FLOOR`).
+"""
 
 from __future__ import annotations
 
