@@ -69,8 +69,8 @@ def test_a_collective_with_nothing_beside_it_is_exposed():
     assert done.step_s == pytest.approx(gather_seconds())
     assert set(done.seconds) == {"exposed x"}
     (use,) = done.collectives
-    assert (use.kind, use.mesh_axes, use.torus_axes, use.op_name) == ("all-gather", ("x",), ("X",), "gathered")
-    assert use.bytes_sent == 3 * BYTES and use.bytes_by_torus_axis == {"X": 3 * BYTES}
+    assert (use.kind, use.mesh_axes, use.torus_axes, use.op_name) == ("all-gather", ("x",), ("a",), "gathered")
+    assert use.bytes_sent == 3 * BYTES and use.bytes_by_torus_axis == {"a": 3 * BYTES}
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s)
 
 

@@ -94,7 +94,7 @@ def test_an_all_reduce_over_a_cube_uses_six_links():
 
 def test_an_all_reduce_between_two_slices():
     use = use_of(collective("all-reduce", ("s",), 2, "v4:2x2x1"), "all-reduce")
-    assert use.mesh_axes == ("s",) and use.torus_axes == ("DCN",)
+    assert use.mesh_axes == ("s",) and use.torus_axes == ("dcn",)
     assert use.bytes_sent == BYTES
     assert use.busy_s == pytest.approx(4 * BYTES / 25e9, rel=0.1)
 

@@ -47,7 +47,7 @@ def run() -> Run:
 
 def use(axes: tuple[str, ...], sent: float, exposed: float) -> CollectiveUse:
     return CollectiveUse(
-        "all-reduce", axes, ("Y",), "jit(step)/while/body/a/dot", "/x/valkyrie/models/s5.py:9", 24.0, sent, {"Y": sent},
+        "all-reduce", axes, ("b",), "jit(step)/while/body/a/dot", "/x/valkyrie/models/s5.py:9", 24.0, sent, {"b": sent},
         2 * exposed, exposed,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_what_is_sent_adds_up_however_it_is_counted(run: Run, tmp_path: Path):
     sent = summary(run, tmp_path, replay([use(("x",), 7.0, 0.1), use(("x", "y"), 5.0, 0.0)]))["communication"]
     assert sent["bytes"] == 12
     assert sent["bytes_by_mesh_axes"] == {"x": 7, "x,y": 5}
-    assert sent["bytes_by_torus_axis"] == {"Y": 12}
+    assert sent["bytes_by_torus_axis"] == {"b": 12}
     assert [cause["bytes"] for cause in sent["causes"]] == [7, 5]
 
 

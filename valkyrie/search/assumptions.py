@@ -26,7 +26,7 @@ CORE_LINKS = 6.0
 
 HBM_EFFICIENCY = 0.8
 """Share of `hbm_gbs` for operations without the compiler's estimate. Its own estimate of a 2.1 GB stream on v4 is 945
-of 1200 GB/s (MODELS.md 3.2)."""
+of 1200 GB/s."""
 
 ELEMENTWISE_FLOOR = 0.25
 """Elementwise operations and sums take their bytes at the rate above, at least this share of the compiler's estimate.

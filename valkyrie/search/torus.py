@@ -13,9 +13,9 @@ import numpy as np
 
 from valkyrie.hardware import Topology
 
-TORUS_AXES = ("X", "Y", "Z", "W")
+TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
-CORE, DCN = "core", "DCN"
+CORE, DCN = "core", "dcn"
 """What two devices of one chip talk over, and what slices talk over."""
 
 
