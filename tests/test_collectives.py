@@ -111,7 +111,7 @@ def test_a_permute_takes_one_direction_and_the_way_back_the_other():
     up = np.stack([ring.ravel(), np.roll(ring, -1, axis=1).ravel()], axis=1)
     one, two = net.permute(up, BYTES), net.permute(up[:, ::-1], BYTES)
     assert seconds_of_links(one, "collective-permute") == pytest.approx(BYTES / LINK)
-    assert set(one.busy) == {"X+"} and set(two.busy) == {"X-"}
+    assert set(one.busy) == {"a+"} and set(two.busy) == {"a-"}
     assert one.bytes_sent == BYTES and one.bytes_by_axis == {"a": BYTES}
 
 
