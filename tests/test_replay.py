@@ -190,7 +190,7 @@ def test_a_module_for_other_devices_is_refused():
 
 def test_links_are_shared_until_none_asks_for_more_than_it_has():
     links = Links()
-    long, short, other = (Transfer(0.0, s, {link: 1.0}) for s, link in ((3.0, "X+"), (1.0, "X+"), (1.0, "Y+")))
+    long, short, other = (Transfer(0.0, s, {link: 1.0}) for s, link in ((3.0, "a+"), (1.0, "a+"), (1.0, "b+")))
     for transfer in (long, short, other):
         links.start(transfer)
     assert links.wait(other) == pytest.approx(1.0)
@@ -200,7 +200,7 @@ def test_links_are_shared_until_none_asks_for_more_than_it_has():
 
 def test_latency_passes_before_links_are_needed():
     links = Links()
-    first, second = Transfer(1.0, 1.0, {"X+": 1.0}), Transfer(0.0, 1.0, {"X+": 1.0})
+    first, second = Transfer(1.0, 1.0, {"a+": 1.0}), Transfer(0.0, 1.0, {"a+": 1.0})
     links.start(first)
     links.start(second)
     assert links.wait(second) == pytest.approx(1.0)

@@ -49,7 +49,8 @@ class ChipConfig:
     by axis; `dcn_gbs_per_host`: GB/s one way out of a host over the data-centre network.
     `max_chips`: the largest slice; `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores).
     `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
-    `compiler_name`, `compiler_options`: by which libtpu knows it. `device_kinds`: by which JAX reports it.
+    `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: what the compiler of a step is told.
+    `device_kinds`: by which JAX reports it.
     """
 
     name: str = "unknown"
@@ -72,6 +73,7 @@ class ChipConfig:
     spot_usd_per_hour: float | None = None
     compiler_name: str | None = None
     compiler_options: dict[str, Any] = field(default_factory=dict)
+    xla_options: dict[str, str] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
 
     def peak_flops(self, compute: DType) -> float | None:

@@ -44,7 +44,7 @@ class Machine:
 class Traffic:
     """One run of a collective: `seconds` where nothing else uses the links, of which `latency` moves no bytes.
 
-    `busy`: seconds that the busiest link of each torus axis and direction (`X+`, `X-`, or `DCN`) is occupied.
+    `busy`: seconds that the busiest link of each torus axis and direction (`a+`, `a-`, or `dcn`) is occupied.
     `bytes_sent`: of one device. `bytes_by_axis`: of those, the bytes that travel along each torus axis.
     """
 

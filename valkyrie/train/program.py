@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.hardware import chip_of
 from valkyrie.models import module_class
 from valkyrie.models.base import KEPT, Assembly, Checkpoint, ParameterSpec, flatten
 from valkyrie.ops.linear import Numerics
@@ -143,7 +144,7 @@ class StepProgram:
         On a TPU, XLA makes a loop of small products out of a product whose result is scattered over a short ring, if
         the result is large. That pays for activations over a tensor axis, but gradients of gathered weights become two
         to three times slower by it (compiler estimates for v5p 4x4x4 and v6e 4x4, experiments/LOG.md): the threshold,
-        in MiB, is put above the largest of them.
+        in MiB, is put above the largest of them. What the chip's `xla_options` say comes on top.
         """
         if self.backend != "tpu":
             return None
@@ -151,7 +152,11 @@ class StepProgram:
         largest = max(
             self._gathered(spec) for spec in flatten(self.assembly.specs).values() if "vocab" not in spec.axes
         )
-        return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest * itemsize // 2**20 + 1)}
+        chip = self.run.config.target.chip
+        if chip is None and isinstance(self.mesh, jax.sharding.Mesh):
+            chip = chip_of(self.mesh.devices.flat[0].device_kind)
+        threshold = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest * itemsize // 2**20 + 1)}
+        return threshold | (chip.xla_options if chip else {})
 
     def _gathered(self, spec: ParameterSpec) -> int:
         """How many numbers of one layer's parameter a device holds while it is used."""
