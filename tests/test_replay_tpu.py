@@ -71,7 +71,7 @@ def links(kind: str) -> float:
 )
 def test_a_collective_on_each_mesh_axis(kind, axis, sent, seconds):
     use = use_of(collective(kind, (axis,)), kind)
-    assert use.mesh_axes == (axis,) and use.torus_axes == (axis.upper(),)
+    assert use.mesh_axes == (axis,) and use.torus_axes == ({"x": "a", "y": "b", "z": "c"}[axis],)
     assert use.bytes_sent == sent
     assert use.busy_s == pytest.approx(seconds / links(kind), rel=0.1)
     assert use.source.endswith(tuple(f"test_replay_tpu.py:{n}" for n in range(1, 400)))
