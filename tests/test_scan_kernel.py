@@ -63,8 +63,12 @@ def values_and_gradients(lam: Pair, bu: Pair, h0: Pair | None, keep: Any, weight
 
 @pytest.mark.parametrize(
     ("seq", "enters", "resets", "reverse"),
-    [(300, False, False, False), (300, True, True, False), (300, True, True, True), (5, True, True, False)],
-    ids=["bare", "all", "reverse", "short"],
+    [
+        pytest.param(300, False, False, False, id="bare", marks=pytest.mark.slow),
+        pytest.param(300, True, True, False, id="all"),
+        pytest.param(300, True, True, True, id="reverse"),
+        pytest.param(5, True, True, False, id="short"),
+    ],
 )
 def test_values_and_gradients_equal_the_sequential_form(
     seq: int, enters: bool, resets: bool, reverse: bool, short_loops: None

@@ -43,8 +43,8 @@ MIXED = Numerics("float32", "bfloat16", "float32")
         ("1x1x1", "dp", "microbatches=2"),
         ("2x1x2", "2d_tp_fsdp", "microbatches=4"),
         ("1x1x1", "dp", "remat=dots"),
-        ("1x1x1", "dp", "remat=full"),
-        ("1x1x1", "dp", "remat=offload"),
+        pytest.param("1x1x1", "dp", "remat=full", marks=pytest.mark.slow),
+        pytest.param("1x1x1", "dp", "remat=offload", marks=pytest.mark.slow),
         pytest.param("2x2x2", "sp", "microbatches=2", marks=pytest.mark.slow),
         pytest.param("2x2x2", "2d_tp", "remat=full", marks=pytest.mark.slow),
         pytest.param("2x2x2", "fsdp", "remat=dots", marks=pytest.mark.slow),
@@ -138,7 +138,10 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
     assert times[heads, run.model.attention.head_dim, embed] == 2 * 4
 
 
-@pytest.mark.parametrize("partition", ["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"])
+@pytest.mark.parametrize(
+    "partition",
+    ["1d_tp", "fsdp_tp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data_model_fsdp", "fsdp", "sp"))],
+)
 def test_no_partition_shuffles_everything(partition):
     """An all-to-all would mean that two neighbours disagree on how an activation lies."""
     assert "all-to-all" not in collectives(compiled(partition).as_text())
