@@ -18,7 +18,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
     console.print(f"roles: {about['roles']}")
     for line in found.get("placement", []):
-        console.print(f"placement: {line}")
+        console.print(f"placement: {line}", markup=False)
     console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
     if found["status"] == "does_not_fit" and "memory" in found:
         console.print(does_not_fit(found), style="bold red", markup=False)
