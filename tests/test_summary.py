@@ -36,7 +36,7 @@ OUTCOME = {
     "memory": MEMORY,
     "parameters": 75,
     "larger": [],
-    "placement": ["x=4 on torus b"],
+    "placement": ["x=4 on torus b", "mesh.placement=[x,y,z]"],
 }
 
 
@@ -126,6 +126,7 @@ def test_the_report_says_every_part(run: Run, tmp_path: Path):
     for part in (
         "gpt_1b under 4x4x2-2d_tp-remat_full on v4-64 (32 v4 chips",
         "placement: x=4 on torus b",
+        "placement: mesh.placement=[x,y,z]",
         "fits: 0.0 GiB of",
         "predicted step: 1.000 s, 131,072 tokens/s, 4,096 tokens/s/chip, MFU",
         "exposed communication over y",
