@@ -32,9 +32,7 @@ from valkyrie.train.program import StepProgram
 GROUPS = {"matrix", "vector", "ssm"}
 QUICK = {
     *(("valkyrie_tiny", partition) for partition in ("fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")),
-    ("s5_tiny", "2d_tp_fsdp"),
     ("s5_tiny", "sp"),
-    ("longformer_tiny", "1d_tp"),
     ("longformer_tiny", "sp"),
     ("gpt_tiny", "fsdp"),
 }

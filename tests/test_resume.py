@@ -143,6 +143,7 @@ def test_without_an_interval_only_the_end_is_saved() -> None:
     assert sorted(os.listdir(trained("checkpoint.every=3") / "checkpoints")) == ["3", "6"]
 
 
+@pytest.mark.slow
 def test_the_order_of_data_follows_its_own_seed_if_it_has_one() -> None:
     losses = {
         seed: records(trained(*overrides))[1]["loss"]

@@ -67,7 +67,7 @@ def values_and_gradients(lam: Pair, bu: Pair, h0: Pair | None, keep: Any, weight
         pytest.param(300, False, False, False, id="bare", marks=pytest.mark.slow),
         pytest.param(300, True, True, False, id="all"),
         pytest.param(300, True, True, True, id="reverse"),
-        pytest.param(5, True, True, False, id="short"),
+        pytest.param(5, True, True, False, id="short", marks=pytest.mark.slow),
     ],
 )
 def test_values_and_gradients_equal_the_sequential_form(
@@ -82,6 +82,7 @@ def test_values_and_gradients_equal_the_sequential_form(
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_several_registers_of_states_and_several_blocks_of_them() -> None:
     p = problem(1, 16, 300, enters=True, resets=True)
     got, want = (

@@ -40,7 +40,7 @@ MIXED = Numerics("float32", "bfloat16", "float32")
 @pytest.mark.parametrize(
     ("mesh", "partition", "override"),
     [
-        ("1x1x1", "dp", "microbatches=2"),
+        pytest.param("1x1x1", "dp", "microbatches=2", marks=pytest.mark.slow),
         ("2x1x2", "2d_tp_fsdp", "microbatches=4"),
         ("1x1x1", "dp", "remat=dots"),
         pytest.param("1x1x1", "dp", "remat=full", marks=pytest.mark.slow),
