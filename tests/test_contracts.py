@@ -66,8 +66,7 @@ def test_something_was_discovered():
     assert all(model in MODELS and partition in PARTITIONS for model, partition in QUICK)
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "partition"), PAIRS)
 def test_lowers_for_32_devices_that_are_not_there(model, partition):
     run = small_run(model, "mesh=4x4x2", f"partition={partition}", "batch=32")
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
