@@ -32,16 +32,20 @@ def _set_environment() -> None:
         os.environ.pop(variable, None)
 
 
+def _prepare_libraries() -> None:
+    """Import what reads the environment, now that it is set, and make it ready for tests."""
+    import absl.logging
+    import jax
+    from jaxtyping import install_import_hook
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    install_import_hook("valkyrie", "beartype.beartype")
+    # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
+    absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+
+
 _set_environment()
-
-import absl.logging  # noqa: E402 - after the environment, like all that follows
-import jax  # noqa: E402 - likewise
-from jaxtyping import install_import_hook  # noqa: E402 - likewise
-
-jax.config.update("jax_num_cpu_devices", DEVICES)
-install_import_hook("valkyrie", "beartype.beartype")
-# Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
-absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
+_prepare_libraries()
 
 
 class Command(NamedTuple):

@@ -219,7 +219,6 @@ SHARDED = [
 ]
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(("case", "check_vma"), [*((case, True) for case in SHARDED), (SHARDED[2], False)], ids=str)
 def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma):
     """Also without varying-axes checks, as a caller with Pallas kernels inside `jax.shard_map` has to run it."""

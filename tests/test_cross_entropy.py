@@ -129,7 +129,6 @@ def test_memory_holds_one_chunk_of_logits():
     assert temporaries(16) < all_logits / 4 < all_logits <= temporaries(seq)
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_the_gradient_of_the_unembedding_is_reduced_after_the_last_chunk():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("d", "s", "m"), axis_types=(AxisType.Auto,) * 3)
     batch, seq, embed, vocab = 4, 32, 8, 64

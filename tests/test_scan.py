@@ -217,8 +217,6 @@ def test_the_backward_pass_saves_states_and_nothing_larger(impl: ScanImpl) -> No
 
 
 def _mesh(axis_type: AxisType = AxisType.Auto, **shape: int) -> jax.sharding.Mesh:
-    if jax.device_count() < 8:
-        pytest.skip("needs 8 (CPU) devices")
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(axis_type,) * len(shape))
 
 

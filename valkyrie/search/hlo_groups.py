@@ -37,9 +37,12 @@ def permute_pairs(instruction: Instruction) -> np.ndarray:
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
 
 
-def _of_mesh(spelt: object) -> Groups:
-    """Groups that vary over some axes of a mesh, each perhaps only a part of an axis: `mesh['x'=4,'y'=8] {'y'}`."""
-    mesh, references = spelt.mesh, spelt.axes  # type: ignore[attr-defined]
+def _of_mesh(spelt: Any) -> Groups:
+    """Groups that vary over some axes of a mesh, each perhaps only a part of an axis: `mesh['x'=4,'y'=8] {'y'}`.
+
+    `spelt` is a message of a class that protobuf makes at run time (`hlo_schema`).
+    """
+    mesh, references = spelt.mesh, spelt.axes
     sizes = [axis.size for axis in mesh.axes]
     ids = np.array(mesh.device_ids) if mesh.device_ids else np.arange(int(np.prod(sizes)))
     cuts: list[set[int]] = [{1, size} for size in sizes]
