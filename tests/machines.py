@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.hardware import ChipConfig, Topology
+from valkyrie.parallel.topology import ENVIRONMENT
 from valkyrie.search.hlo import Module, parse
 from valkyrie.search.replay import Machine, Position
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra `tpu`")
+"""Marks what compiles for TPUs: libtpu is a wheel for Linux on x86 alone, so an extra; `.ci/run` installs it there."""
 
 CHIPS = {
     "v4": ChipConfig(
@@ -48,7 +53,7 @@ CHIPS = {
         dcn_gbs_per_host=50.0,
     ),
 }
-"""Figures of `hardware.csv`, written out so that these tests do not move with the targets' files."""
+"""Published figures of three chips, written out so that these tests do not move with the files of `conf/target`."""
 
 
 def torus(shape: Sequence[int], slices: int = 1, wrap: Sequence[bool] | None = None) -> Topology:
@@ -69,9 +74,8 @@ def machine(chip: str, topology: Topology, mesh_axes: dict[str, int] | None = No
 
 
 def tpu_devices(name: str, slices: int = 1) -> list[Any]:
-    """Return the devices of a TPU slice that is not there; skips where libtpu is not installed."""
-    pytest.importorskip("libtpu")
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    """Return the devices of a TPU slice that is not there."""
+    os.environ |= ENVIRONMENT
     from jax.experimental import topologies
 
     more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu: uv sync --extra tpu")
+from machines import needs_libtpu
+
+pytestmark = needs_libtpu
 
 TINY = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
 

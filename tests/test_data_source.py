@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
+from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
 from valkyrie.data.config import DataConfig, Source
@@ -111,10 +113,9 @@ def test_files_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     lines = [{"body": "one"}, {"body": ""}, {"body": "two\nlines", "n": 1}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    parquet.write_table(arrow.table({"story": ["three", None, "four"], "n": [1, 2, 3]}), tmp_path / "b.parquet")
+    parquet.write_table(pyarrow.table({"story": ["three", None, "four"], "n": [1, 2, 3]}), tmp_path / "b.parquet")
     config = text_config(tmp_path, field="body", column="story")
     assert [(d.id.removeprefix(f"{tmp_path}/"), d.text) for d in read(config)] == [
         ("a.jsonl:1", "one"),

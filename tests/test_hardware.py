@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from machines import needs_libtpu
 from valkyrie.hardware import (
     ChipConfig,
     Platform,
@@ -29,7 +30,6 @@ from valkyrie.paths import conf_dir
 TARGETS = {target.name: target for target in known_targets()}
 SLICES = [target for target in TARGETS.values() if target.platform is Platform.tpu]
 TPUS = [chip for chip in known_chips().values() if chip.platform is Platform.tpu]
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 
 
 def target(name: str, **changes: object) -> TargetConfig:
@@ -228,8 +228,8 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError) as refused:
         compile_devices(TARGETS["v4-64"])
     assert str(refused.value) == (
-        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) is compiled by libtpu, which is not installed. Install it with "
-        "pip install 'valkyrie-jax[tpu]'; no TPU is needed."
+        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) is compiled by libtpu, which is not installed here. Install it with "
+        "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from machines import needs_libtpu
 from valkyrie.hardware import Topology, known_targets, topology_of
 from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
 from valkyrie.parallel.placement import (
@@ -29,7 +29,6 @@ from valkyrie.parallel.placement import (
 from valkyrie.parallel.topology import compile_devices
 
 TARGETS = {target.name: target for target in known_targets()}
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 
 
 def torus(*shape: int, wrap: bool = False, slices: int = 1, cores: int = 1) -> Topology:

@@ -12,16 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from helpers import compose_run
-from machines import CHIPS, compiled, tpu_mesh, without_cache
+from machines import CHIPS, compiled, needs_libtpu, tpu_mesh, without_cache
 from valkyrie.models.config import BlockKind
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.search import assumptions
 from valkyrie.search.hlo import parse
 from valkyrie.search.replay import Replay, replay
 from valkyrie.train.program import StepProgram
-from valkyrie.train.trainer import BACKWARD
 
-pytest.importorskip("libtpu")
+pytestmark = needs_libtpu
 
 MIB = 2**20
 ROWS = 32768
@@ -223,13 +222,13 @@ def expected_flops(run: Any, devices: int) -> float:
     model, seq = run.model, run.config.seq
     tokens = run.config.batch * seq / devices
     logits = 2.0 * model.embed * model.vocab_rows
-    total = ((1 + BACKWARD) * model.flops_per_token(seq) + logits) * tokens
+    total = run.step_flops / devices + logits * tokens
     a, layers = model.attention, sum(kind is BlockKind.attention for kind in model.kinds)
     if layers:
         width = a.heads * a.head_dim
         window = a.windows[0]
         keys = window - window * (window - 1) / (2 * seq)
-        total -= (1 + BACKWARD) * 4 * width * keys * tokens * layers
+        total -= 3 * 4 * width * keys * tokens * layers
         total += 2.0 * (2 + 5) * 3 * 512**2 * width * run.config.batch / devices * layers
     return total
 

@@ -88,6 +88,7 @@ def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
 def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copied(trained(), tmp_path)
     before = saved(folder)
+    capfd.readouterr()  # the run it goes on from may have been trained just now
     assert command("resume=run", f"runs={tmp_path}") == 0
     out, err = capfd.readouterr()
     assert err == ""

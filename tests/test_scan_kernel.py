@@ -12,10 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from machines import needs_libtpu
 from valkyrie.ops import scan_pallas
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan import linear_recurrence, sharded_linear_recurrence
 from valkyrie.ops.scan_forms import form_on
+from valkyrie.parallel.topology import ENVIRONMENT
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -130,11 +132,11 @@ def test_runs_with_batch_sequence_and_state_split(short_loops: None) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@needs_libtpu
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles_for_every_chip_under_shard_map(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for variable, value in ENVIRONMENT.items():
+        monkeypatch.setenv(variable, value)
     from jax.experimental import topologies
 
     name, options = CHIPS[chip]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,15 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from uv import find_uv_bin
 
 ROOT = Path(__file__).resolve().parent.parent
-UV = os.environ.get("UV") or shutil.which("uv")
+UV = find_uv_bin()
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(UV is None, reason="uv builds the wheels"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -35,7 +31,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, flags in (("tree", ["--wheel"]), ("sdist", [])):
         out = tmp_path_factory.mktemp(name)
-        run(str(UV), "build", "--quiet", *flags, "--out-dir", str(out), str(ROOT), cwd=out)
+        run(UV, "build", "--quiet", *flags, "--out-dir", str(out), str(ROOT), cwd=out)
         (found[name],) = out.glob("*.whl")
     return found
 
@@ -66,9 +62,9 @@ def test_the_wheel_holds_configuration_vocabulary_and_licences(wheels: dict[str,
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scripts of a fresh environment with the wheel; the other packages are this environment's."""
     folder = tmp_path_factory.mktemp("environment")
-    run(str(UV), "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
+    run(UV, "venv", "--quiet", "--python", sys.executable, str(folder / "venv"), cwd=folder)
     python = folder / "venv" / "bin" / "python"
-    run(str(UV), "pip", "install", "--quiet", "--no-deps", "--python", str(python), str(wheels["sdist"]), cwd=folder)
+    run(UV, "pip", "install", "--quiet", "--no-deps", "--python", str(python), str(wheels["sdist"]), cwd=folder)
     purelib = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     Path(purelib, "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(str(python), "-c", "import valkyrie; print(valkyrie.__file__)", cwd=folder).strip()

@@ -1,7 +1,8 @@
-"""Decides where the configuration that ships with the package lies, and how one of its files is read without Hydra."""
+"""Decides where the configuration that ships with the package lies, how it is read without Hydra, where caches are."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +14,11 @@ def conf_dir() -> Path:
     package = Path(__file__).resolve().parent
     installed = package / "_conf"
     return installed if installed.is_dir() else package.parent / "conf"
+
+
+def cache_root() -> Path:
+    """Return the folder of everything kept between runs: `VALKYRIE_CACHE`, else `~/.cache/valkyrie`."""
+    return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
 
 
 def read_group(group: str, schema: type[Schema]) -> list[tuple[Schema, list[str]]]:

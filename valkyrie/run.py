@@ -105,6 +105,11 @@ class Run:
         """The name of the tokenizer: the data's if it names one, else the model's."""
         return self.config.data.tokenizer or self.model.tokenizer
 
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of the model in one training step; a backward pass takes twice its forward pass (PaLM, appendix B)."""
+        return 3.0 * self.model.flops_per_token(self.config.seq) * self.config.batch * self.config.seq
+
     @staticmethod
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""

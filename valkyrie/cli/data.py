@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from valkyrie.data.config import DataConfig, Source
+from valkyrie.paths import cache_root
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _default_cache() -> str:
-    return os.path.join(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie"), "data")
+    return str(cache_root() / "data")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

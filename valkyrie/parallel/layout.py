@@ -21,6 +21,10 @@ ACTIVATIONS: tuple[tuple[str, ...], ...] = (
 """The activations whose placement a partition decides."""
 
 
+ROLES = ("DP", "FSDP", "MP1", "MP2", "SP")
+"""The kinds of roles that a mesh axis of more than one device may have in a legal layout."""
+
+
 @runtime_checkable
 class TensorLike(Protocol):
     """A named array with logical axes, sizes, and the config key behind each size."""
@@ -78,6 +82,16 @@ class Layout:
     def roles(self) -> dict[str, str]:
         """The role of every mesh axis."""
         return roles(self.mesh, self.parameters, self.activations)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Into how many parts each kind of role splits its work: `{"DP": 2, "FSDP": 1, "MP1": 4, "MP2": 4, ...}`."""
+        found: dict[str, int] = dict.fromkeys(ROLES, 1)
+        for axis, role in self.roles.items():
+            kind = role.partition("(")[0]
+            if kind in found:
+                found[kind] *= self.mesh.axes[axis]
+        return found
 
     def describe_roles(self) -> str:
         """Return the roles line: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""

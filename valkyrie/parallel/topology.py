@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 from valkyrie.hardware import Platform, TargetConfig, Topology, neighbours_hint, topology_of
 
-INSTALL = "Install it with pip install 'valkyrie-jax[tpu]'; no TPU is needed"
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is ended
@@ -60,11 +60,19 @@ def _options(topology: Topology) -> dict[str, Any]:
     return options
 
 
-def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
-    import importlib.util
+def libtpu_missing(target: TargetConfig) -> str | None:
+    """Return what to install where a TPU target's compiler is not there; None where nothing is missing."""
+    if target.platform is not Platform.tpu or importlib.util.find_spec("libtpu") is not None:
+        return None
+    return (
+        f"target={target.describe()} is compiled by libtpu, which is not installed here. Install it with "
+        "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
+    )
 
-    if importlib.util.find_spec("libtpu") is None:
-        return f"target={target.describe()} is compiled by libtpu, which is not installed. {INSTALL}."
+
+def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
+    if missing := libtpu_missing(target):
+        return missing
     reason = (str(error).splitlines() or [type(error).__name__])[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
     assert target.chip is not None
     return f"target={target.describe()} is refused by libtpu: {reason}. {neighbours_hint(target.chip, topology.shape)}"

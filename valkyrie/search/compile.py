@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.hardware import Platform
+from valkyrie.parallel.topology import libtpu_missing
+from valkyrie.paths import cache_root
 from valkyrie.run import Run
 from valkyrie.search.child import MODULE, OUTCOME, TEXT
 from valkyrie.train.folder import versions
@@ -71,8 +72,8 @@ def compile_layout(
     Results that would come out the same again (fits, does not fit) are kept under `VALKYRIE_CACHE`.
     """
     began = time.perf_counter()
-    if run.config.target.platform is Platform.tpu and importlib.util.find_spec("libtpu") is None:
-        return Compiled({"status": "refused", "reason": _missing_libtpu(run)}, cache_root(), False, 0.0)
+    if missing := libtpu_missing(run.config.target):
+        return Compiled({"status": "refused", "reason": missing}, cache_root(), False, 0.0)
     folder = cache_root() / "compile" / program_key(run)
     if use_cache and (folder / OUTCOME).is_file():
         outcome = json.loads((folder / OUTCOME).read_text())
@@ -88,11 +89,6 @@ def compile_layout(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Compiled(outcome, folder, False, time.perf_counter() - began)
-
-
-def cache_root() -> Path:
-    """Return the folder of everything kept between runs: `VALKYRIE_CACHE`, else `~/.cache/valkyrie`."""
-    return Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
 
 
 def program_key(run: Run) -> str:
@@ -117,13 +113,6 @@ def source_digest() -> str:
     for file in files:
         digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def _missing_libtpu(run: Run) -> str:
-    return (
-        f"target={run.config.target.describe()} is compiled by libtpu, which is not installed here. Install it with "
-        "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
-    )
 
 
 def _keep(scratch: Path, folder: Path) -> None:
@@ -170,8 +159,6 @@ def _environment(run: Run) -> dict[str, str]:
     environment = dict(os.environ)
     if run.config.target.platform is not Platform.gpu:
         environment["JAX_PLATFORMS"] = "cpu"
-    # Without these libtpu asks a metadata server for minutes, and refuses to be loaded by two processes.
-    environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     return environment
 
 

@@ -22,7 +22,17 @@ def hints(found: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[
     if found["status"] != "ok" or "step" not in found:
         return []
     said = [*_exposed(found), *_faster(found, others), *_recomputation(found), *_memory_bound(found), *_narrow(found)]
-    return said or ["Nothing stands out: no cost beside matrix products takes 15% of the step."]
+    return said or [_largest(found)]
+
+
+def _largest(found: dict[str, Any]) -> str:
+    """Return what to say where nothing stands out: the largest cost beside products."""
+    others = {name: seconds for name, seconds in found["seconds"].items() if name not in ("matmul", "kernel")}
+    if not others:
+        return "Nothing stands out: the step is matrix products alone."
+    name, seconds = max(others.items(), key=lambda item: item[1])
+    share = _percent(seconds / found["step"]["step_s"])
+    return f"Nothing stands out: beside matrix products the largest part is {name}, {share} of the step."
 
 
 def _exposed(found: dict[str, Any]) -> list[str]:

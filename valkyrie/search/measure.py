@@ -89,7 +89,6 @@ def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
     tokens, median = config.batch * config.seq, statistics.median(seconds)
     chips = len(devices.devices) / (chip.devices if chip else 1)
     peak = None if chip is None else chip.peak_flops(config.precision.compute)
-    flops = 3 * run.model.flops_per_token(config.seq) * tokens
     return {
         "step_s": median,
         "p90_s": float(np.quantile(seconds, 0.9)),
@@ -97,7 +96,7 @@ def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_second": tokens / median,
         "tokens_per_second_per_chip": tokens / median / chips,
-        "mfu": None if peak is None else flops / median / (chips * peak),
+        "mfu": None if peak is None else run.step_flops / median / (chips * peak),
         "mfu_denominator": None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
     }
 

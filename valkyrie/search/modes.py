@@ -5,21 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Platform
+from valkyrie.paths import cache_root
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.child import MODULE, TEXT
-from valkyrie.search.compile import Compiled, cache_root, compile_layout, source_digest
+from valkyrie.search.compile import Compiled, compile_layout, source_digest
 from valkyrie.search.hints import hints
 from valkyrie.search.replayed import replayed
 from valkyrie.search.summary import summarise
 from valkyrie.search.timeline import write_timeline
-from valkyrie.train.devices import acquire, configure_jax, missing_devices
+from valkyrie.train.devices import prepare_devices
 from valkyrie.train.folder import run_folder, write_about
+from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +34,7 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
     """Compile the run's step for its target, print what a step takes and why; return the exit status."""
     from valkyrie.search.show import show
 
-    console = _console()
+    console = make_console()
     if run.config.target.platform in (Platform.any, Platform.cpu):
         note = (
             "COMPILED FOR CPU: memory and bytes on every axis are told, no time. For that, name a slice: target=v4-64"
@@ -59,11 +60,7 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
 
 def measure_mode(run: Run, arguments: Sequence[str]) -> int:
     """Time the run's step on the devices at hand, print what it takes, and return the exit status."""
-    problems = missing_devices(run)
-    if problems:
-        raise ValueError("\n".join(problems))
-    configure_jax(run)
-    devices, console = acquire(run), _console()
+    devices, console = prepare_devices(run), make_console()
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     from valkyrie.search.measure import measure
     from valkyrie.search.show import show
@@ -113,9 +110,3 @@ def _others(run: Run, compiled: Compiled) -> list[dict[str, Any]]:
         if file.parent != compiled.folder and work in (text := file.read_text()):
             found.append(json.loads(text))
     return [other for other in found if other.get("work") == work]
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)

@@ -111,13 +111,7 @@ class _Frame:
         for cost in other.costs.values():
             self.spend(cost.category, times * cost.seconds, cost.op_name, cost.source, times * cost.calls)
         for key, use in other.uses.items():
-            mine = self.uses.setdefault(key, CollectiveUse(*key))  # type: ignore[arg-type]
-            mine.calls += times * use.calls
-            mine.bytes_sent += times * use.bytes_sent
-            mine.busy_s += times * use.busy_s
-            mine.exposed_s += times * use.exposed_s
-            for axis, sent in use.bytes_by_torus_axis.items():
-                mine.bytes_by_torus_axis[axis] = mine.bytes_by_torus_axis.get(axis, 0.0) + times * sent
+            self.uses.setdefault(key, use.blank()).add(use, times)
         for run in sorted({0, times - 1}):
             shift = at + run * other.duration
             self.spans += [

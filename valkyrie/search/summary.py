@@ -25,9 +25,6 @@ TOP_COSTS = 10
 
 _EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 
-_BACKWARD = 3.0
-"""A training step has this many times the FLOPs of a forward pass (PaLM, arXiv 2204.02311, appendix B)."""
-
 
 def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse]) -> dict[str, Any]:
     """Return everything known of a compiled layout. Seconds, bytes per device and step, FLOPs per device and step.
@@ -72,11 +69,16 @@ def about(run: Run) -> dict[str, Any]:
         "layout": layout.name,
         "roles": layout.describe_roles(),
         "mesh": config.mesh.name,
+        "axes": dict(config.mesh.axes),
+        "degrees": layout.degrees,
+        "mesh_placement": config.mesh.placement,
         "partition": config.partition.name,
         "microbatches": config.microbatches,
         "remat": config.remat.value,
         "target": config.target.name,
         "described": config.target.describe(),
+        "chip": None if config.target.chip is None else config.target.chip.name,
+        "chips": None if config.target.chips is None else config.target.chips * config.target.slices,
         "batch": config.batch,
         "seq": config.seq,
         "precision": config.precision.name,
@@ -112,7 +114,6 @@ def speed(run: Run, replay: Replay) -> dict[str, Any]:
     chips = config.mesh.size / chip.devices
     tokens = config.batch * config.seq
     per_second = tokens / replay.step_s
-    model_flops = _BACKWARD * run.model.flops_per_token(config.seq) * tokens
     # The peak of the matrix unit, whatever the policy: float32 products are made of bfloat16 ones on a TPU.
     peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", config.precision.compute.value))
     products = replay.seconds.get("matmul", 0.0) + replay.seconds.get("kernel", 0.0)
@@ -121,9 +122,9 @@ def speed(run: Run, replay: Replay) -> dict[str, Any]:
         "step_s": replay.step_s,
         "tokens_per_second": per_second,
         "tokens_per_second_per_chip": per_second / chips,
-        "mfu": model_flops / (replay.step_s * chips * peak * 1e12) if peak else None,
+        "mfu": run.step_flops / (replay.step_s * chips * peak * 1e12) if peak else None,
         "mfu_denominator": f"{peak:g} TFLOP/s of a {chip.name} chip (bfloat16)" if peak else None,
-        "model_flops": model_flops / config.mesh.size,
+        "model_flops": run.step_flops / config.mesh.size,
         "executed_flops": replay.flops,
         "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
         "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd},

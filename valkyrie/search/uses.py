@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -50,6 +50,19 @@ class CollectiveUse:
     def key(self) -> tuple[object, ...]:
         """What tells this use from others."""
         return (self.kind, self.mesh_axes, self.torus_axes, self.op_name, self.source)
+
+    def blank(self) -> CollectiveUse:
+        """Return a use alike that has not run yet."""
+        return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
+
+    def add(self, other: CollectiveUse, times: float) -> None:
+        """Take in what another use came to, as if it had run `times` times."""
+        self.calls += times * other.calls
+        self.bytes_sent += times * other.bytes_sent
+        self.busy_s += times * other.busy_s
+        self.exposed_s += times * other.exposed_s
+        for axis, sent in other.bytes_by_torus_axis.items():
+            self.bytes_by_torus_axis[axis] = self.bytes_by_torus_axis.get(axis, 0.0) + times * sent
 
 
 @dataclass(frozen=True)

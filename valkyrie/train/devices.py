@@ -9,6 +9,7 @@ from typing import Any
 
 from valkyrie.compose import accelerators
 from valkyrie.hardware import ChipConfig, Platform, chip_of
+from valkyrie.paths import cache_root
 from valkyrie.run import Run
 
 
@@ -78,15 +79,20 @@ def acquire(run: Run) -> Devices:
     return Devices(tuple(devices[: mesh.size]), found, chip, simulated=found == "cpu")
 
 
+def prepare_devices(run: Run) -> Devices:
+    """Return the run's devices with JAX set up for it; ValueError says why this machine cannot give them."""
+    if problems := missing_devices(run):
+        raise ValueError("\n".join(problems))
+    configure_jax(run)
+    return acquire(run)
+
+
 def configure_jax(run: Run) -> None:
     """Set the process-wide switches of JAX: the persistent compilation cache, and `debug=nans`."""
-    from pathlib import Path
-
     import jax
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        root = Path(os.environ.get("VALKYRIE_CACHE", "~/.cache/valkyrie")).expanduser()
-        jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_debug_nans", run.config.debug.value == "nans")

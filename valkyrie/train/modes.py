@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.run import Run
-from valkyrie.train.devices import missing_devices
+from valkyrie.train.devices import missing_devices, prepare_devices
 from valkyrie.train.folder import find_run, run_folder
+from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +71,7 @@ def evaluate(run: Run, arguments: Sequence[str]) -> int:
 def generate(run: Run, arguments: Sequence[str]) -> int:
     """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
     folder = _trained_folder(run)
-    console, tokenizer, devices = _console(), _tokenizer(run), _devices(run)
+    console, tokenizer, devices = make_console(), _tokenizer(run), prepare_devices(run)
     program, step, parameters = _restore(run, devices, folder)
     console.print(f"{folder.name} at step {step}", style="dim")
     _print_sample(run, program.assembly, parameters, tokenizer, devices)
@@ -81,7 +82,7 @@ def show(run: Run, arguments: Sequence[str]) -> int:
     """Print every parameter with its placement and bytes, the roles, and the memory expected; needs no device."""
     from valkyrie.train.show import show_run
 
-    show_run(run, _console())
+    show_run(run, make_console())
     return 0
 
 
@@ -94,12 +95,6 @@ MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {
 """What `mode=` may name."""
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
 def _tokenizer(run: Run) -> Tokenizer:
     from valkyrie.data.tokenizer import load_tokenizer
 
@@ -110,7 +105,7 @@ def _prepare(run: Run) -> tuple[Console, Prepared, Tokenizer, Devices]:
     """Return what a run needs before its program: the cheap and the refusable first."""
     from valkyrie.data.prepare import prepare
 
-    console, problems = _console(), missing_devices(run)
+    console, problems = make_console(), missing_devices(run)
     if problems:
         raise ValueError("\n".join(problems))
     prepared = prepare(run.config.data, run.tokenizer)
@@ -119,19 +114,9 @@ def _prepare(run: Run) -> tuple[Console, Prepared, Tokenizer, Devices]:
         f"to judge by ({prepared.tokenizer})",
         highlight=False,
     )
-    devices = _devices(run)
+    devices = prepare_devices(run)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return console, prepared, _tokenizer(run), devices
-
-
-def _devices(run: Run) -> Devices:
-    from valkyrie.train.devices import acquire, configure_jax
-
-    problems = missing_devices(run)
-    if problems:
-        raise ValueError("\n".join(problems))
-    configure_jax(run)
-    return acquire(run)
 
 
 def _trained_folder(run: Run) -> Path:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def make_console() -> Console:
+    """Return the console of a command; where nobody sees it live, tables are made 140 columns wide."""
+    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 class Screen:

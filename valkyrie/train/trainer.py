@@ -30,9 +30,6 @@ from valkyrie.train.program import StepProgram
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 
-BACKWARD = 2
-"""FLOPs of a backward pass over those of its forward pass; with the forward pass, 3 times (PaLM, appendix B)."""
-
 
 class DivergedError(RuntimeError):
     """The loss or a gradient is no longer finite; the message says since when and where."""
@@ -184,8 +181,7 @@ def _meter(run: Run, devices: Devices) -> Meter:
     tokens = run.config.batch * run.config.seq
     chips = len(devices.devices) / (devices.chip.devices if devices.chip else 1)
     peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
-    flops = (1 + BACKWARD) * run.model.flops_per_token(run.config.seq) * tokens
-    return Meter(tokens, chips, flops, None if peak is None else peak * chips)
+    return Meter(tokens, chips, run.step_flops, None if peak is None else peak * chips)
 
 
 def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
@@ -207,7 +203,7 @@ def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
         "batch": run.config.batch,
         "seq": run.config.seq,
         "steps": run.config.steps,
-        "flops_per_token": (1 + BACKWARD) * run.model.flops_per_token(run.config.seq),
+        "flops_per_token": run.step_flops / (run.config.batch * run.config.seq),
         "mfu_denominator_flops_per_chip": peak,
     }
 

@@ -1,0 +1,118 @@
+"""Decides what is kept of a trial, a layout and what became of it: one line of `trials.jsonl`. Imports no JAX.
+
+The file is append-only. Writers take a lock on it, so that two sweeps may share it; a last line that a crash or a full
+disk tore is cut off by the next writer and left out by readers. A later line of a key replaces an earlier one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+"""The version of a line; it grows when a key changes its meaning. Keys may be added without it."""
+
+TRIALS = "trials.jsonl"
+"""The file of a sweep's folder."""
+
+
+class Status(Enum):
+    """What became of a trial."""
+
+    ok = "ok"
+    refused = "refused"  # an illegal layout: no process was started
+    does_not_fit = "does_not_fit"
+    failed = "failed"  # its process ended with another status than 0
+    killed = "killed"  # a signal ended its process
+    timeout = "timeout"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One line of `trials.jsonl`.
+
+    `key` names everything asked for (two trials of one key are the same trial), `name` is its run folder's name,
+    `sweep` the name of the sweep, `stage` the mode that ran: `compile`, `measure`, `train`. `started` is UTC in ISO
+    8601, `wall_s` the seconds of its process. `overrides` are the command line's. `about` says what was asked in
+    words, as `summary.about` gives it (layout, mesh, axes, degrees, partition, model, target, chips, batch, seq, ...);
+    of a refused trial what is known of it. `folder` is its run folder, relative to the file.
+
+    `results` is what the stage found: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
+    `seconds`, `communication` without its causes, `placement`, `compile`, `simulated`, `loss`, `hints`; of a training
+    run `step` and `loss`. Empty where there is no result.
+    """
+
+    key: str
+    name: str
+    sweep: str
+    stage: str
+    status: Status
+    reason: str | None
+    overrides: list[str]
+    about: dict[str, Any]
+    started: str
+    wall_s: float
+    folder: str | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the line, without its end."""
+        return json.dumps({"schema": SCHEMA, **asdict(self), "status": self.status.value})
+
+    @staticmethod
+    def from_json(line: str) -> Trial:
+        """Return the trial of a line; ValueError for a line of a newer schema, or one that is none."""
+        values = json.loads(line)
+        if not isinstance(values, dict) or "schema" not in values:
+            raise ValueError("a line that is no trial")
+        if values["schema"] > SCHEMA:
+            raise ValueError(f"schema {values['schema']} is newer than this version of valkyrie, which reads {SCHEMA}")
+        known = {f.name for f in fields(Trial)}
+        kept = {key: value for key, value in values.items() if key in known}
+        return Trial(**{**kept, "status": Status(values["status"])})
+
+
+class TrialLog:
+    """The `trials.jsonl` of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / TRIALS
+
+    def append(self, trials: Iterable[Trial]) -> None:
+        """Write lines and wait until they are on disk; OSError names the file where the disk does not take them."""
+        body = "".join(trial.to_json() + "\n" for trial in trials).encode()
+        if not body:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            whole = _end_of_whole_lines(self.path)
+            if whole != self.path.stat().st_size:
+                file.truncate(whole)
+            try:
+                while body:
+                    body = body[file.write(body) :]
+                os.fsync(file.fileno())
+            except OSError as error:
+                said = f"{os.strerror(error.errno or 0)}: a trial was not recorded"
+                raise OSError(error.errno, said, str(self.path)) from error
+
+    def read(self) -> list[Trial]:
+        """Return the newest line of every key, in the order in which keys first came."""
+        found: dict[str, Trial] = {}
+        if self.path.is_file():
+            for line in self.path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    trial = Trial.from_json(line.decode())
+                    found[trial.key] = trial
+        return list(found.values())
+
+
+def _end_of_whole_lines(path: Path) -> int:
+    return path.read_bytes().rfind(b"\n") + 1
