@@ -1,0 +1,1 @@
+"""Hydra finds `hydra/sweeper=` here. Thin on purpose: every Hydra program of an environment imports it."""
