@@ -1,8 +1,9 @@
 """Decides how splash attention (JAX's Pallas kernel for TPU) is called for a sliding window.
 
-Blocks of 512 fit windows of a few hundred keys, and short sequences; without a window blocks of 1024 keys cost less a
-key. From 8192 positions on the backward pass is the un-fused one, because the fused one writes dq once per block of
-keys. Its LocalMask is inclusive: a window of W is (W - 1, 0) when causal.
+Blocks of 512 fit windows of a few hundred keys, and short sequences; without a window wider ones cost less a key, as
+far as a core's scratch memory holds them (heads of up to 128). The fused backward pass takes 0.7 of the other one's
+cycles and writes dq once per block of keys: it is used while that is at most 8 times. Splash's LocalMask is inclusive:
+a window of W is (W - 1, 0) when causal.
 Imported only where it is used, because importing Pallas takes a while.
 """
 
@@ -23,7 +24,9 @@ LANES = 128
 BLOCK = 512
 WIDE_BLOCK = 1024
 WIDE_FROM = 4096
-UNFUSED_FROM = 8192
+LONG_FROM = 8192
+WIDE_HEAD = 128
+DQ_WRITES = 8
 
 
 def splash_window(
@@ -45,7 +48,7 @@ def splash_window(
     rows_padded = _padded_length(seq)
     # Every row, padding too, keeps the key it stands at: a row without any block would divide zero by zero.
     keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
-    kernel = _splash_kernel(heads, rows_padded, keys_padded, span, before, interpret)
+    kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, span, before, interpret)
     segments = _segments(stretch, span.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
     scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
     queries = _pad(scaled, rows_padded).swapaxes(1, 2)
@@ -83,21 +86,23 @@ def _pad(x: Array, length: int, fill: int = 0) -> Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
 
 
-def _block_sizes(rows: int, keys: int, window: int | None) -> splash.BlockSizes:
+def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> splash.BlockSizes:
     """The tiles of a shape. Of a causal square, half of the tiles on its diagonal is work for nothing."""
 
     def fitting(wanted: int, length: int) -> int:
         return wanted if length % wanted == 0 else min(BLOCK, length)
 
-    wide = WIDE_BLOCK if window is None else BLOCK
+    wide = WIDE_BLOCK if window is None and head_dim <= WIDE_HEAD else BLOCK
     forward = wide if min(rows, keys) >= WIDE_FROM else BLOCK
-    fused = rows < UNFUSED_FROM
     row_block, key_block = fitting(forward, rows), fitting(forward, keys)
+    backward = fitting(2 * wide if wide > BLOCK and keys >= LONG_FROM else wide, keys)
+    fused = keys // backward <= DQ_WRITES
     return splash.BlockSizes(
         block_q=row_block,
         block_kv=key_block,
         block_q_dkv=row_block,
-        block_kv_dkv=fitting(wide, keys),
+        block_kv_dkv=backward if fused else fitting(wide, keys),
+        block_kv_dkv_compute=fitting(wide, keys),
         block_q_dq=None if fused else row_block,
         block_kv_dq=None if fused else key_block,
         use_fused_bwd_kernel=fused,
@@ -106,10 +111,10 @@ def _block_sizes(rows: int, keys: int, window: int | None) -> splash.BlockSizes:
 
 @functools.lru_cache(maxsize=64)
 def _splash_kernel(
-    heads: int, rows: int, keys: int, span: Span, before: int, interpret: bool
+    heads: int, head_dim: int, rows: int, keys: int, span: Span, before: int, interpret: bool
 ) -> splash.SplashAttentionKernel:
     """The kernel object for one shape; making its mask takes host time, so it is kept."""
-    blocks = _block_sizes(rows, keys, span.window)
+    blocks = _block_sizes(rows, keys, head_dim, span.window)
     if span.window is None and not span.causal:
         mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
     else:
