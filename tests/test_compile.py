@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,3 +120,20 @@ def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch:
     refused = compile_layout(run, 120)
     assert refused.status == "refused"
     assert "needs a CUDA backend" in refused.outcome["reason"]
+
+
+def test_a_killed_command_takes_its_compiler_along(tmp_path: Path):
+    program = (
+        "import os, subprocess, sys, time\n"
+        "child = 'import time; from valkyrie.search import child; child._outcome = lambda f: time.sleep(60); '\n"
+        "child += 'child.main()'\n"
+        "print(subprocess.Popen([sys.executable, '-c', child, '.'], start_new_session=True).pid, flush=True)\n"
+        "time.sleep(3)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    child = Path("/proc") / done.stdout.strip()
+    deadline = time.monotonic() + 20
+    while child.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not child.exists()

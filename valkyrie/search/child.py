@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,18 @@ _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 def main() -> None:
     """Compile the run in the folder named by the first argument."""
     folder = Path(sys.argv[1])
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     outcome = _outcome(folder)
     scratch = folder / f"{OUTCOME}.part"
     scratch.write_text(json.dumps(outcome))
     scratch.replace(folder / OUTCOME)
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone: whoever was killed cannot tell the compiler to stop."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
