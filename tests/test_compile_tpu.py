@@ -13,7 +13,7 @@ import pytest
 
 from machines import needs_libtpu
 
-pytestmark = needs_libtpu
+pytestmark = [needs_libtpu, pytest.mark.timeout(600)]
 
 TINY = ("mode=compile", "target=v5e-4", "mesh=2x2x1", "partition=fsdp", "model=valkyrie_tiny", "batch=8")
 
@@ -38,9 +38,6 @@ def report(folder: Path) -> subprocess.CompletedProcess[str]:
 def found(folder: Path, report: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert (report.returncode, report.stderr) == (0, ""), report.stdout + report.stderr
     return json.loads((folder / "runs" / "first" / "compile.json").read_text())
-
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_report_says_whether_it_fits_how_fast_and_why(
