@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -22,6 +22,7 @@ ALL_REFUSED = 2
 """Exit status where no trial was legal."""
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Who else is told of trials."""
 

@@ -119,12 +119,12 @@ class LiveScreen(Lines):
 
     def _render(self) -> Group:
         done = sum(self._counts.values())
-        parts = [f"{done}/{self.total} done", f"{len(self._processes)} running", f"{self._waiting} to go"]
-        parts += [f"{n} {s.value.replace('_', ' ')}" for s, n in self._counts.items() if s is not Status.ok]
         left = self.seconds_left()
-        parts.append(f"{_duration(time.monotonic() - self._began)} so far")
+        parts = [f"{done}/{self.total} done", f"{len(self._processes)} running"]
+        parts += [f"{n} {s.value.replace('_', ' ')}" for s, n in self._counts.items() if s is not Status.ok]
         parts.append("ETA ?" if left is None else f"ETA {_duration(left)}")
-        head = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold", no_wrap=True, overflow="ellipsis")
+        parts.append(f"{_duration(time.monotonic() - self._began)} so far")
+        head = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
         rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
         if self._best is not None:
             speed = f"{objective(self._best):,.0f} tokens/s/chip{kind(self._best)}"

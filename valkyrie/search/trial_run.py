@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import FrameType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from omegaconf import DictConfig
 
@@ -27,6 +27,7 @@ _POLL_S = 0.1
 _ELSEWHERE_POLL_S = 0.5
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """Who is told how a sweep goes."""
 
