@@ -15,7 +15,7 @@ from runs import TINY
 from valkyrie.search.trial import Trial, TrialLog
 
 ACTOR = """
-import hashlib, json, os, pathlib, resource, signal, sys, time
+import hashlib, json, os, pathlib, resource, signal, sys, time, traceback
 
 arguments = sys.orig_argv
 if "hydra.mode=RUN" in arguments:
@@ -37,7 +37,11 @@ if "hydra.mode=RUN" in arguments:
         time.sleep(600)
     elif part == "memory":
         resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
-        held = bytearray(2**30)
+        try:
+            held = bytearray(2**30)
+        except MemoryError:
+            traceback.print_exc()
+            os._exit(1)
     elif part.startswith("measure"):
         time.sleep(float(part.partition(" ")[2] or 0))
         speed = float(int(hashlib.sha256(given["name"].encode()).hexdigest()[:4], 16) + 1)

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Protocol, runtime_checkable
@@ -67,8 +67,8 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, T
             for key, (process, lock) in list(running.items()):
                 trial = process.poll()
                 if trial is not None:
-                    del running[key]
                     _record(process.plan, trial, found, watcher)
+                    del running[key]
                     lock.release()
                     looked = 0.0
             watcher.running([process for process, _ in running.values()], len(waiting))
@@ -116,12 +116,14 @@ def _start_next(
         if lock is None:
             continue
         waiting.remove(plan)
-        before = _recorded(plan)
-        if before is not None and plan.settled_by(before):
-            lock.release()
-            _note(plan, before, found, watcher, earlier=True)
-        else:
-            running[plan.key] = TrialProcess(plan, lock), lock
+        with ExitStack() as held:
+            held.callback(lock.release)
+            before = _recorded(plan)
+            if before is not None and plan.settled_by(before):
+                _note(plan, before, found, watcher, earlier=True)
+            else:
+                running[plan.key] = TrialProcess(plan, lock), lock
+                held.pop_all()
         return True
     return False
 
