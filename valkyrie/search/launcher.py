@@ -31,10 +31,12 @@ def launch(
         raise ValueError(f"hydra.launcher.jobs={jobs}: at least 1 trial at a time is needed.")
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    composed = [_composed(context, config, overrides, first + i) for i, overrides in enumerate(job_overrides)]
-    plans = [_plan(job) for job in composed]
+    console = make_console()
+    with console.status(f"composing {len(job_overrides)} trials"):
+        composed = [_composed(context, config, overrides, first + i) for i, overrides in enumerate(job_overrides)]
+        plans = [_plan(job) for job in composed]
     end = next((c for c in context.callbacks.callbacks if isinstance(c, SweepEnd)), None)
-    console, name = make_console(), plans[0].folder.resolve().name if plans else ""
+    name = plans[0].folder.resolve().name if plans else ""
     total = len(plans)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
     try:

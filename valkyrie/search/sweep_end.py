@@ -38,7 +38,8 @@ class Tracker(Protocol):
 class SweepEnd(Callback):
     """Gathers the trials of a multirun and tells of them at its end.
 
-    Our launcher hands them over as they come; after another launcher they are those that `trials.jsonl` has gained.
+    Our launcher hands them over as they come. After another launcher they are all that the folder has, and those that
+    `trials.jsonl` has gained are told to the trackers.
     """
 
     def __init__(self) -> None:
@@ -60,9 +61,12 @@ class SweepEnd(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table and leave with the status of the sweep, if it is not 0."""
-        for trial in TrialLog(self._folder).read():
-            if trial.key not in self._trials and (trial.key, trial.started) not in self._before:
-                self.noted(trial)
+        if not self._trials:
+            for trial in TrialLog(self._folder).read():
+                if (trial.key, trial.started) in self._before:
+                    self._trials[trial.key] = trial
+                else:
+                    self.noted(trial)
         status = self.finish()
         if status:
             sys.exit(status)

@@ -73,16 +73,16 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def table(trials: Sequence[Trial], rows: int = 40) -> Table:
-    """Return the ranked table: every trial that was started, at most `rows` of them."""
+    """Return the ranked table: every trial that was started, at most `rows` of them; without columns that are empty."""
     shown = [trial for trial in ranked(trials) if trial.status is not Status.refused]
+    cells = [_row(place, trial) for place, trial in enumerate(shown[:rows], 1)]
+    filled = [name for name in _COLUMNS if any(row[name] for row in cells)]
     made = Table(box=SIMPLE, pad_edge=False, caption=_cut(len(shown), rows), caption_justify="left")
-    for name, right in (("", True), ("layout", False), ("tokens/s/chip", True), ("tokens/s", True)):
-        made.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for name in ("step ms", "MFU", "memory"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("", overflow="fold")
-    for place, trial in enumerate(shown[:rows], 1):
-        made.add_row(*_row(place, trial), style=None if trial.status is Status.ok else "dim")
+    for name in filled:
+        words = name in ("trial", "result")
+        made.add_column(name, justify="left" if words else "right", no_wrap=name != "result", overflow="fold")
+    for trial, row in zip(shown, cells, strict=False):
+        made.add_row(*(row[name] for name in filled), style=None if trial.status is Status.ok else "dim")
     return made
 
 
@@ -106,20 +106,24 @@ def ending(trials: Sequence[Trial], folder: Path) -> list[str]:
     return [*lines, f"folder: {folder}", f"page: valkyrie-report {folder}"]
 
 
-def _row(place: int, trial: Trial) -> list[str]:
+_COLUMNS = ("#", "trial", "tokens/s/chip", "tokens/s", "step ms", "MFU", "memory", "loss", "result")
+
+
+def _row(place: int, trial: Trial) -> dict[str, str]:
     step: dict[str, Any] = trial.results.get("step", {})
     speed = objective(trial)
-    said = kind(trial).strip() if speed else ""
-    return [
-        str(place),
-        title(trial),
-        f"{speed:,.0f}" if speed else "",
-        f"{step['tokens_per_second']:,.0f}" if speed else "",
-        f"{1e3 * step['step_s']:,.1f}" if speed else "",
-        f"{100 * step['mfu']:.1f}%" if step.get("mfu") else "",
-        memory(trial) if "peak" in trial.results.get("memory", {}) else "",
-        said if trial.status is Status.ok else f"{trial.status.value}: {short_reason(trial)}",
-    ]
+    verdict = "" if trial.status is Status.ok else f"{trial.status.value.replace('_', ' ')}: {short_reason(trial)}"
+    return {
+        "#": str(place),
+        "trial": title(trial),
+        "tokens/s/chip": f"{speed:,.0f}" if speed else "",
+        "tokens/s": f"{step['tokens_per_second']:,.0f}" if speed else "",
+        "step ms": f"{1e3 * step['step_s']:,.1f}" if speed else "",
+        "MFU": f"{100 * step['mfu']:.1f}%" if step.get("mfu") else "",
+        "memory": memory(trial) if "peak" in trial.results.get("memory", {}) else "",
+        "loss": f"{trial.results['loss']:.4f}" if trial.stage == "train" and "loss" in trial.results else "",
+        "result": (kind(trial).strip() if speed else "") or verdict,
+    }
 
 
 def _cut(count: int, rows: int) -> str | None:
