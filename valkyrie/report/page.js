@@ -27,6 +27,7 @@
     share: (v) => `${(100 * v).toFixed(v < 0.0995 ? 1 : 0)}%`,
     dollars: (v) => `${Number(v.toPrecision(3))} $`,
   };
+  const ABOUT = ["rank", "layout", "seen", "status", "partition", "mesh"];
   const TIMED = ["speed", "seconds"];
 
   // ---- the ranked table
@@ -57,6 +58,13 @@
     );
   };
   const compared = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+  const cells = (row, index) => {
+    const text = row[at.reason];
+    if (!text || row[at.per_chip] !== null) return columns.map((column) => cell(row, column, index));
+    const few = columns.filter((column) => ABOUT.includes(column.id));
+    const reason = make("td", { class: "reason", colspan: columns.length - few.length }, text);
+    return [...few.map((column) => cell(row, column, index)), reason];
+  };
   const fillTable = () => {
     const shown = data.rows.map((row, i) => [row, i]).filter(([row]) => wanted(row));
     if (order.column) {
@@ -67,7 +75,7 @@
         return (order.down ? -1 : 1) * compared(a[i], b[i]);
       });
     }
-    const body = shown.map(([row, i]) => make("tr", {}, ...columns.map((column) => cell(row, column, i))));
+    const body = shown.map(([row, i]) => make("tr", {}, ...cells(row, i)));
     byId("table").tBodies[0].replaceChildren(...body);
     byId("count").textContent = `${shown.length} of ${data.rows.length} trials`;
   };
@@ -80,7 +88,7 @@
     }
     fillTable();
   };
-  const columns = data.columns.filter((column) => data.rows.some((row) => row[at[column.id]] !== null && row[at[column.id]] !== ""));
+  const columns = data.columns.filter((column) => column.id !== "reason" && data.rows.some((row) => row[at[column.id]] !== null && row[at[column.id]] !== ""));
   const head = make("tr");
   for (const column of columns) {
     const button = make("button", { type: "button", title: column.help }, column.label);
@@ -126,7 +134,6 @@
   byId("kinds").hidden = data.groups.length < 2;
 
   // ---- one layout
-  const COLOURS = data.config.range.category;
   const NAMES = {
     seen: "speed is", status: "status", reason: "reason", per_chip: "tokens/s/chip", step: "step", held: "memory",
     roles: "what each mesh axis does", on: "hardware", work: "work", command: "command", folder: "run folder",
@@ -157,6 +164,7 @@
       byId("layout").focus({ preventScroll: true });
     }
   };
+  const OTHERS = ["#8a6fd1", "#c2607f", "#7f8f35", "#b5894a", "#5f7f9f"];
   const drawTimeline = (found) => {
     const node = byId("timeline");
     node.parentElement.querySelector(".empty").textContent = Object.keys(data.timelines).length
@@ -165,12 +173,15 @@
     if (!found) return draw(node, null);
     const values = found.spans.map(([track, start, length, kind, name, count]) => ({
       track: found.tracks[track], start: start / 1e3, end: (start + length) / 1e3, ms: length / 1e3,
-      kind: found.names[kind].replace(/^exposed (.*)$/, "wait for $1"), name: found.names[name], count,
+      kind: found.names[kind], name: found.names[name], count,
     }));
     const spec = structuredClone(data.timeline);
     spec.data.values = values;
+    spec.height = 34 * found.tracks.length;
     spec.encoding.x.scale.domain = [0, found.step_us / 1e3];
     spec.encoding.y.scale = { domain: found.tracks };
+    const kinds = [...new Set(values.map((value) => value.kind))], left = [...OTHERS];
+    spec.encoding.color.scale = { domain: kinds, range: kinds.map((kind) => data.colours[kind] || left.shift() || "#888") };
     return draw(node, spec);
   };
   data.rows.forEach((row, i) => {
@@ -206,9 +217,10 @@
       return changed.length === 1 ? changed[0][0] : null;
     };
     const used = found.axes.filter(([, size]) => size > 1).map(([name]) => name);
-    const colour = (axis) => (axis === null ? "currentColor" : COLOURS[used.indexOf(axis)]);
+    const colour = (axis) => (axis === null ? "currentColor" : data.colours[axis]);
     const [right, low] = place(rows - 1, across - 1, 0), [far] = place(0, across - 1, deep - 1);
-    const picture = svg("svg", { viewBox: `0 0 ${Math.max(right, far) + 30} ${low + 30}`, width: Math.max(right, far) + 30, height: low + 30, role: "img" });
+    const width = Math.max(right, far) + 60, height = low + 30;
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
     const links = svg("g", { "stroke-width": 3.5, "stroke-linecap": "round" }), chips = svg("g", {});
     const title = `torus of ${found.shape.join("x")} chips${found.slices > 1 ? `, one of ${found.slices} slices` : ""}`;
     picture.append(svg("title", {}, title), links, chips);
@@ -244,7 +256,7 @@
       swatch.style.background = colour(name);
       return make("li", {}, swatch, `${name}${drawn.has(name) ? "" : ": its neighbours share no link"}`);
     });
-    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `Numbers beside a chip: its place along ${used.join(", ")}. Grey links join chips that differ in more than one axis.`)] : [])];
+    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `Numbers beside a chip: its place along ${used.join(", ")}. Grey links join chips that differ along more than one axis.`)] : [])];
     box.replaceChildren(picture, make("ul", { class: "keys" }, ...keys), ...note, make("p", { class: "words" }, title));
   };
 

@@ -6,17 +6,19 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from valkyrie.paths import cache_root
 from valkyrie.report import table, words
-from valkyrie.report.figures import CONFIG, OF_A_GROUP, OF_ALL, Figure, specification, timeline_spec
+from valkyrie.report.figures import OF_A_GROUP, OF_ALL, Figure, specification
 from valkyrie.report.rank import Comparison, agreement, best_per_target, groups, predicted_and_measured, refusals
 from valkyrie.report.records import Row, read_rows
+from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
+from valkyrie.report.values import PART_NAMES, WAITING
 from valkyrie.search.units import percent
 
 REPORT = "report.html"
@@ -82,11 +84,8 @@ def _data(rows: Sequence[Row], timelines: int) -> dict[str, Any]:
             drawn[row.id] = found
     placed = {row.id: found for row in timed[:TORUSES] if (found := torus(row)) is not None}
     return {
-        "config": CONFIG,
         "groups": [{"label": group.label, "simulated": group.simulated} for group in kinds],
-        "figures": {
-            figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP
-        },
+        "figures": {figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
         "together": {figure.id: specification(figure, ordered) for figure in OF_ALL},
         "columns": [vars(column) for column in table.COLUMNS],
         "rows": table.cells(kinds),
@@ -94,7 +93,16 @@ def _data(rows: Sequence[Row], timelines: int) -> dict[str, Any]:
         "timelines": {i: drawn[row.id] for i, row in enumerate(ordered) if row.id in drawn},
         "toruses": {i: placed[row.id] for i, row in enumerate(ordered) if row.id in placed},
         "timeline": timeline_spec(),
+        "colours": _colours(drawn, placed),
     }
+
+
+def _colours(drawn: dict[str, dict[str, Any]], placed: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the colours of parts of a step and of mesh axes, by the words of timelines and pictures."""
+    found = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
+    found |= {axis: axes_colour(axis) for picture in placed.values() for axis, _ in picture["axes"]}
+    waits = {name for one in drawn.values() for name in one["names"] if name.startswith(WAITING)}
+    return found | {name: axes_colour(name.removeprefix(WAITING)) for name in waits}
 
 
 def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
@@ -138,8 +146,11 @@ def _order(rows: Sequence[Row]) -> str:
     if share is None:
         return ""
     word = " (simulated)" if any(pair.b.group.simulated for pair in pairs) else ""
-    said = f"Of every two of these layouts, the prediction names the faster one{word} in {percent(share)} of cases."
-    return f"<p>{said} By chance it would be 50%.</p>"
+    said = f"Of every two of these layouts, the prediction names the faster one{word} in {percent(share)} of cases; "
+    said += "chance names it in 50%."
+    if word:
+        said += " Threads of one processor are no chips with links: little can be expected of such a comparison."
+    return f"<p>{said}</p>"
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -164,6 +175,6 @@ def _vega() -> str:
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{id(kept)}.partial")
-        partial.write_text(vl_convert.javascript_bundle(), encoding="utf-8")
+        partial.write_text(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"), encoding="utf-8")
         partial.replace(kept)
     return kept.read_text(encoding="utf-8")

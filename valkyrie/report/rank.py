@@ -1,7 +1,8 @@
-"""Decides what is better: the order of rows, the best of each kind, what no other beats, and two sweeps side by side."""
+"""Decides what is better: the order of rows, the best of each kind, what no other beats, and two sweeps compared."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from valkyrie.report.records import Group, Row
 from valkyrie.search.trial import Status
+
+UNKNOWN = "no reason was recorded"
 
 
 def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
@@ -39,7 +42,7 @@ def best_per_target(rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def front(rows: Iterable[Row], cost: Callable[[Row], float | None]) -> list[Row]:
+def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
     """Return the rows that no other beats: none is as fast a chip for less, or faster for as much; cheapest first."""
     priced = [(cost(row), row) for row in rows if row.ok]
     ordered = sorted(((c, row) for c, row in priced if c is not None), key=lambda p: (p[0], -(p[1].rate_per_chip or 0)))
@@ -50,7 +53,7 @@ def front(rows: Iterable[Row], cost: Callable[[Row], float | None]) -> list[Row]
     return found
 
 
-def memory_of(row: Row) -> float | None:
+def memory_of(row: Row) -> int | None:
     """Return the bytes of one device at its peak."""
     return row.held
 
@@ -137,14 +140,17 @@ def agreement(pairs: Sequence[Pair]) -> float | None:
 
 
 def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
-    """Return what has no result, by status and reason, those with most rows first."""
+    """Return what has no result, by status and reason, those with most rows first.
+
+    Reasons that differ in numbers alone are one; the first of them stands for it.
+    """
     found: dict[tuple[Status, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.trial.status is not Status.ok:
-            found[(row.trial.status, row.reason or "no reason was recorded")].append(row)
+            found[(row.trial.status, re.sub(r"[0-9]+(\.[0-9]+)?", "#", row.reason or ""))].append(row)
     order = list(Status)
     listed = sorted(found.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]), item[0][1]))
-    return [(status, reason, members) for (status, reason), members in listed]
+    return [(status, members[0].reason or UNKNOWN, members) for (status, _), members in listed]
 
 
 def _same(row: Row) -> tuple[object, ...]:

@@ -51,7 +51,8 @@ class Row:
 
     `held` is the peak of one device, or what it would need where it does not fit; `seconds` are the parts of a step;
     `sent` the bytes that one device sends in a step, by mesh axes; `price` the dollars of a chip in an hour, and
-    `per_million` those of a million tokens, on demand. `source` is the folder of its sweep, `folder` its run folder if there is one.
+    `per_million` those of a million tokens, on demand. `source` is the folder of its sweep; `folder` its run
+    folder where there is one.
     """
 
     trial: Trial
@@ -108,7 +109,8 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
             trials = TrialLog(folder).read()
         except ValueError as error:
             raise ValueError(f"{folder / TRIALS} cannot be read: {error}.") from error
-        rows += [row_of(trial, folder) for trial in trials]
+        said = {_kind(t): t.results["simulated"] for t in trials if "simulated" in t.results}
+        rows += [row_of(t, folder, _is_simulated(t, said.get(_kind(t)))) for t in trials]
     return rows
 
 
@@ -136,36 +138,38 @@ _ADVICE = (
 )
 
 
-def row_of(trial: Trial, folder: Path) -> Row:
-    """Return a trial of this sweep folder as a row."""
+def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
+    """Return a trial of this sweep folder as a row; `simulated` says that its devices are no accelerators."""
     about, results = trial.about, trial.results
     step, memory = results.get("step") or {}, results.get("memory") or {}
     sent = results.get("communication") or {}
     chips = about.get("chips")
     per_dollar = (step.get("tokens_per_dollar") or {}).get("on_demand")
-    rate = step.get("tokens_per_second")
+    rate = _number(step.get("tokens_per_second"))
     run_folder = None if trial.folder is None else folder / trial.folder
     return Row(
         trial=trial,
         source=folder,
-        group=Group(trial.stage, str(about.get("target") or "unknown target"), _is_simulated(trial)),
-        work=Work(*(about.get(key) for key in ("model", "batch", "seq")), str(about.get("precision") or "")),
+        group=Group(trial.stage, str(about.get("target") or "unknown target"), simulated),
+        work=Work(
+            str(about.get("model") or "?"), about.get("batch"), about.get("seq"), str(about.get("precision") or "")
+        ),
         layout=str(about.get("layout") or trial.name),
         mesh=str(about.get("mesh") or "?"),
         partition=str(about.get("partition") or "?"),
         chips=chips,
         degrees=dict(about.get("degrees") or {}),
-        step_s=step.get("step_s"),
-        p90_s=step.get("p90_s"),
-        min_s=step.get("min_s"),
+        step_s=_number(step.get("step_s")),
+        p90_s=_number(step.get("p90_s")),
+        min_s=_number(step.get("min_s")),
         rate=rate,
-        rate_per_chip=step.get("tokens_per_second_per_chip"),
-        mfu=step.get("mfu"),
+        rate_per_chip=_number(step.get("tokens_per_second_per_chip")),
+        mfu=_number(step.get("mfu")),
         held=memory.get("peak") or memory.get("needed"),
         usable=memory.get("usable"),
-        seconds=dict(results.get("seconds") or {}),
-        sent=dict(sent.get("bytes_by_mesh_axes") or {}),
-        exposed_s=sent.get("exposed_s") if results.get("seconds") else None,
+        seconds=_numbers(results.get("seconds")),
+        sent=_numbers(sent.get("bytes_by_mesh_axes")),
+        exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
         price=rate * 3600 / per_dollar / chips if rate and per_dollar and chips else None,
         per_million=1e6 / per_dollar if per_dollar else None,
         reason=_reason(trial),
@@ -184,10 +188,23 @@ def read_json(row: Row, name: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _is_simulated(trial: Trial) -> bool:
+def _number(value: int | float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _numbers(values: dict[str, int | float] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (values or {}).items()}
+
+
+def _kind(trial: Trial) -> tuple[str, str]:
+    return trial.stage, str(trial.about.get("target"))
+
+
+def _is_simulated(trial: Trial, others: bool | None) -> bool:
+    """Return whether a trial's devices are simulated; of one without a result, as `others` of its target were."""
     if trial.stage == "compile":
         return False
-    said = trial.results.get("simulated")
+    said = trial.results.get("simulated", others)
     return trial.about.get("chip") is None if said is None else bool(said)
 
 

@@ -126,13 +126,18 @@ def refused(found: Sequence[tuple[Status, str, Sequence[Row]]]) -> str:
     entries = []
     for status, reason, rows in found:
         count = f"{len(rows)} {status.value.replace('_', ' ')}"
-        listed = "".join(f"<li>{_text(row.layout)} <small>{_text(row.group.label)}</small></li>" for row in rows)
+        listed = "".join(_refused_row(row, reason) for row in rows)
         lines = "<br>".join(_text(line) for line in reason.splitlines())
         entries.append(
             f'<details class="reason"><summary><span class="badge {status.value}">{_text(count)}</span> {lines}'
             f"</summary><ul>{listed}</ul></details>"
         )
     return "".join(entries)
+
+
+def _refused_row(row: Row, reason: str) -> str:
+    own = f" <small>{_text(row.reason)}</small>" if row.reason not in (None, reason) else ""
+    return f"<li>{_text(row.layout)} <small>{_text(row.group.label)}</small>{own}</li>"
 
 
 def compared(comparison: Comparison) -> str:
@@ -158,7 +163,9 @@ def compared(comparison: Comparison) -> str:
 
 
 def _table(caption: str, heads: Sequence[str], body: Sequence[str]) -> str:
-    top = "".join(f'<th scope="col">{_text(head)}</th>' for head in heads)
+    numbers = {place for row in body for place, cell in enumerate(row.split("<td")[1:]) if 'class="number"' in cell}
+    kinds = [' class="number"' if place in numbers else "" for place in range(len(heads))]
+    top = "".join(f'<th scope="col"{kind}>{_text(head)}</th>' for kind, head in zip(kinds, heads, strict=True))
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{_text(caption)}"><table>'
         f'<caption class="hidden">{_text(caption)}</caption><thead><tr>{top}</tr></thead>'

@@ -74,7 +74,9 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
         said += ["## Without a result", ""]
         for status, reason, members in without:
             listed = ", ".join(dict.fromkeys(row.layout for row in members))
-            said.append(f"- **{status.value.replace('_', ' ')}** ({len(members)}): {' '.join(reason.split())} — {listed}")
+            said.append(
+                f"- **{status.value.replace('_', ' ')}** ({len(members)}): {' '.join(reason.split())} — {listed}"
+            )
         said.append("")
     return "\n".join(said)
 
@@ -88,7 +90,7 @@ def _ranked(rows: Sequence[Row]) -> list[str]:
             named[row.id],
             _speed(row, row.rate_per_chip),
             _speed(row, row.rate),
-            duration(row.step_s or 0.0),
+            duration(row.step_s or 0.0) + (" simulated" if row.group.simulated else ""),
             "" if row.mfu is None else f"{100 * row.mfu:.1f}%",
             "" if row.held is None else memory(row.held),
             sent(sum(row.sent.values())) if row.sent else "",

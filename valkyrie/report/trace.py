@@ -9,6 +9,7 @@ from typing import Any
 
 from valkyrie.hardware import TargetConfig, Topology, known_chips, topology_of
 from valkyrie.report.records import Row, read_json
+from valkyrie.report.values import part_name
 from valkyrie.search.modes import SUMMARY, TIMELINE
 from valkyrie.search.summary import short_cause, short_source
 
@@ -38,9 +39,9 @@ def timeline(row: Row, limit: int = SPANS) -> dict[str, Any] | None:
     gap, joined = step_us / 2000, _joined(by_track, 0.0)
     while len(joined) > limit:
         joined, gap = _joined(by_track, gap), 2 * gap
-    names = list(dict.fromkeys(text for span in joined for text in span[3:5]))
+    names = list(dict.fromkeys(text for span in joined for text in (part_name(span[3]), span[4])))
     index = {name: i for i, name in enumerate(names)}
-    drawn = [[t, round(s, 2), round(d, 2), index[c], index[n], k] for t, s, d, c, n, k in joined]
+    drawn = [[t, round(s, 2), round(d, 2), index[part_name(c)], index[n], k] for t, s, d, c, n, k in joined]
     return {"tracks": tracks, "names": names, "step_us": round(step_us, 2), "spans": drawn}
 
 
@@ -119,4 +120,3 @@ def _name(event: dict[str, Any]) -> str:
     said = short_cause(args["op_name"]) if args.get("op_name") else event["name"]
     source = short_source(args.get("source"))
     return f"{said} ({source})" if source else said
-

@@ -10,6 +10,7 @@ from valkyrie.report.rank import front, memory_of, predicted_and_measured, price
 from valkyrie.report.records import Row
 from valkyrie.search.trial import Status
 from valkyrie.search.units import duration, percent
+from valkyrie.search.units import memory as memory_text
 
 Values = list[dict[str, Any]]
 
@@ -17,6 +18,8 @@ BARS = 40
 """How many layouts a bar chart shows, the best ones."""
 PART_NAMES = {"matmul": "matrix products", "kernel": "kernels", "compute": "other arithmetic", "memory": "memory-bound"}
 """Words for the parts of a step."""
+WAITING = "waiting for "
+"""What stands before the mesh axes of exposed communication."""
 FAR = 4
 """Beyond this multiple of the largest peak, the usable memory is not drawn."""
 
@@ -26,7 +29,7 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
     varied = [len({row.work[i] for row in rows}) > 1 for i in range(3)]
     found: dict[str, str] = {}
     for row in rows:
-        told = [str(row.work[0])] * varied[0] + [f"batch {row.work[1]}"] * varied[1] + [f"{row.work[2]} long"] * varied[2]
+        told = [text for text, varies in zip(_told(row), varied, strict=True) if varies]
         found[row.id] = " ".join([row.layout, *told])
     for more in (lambda row: row.sweep, lambda row: str(row.source), lambda row: row.trial.name):
         counts: Counter[tuple[str, object]] = Counter((found[row.id], row.group) for row in rows)
@@ -34,6 +37,10 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
         if len({more(row) for row in twice}) > 1:
             found |= {row.id: f"{found[row.id]} ({more(row)})" for row in twice}
     return found
+
+
+def _told(row: Row) -> tuple[str, str, str]:
+    return row.work.model, f"batch {row.work.batch}", f"{row.work.seq} long"
 
 
 def bars(rows: Sequence[Row]) -> Values:
@@ -55,7 +62,9 @@ def bars(rows: Sequence[Row]) -> Values:
                 "high": _short(high),
                 "end": _short(max(high, row.rate)),
                 "step": duration(row.step_s),
-                "spread": f"{duration(row.min_s or 0)} to {duration(row.p90_s or 0)}" if spread else "none: predicted",
+                "spread": f"{duration(row.min_s or 0.0)} to {duration(row.p90_s or 0.0)}"
+                if spread
+                else "none: predicted",
             }
         )
     return found
@@ -87,15 +96,22 @@ def cells(rows: Sequence[Row]) -> Values:
 def memory(rows: Sequence[Row]) -> Values:
     """Return peak memory and speed of rows that fit, and what the others would need, at no speed.
 
-    `usable` is that of one device, the same in every record; None where there is none, or it lies far beyond all rows.
+    `usable` is that of one device, the same in every record; None where there is none, or it lies far
+    beyond all rows, which `far` then says.
     """
     named = labels(rows)
     best = {row.id for row in front(rows, memory_of)}
     drawn = [row for row in rows if row.held and (row.ok or row.trial.status is Status.does_not_fit)]
     if not any(row.ok for row in drawn):
         return []
-    largest, usable = max(row.held or 0 for row in drawn), min((row.usable for row in drawn if row.usable), default=None)
-    usable = None if usable is None or usable > FAR * largest else usable
+    largest, usable = (
+        max(row.held or 0 for row in drawn),
+        min((row.usable for row in drawn if row.usable), default=None),
+    )
+    far = ""
+    if usable is not None and usable > FAR * largest:
+        far = f"Everything fits easily: the limit, {memory_text(usable)} of a device, lies far to the right."
+        usable = None
     unit, scale = ("GiB", 2**30) if largest > 2**30 / 10 else ("MiB", 2**20)
     return [
         {
@@ -107,6 +123,7 @@ def memory(rows: Sequence[Row]) -> Values:
             "front": row.id in best,
             "unit": unit,
             "usable": None if usable is None else _short(usable / scale),
+            "far": far,
         }
         for row in drawn
     ]
@@ -119,7 +136,13 @@ def parts(rows: Sequence[Row]) -> Values:
     order = [*PART_NAMES, *exposed]
     unit, scale = _time_unit([row.step_s or 0.0 for row in shown])
     taken = [(row, row.seconds, row.step_s or 1.0) for row in shown]
-    return _stacked(labels(rows), taken, order, PART_NAMES, unit, scale)
+    return _stacked(labels(rows), taken, order, {name: part_name(name) for name in order}, unit, scale)
+
+
+def part_name(category: str) -> str:
+    """Return a part of a step in words."""
+    axes = category.removeprefix("exposed ")
+    return PART_NAMES.get(category, category) if axes == category else WAITING + axes
 
 
 def sent(rows: Sequence[Row]) -> Values:

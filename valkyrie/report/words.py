@@ -13,6 +13,9 @@ WORTH_SAYING = 0.15
 SAME = 1.02
 """Below this ratio two speeds are called the same."""
 
+NEGLIGIBLE = 0.01
+"""The share of all bytes below which those over some axes are not named."""
+
 _PARTS = {"matmul": "matrix products", "kernel": "kernels", "compute": "other arithmetic"}
 
 
@@ -36,7 +39,7 @@ def answer(group: Group, rows: Sequence[Row]) -> list[str]:
     for partition in dict.fromkeys(row.partition for row in rows if row.work == fast.work):
         without = [row for row in rows if row.partition == partition and row.work == fast.work]
         if partition not in best and partition != "?":
-            said.append(f"{partition} has no speed: {without[0].reason or without[0].trial.status.value}.")
+            said.append(_without(partition, without))
     return said
 
 
@@ -77,12 +80,20 @@ def _winner(row: Row, rows: Sequence[Row]) -> str:
     word = " simulated" if row.group.simulated else ""
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
     timed = sum(r.ok for r in rows)
-    said = f"Fastest of {timed} {row.group.label}: {row.layout}, " if timed > 1 else f"{row.group.label}: {row.layout}, "
+    said = (
+        f"Fastest of {timed} {row.group.label}: {row.layout}, " if timed > 1 else f"{row.group.label}: {row.layout}, "
+    )
     said += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
     if row.held is not None:
         said += f"; each device holds {memory(row.held)}"
         said += f" of {memory(row.usable)} usable" if row.usable is not None else ""
     return said[0].upper() + said[1:] + "."
+
+
+def _without(partition: str, rows: Sequence[Row]) -> str:
+    status = " or ".join(dict.fromkeys(row.trial.status.value.replace("_", " ") for row in rows))
+    reason = (rows[0].reason or "no reason was recorded").splitlines()[0].rstrip(".")
+    return f"{partition} has no speed ({status}): {reason}."
 
 
 def _reasons(fast: Row, slow: Row) -> tuple[list[str], list[str]]:
@@ -103,7 +114,7 @@ def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, flo
     took, takes = duration(a.get(name, 0.0)), duration(b.get(name, 0.0))
     if name == "exposed":
         over = f" (a device sends {_over(fast)}, against {_over(slow)})"
-        return f"it waits {took} of a step for communication, not {takes}{over}"
+        return f"it waits {took} of a step for other devices, not {takes}{over}"
     if name == "memory":
         shares = percent(a.get(name, 0.0) / (fast.step_s or 1)), percent(b.get(name, 0.0) / (slow.step_s or 1))
         return f"operations bound by memory take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
@@ -138,7 +149,8 @@ def _differs(fast: Row, slow: Row) -> str:
 
 
 def _over(row: Row) -> str:
-    parts = sorted(row.sent.items(), key=lambda item: -item[1])
+    whole = sum(row.sent.values())
+    parts = sorted(((a, s) for a, s in row.sent.items() if s >= NEGLIGIBLE * whole), key=lambda item: -item[1])
     listed = [f"{sent(size)} over {axes}" for axes, size in parts[:2]]
     rest = sum(size for _, size in parts[2:])
     listed += [f"{sent(rest)} over others"] if rest else []

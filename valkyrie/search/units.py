@@ -5,17 +5,17 @@ from __future__ import annotations
 from valkyrie.hardware import GIB
 
 
-def gib(size: float | None) -> str:
+def gib(size: int | float | None) -> str:
     """Return bytes in GiB, `?` where they are not known."""
     return "?" if size is None else f"{size / GIB:.1f} GiB"
 
 
-def memory(size: float | None) -> str:
+def memory(size: int | float | None) -> str:
     """Return bytes in GiB, or in MiB below a tenth of one; `?` where they are not known."""
     return f"{size / 2**20:.1f} MiB" if size is not None and size < GIB / 10 else gib(size)
 
 
-def sent(size: float) -> str:
+def sent(size: int | float) -> str:
     """Return bytes on a link, in powers of ten."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
