@@ -36,7 +36,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: valkyrie-report runs/laptop_8 --format md",
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="a sweep's folder, or a folder of sweeps")
-    parser.add_argument("--output", type=Path, help="the file to write; - for the screen (what md and csv do anyway)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the file to write instead of report.html in the first PATH; - for the screen, where md and csv go anyway",
+    )
     parser.add_argument("--format", choices=("html", "md", "csv"), default="html")
     both = "two sweeps side by side, by name or folder"
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=both)
@@ -46,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.report.page import REPORT, page
     from valkyrie.report.rank import compare
-    from valkyrie.report.records import find_sweeps, read_rows
+    from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
 
     named = arguments.compare or []
@@ -68,7 +72,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    output = arguments.output or find_sweeps(paths)[0] / REPORT
+    output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT
     output.write_text(text, encoding="utf-8")
     print(f"{len(rows)} trials: {output}")
 

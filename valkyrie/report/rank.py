@@ -113,14 +113,19 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
 
 
 def predicted_and_measured(rows: Iterable[Row]) -> list[Pair]:
-    """Return layouts that were both compiled for a time and run, of one work; the prediction first."""
+    """Return layouts that were both compiled for a time and run, of one work; the prediction first.
+
+    What ran on a named target is held against predictions for that target, what ran on simulated devices or on those
+    at hand against all of them.
+    """
     told: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     rows = [row for row in rows if row.ok]
     for row in rows:
         if row.group.stage == "compile":
             told[(row.layout, *row.work[:3])].append(row)
     ran = (row for row in rows if row.group.stage != "compile")
-    return [Pair(prediction, row) for row in ran for prediction in told[(row.layout, *row.work[:3])]]
+    pairs = [Pair(prediction, row) for row in ran for prediction in told[(row.layout, *row.work[:3])]]
+    return [p for p in pairs if p.b.group.simulated or p.b.group.target in ("auto", p.a.group.target)]
 
 
 def agreement(pairs: Sequence[Pair]) -> float | None:

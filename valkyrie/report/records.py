@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from valkyrie.hardware import known_chips
 from valkyrie.search.trial import TRIALS, Status, Trial, TrialLog
 
 DEPTH = 2
@@ -144,8 +145,8 @@ def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
     step, memory = results.get("step") or {}, results.get("memory") or {}
     sent = results.get("communication") or {}
     chips = about.get("chips")
-    per_dollar = (step.get("tokens_per_dollar") or {}).get("on_demand")
     rate = _number(step.get("tokens_per_second"))
+    price = _price(trial, simulated)
     run_folder = None if trial.folder is None else folder / trial.folder
     return Row(
         trial=trial,
@@ -170,8 +171,8 @@ def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
         seconds=_numbers(results.get("seconds")),
         sent=_numbers(sent.get("bytes_by_mesh_axes")),
         exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
-        price=rate * 3600 / per_dollar / chips if rate and per_dollar and chips else None,
-        per_million=1e6 / per_dollar if per_dollar else None,
+        price=price,
+        per_million=1e6 * price * chips / (3600 * rate) if price and chips and rate else None,
         reason=_reason(trial),
         folder=run_folder if run_folder is not None and run_folder.is_dir() else None,
     )
@@ -186,6 +187,16 @@ def read_json(row: Row, name: str) -> dict[str, Any] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _price(trial: Trial, simulated: bool) -> float | None:
+    """Return the dollars of a chip in an hour: as the stage counted, else as the chip's file says."""
+    step, chips = trial.results.get("step") or {}, trial.about.get("chips")
+    per_dollar = (step.get("tokens_per_dollar") or {}).get("on_demand")
+    if per_dollar and chips:
+        return step["tokens_per_second"] * 3600 / per_dollar / chips
+    chip = known_chips().get(trial.about.get("chip") or "")
+    return None if chip is None or simulated or not step else chip.usd_per_hour
 
 
 def _number(value: int | float | None) -> float | None:

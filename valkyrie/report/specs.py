@@ -185,13 +185,16 @@ def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     layers: list[Spec] = [line, points]
     if usable is not None:
         end = max(usable * 1.15, *(v["held"] * 1.03 for v in found))
+        start = min(v["held"] for v in found)
+        x["scale"] = {"domain": [max(0, start - 0.1 * (end - start)), end], "nice": False}
         edge: Spec = {"datum": usable, "type": "quantitative"}
-        region: Spec = {"mark": {"type": "rect", "color": "#e05a5a", "opacity": 0.14}}
+        once: Spec = {"data": {"values": [{}]}}
+        region: Spec = {"type": "rect", "color": "#e05a5a", "opacity": 0.16}
         label: Spec = {"type": "text", "align": "left", "dx": 6, "y": 12, "text": "does not fit", "color": "#e05a5a"}
         layers = [
-            region | {"encoding": {"x": edge, "x2": {"datum": end}}},
-            {"mark": {"type": "rule", "color": "#e05a5a", "strokeWidth": 1.5}, "encoding": {"x": edge}},
-            {"data": {"values": [{}]}, "mark": label, "encoding": {"x": edge}},
+            {**once, "mark": region, "encoding": {"x": {**edge, "scale": x["scale"]}, "x2": {"datum": end}}},
+            {**once, "mark": {"type": "rule", "color": "#e05a5a", "strokeWidth": 1.5}, "encoding": {"x": edge}},
+            {**once, "mark": label, "encoding": {"x": edge}},
             *layers,
         ]
     far = found[0]["far"]

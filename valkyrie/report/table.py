@@ -127,9 +127,10 @@ def refused(found: Sequence[tuple[Status, str, Sequence[Row]]]) -> str:
     for status, reason, rows in found:
         count = f"{len(rows)} {status.value.replace('_', ' ')}"
         listed = "".join(_refused_row(row, reason) for row in rows)
+        alike = " <small>(and alike)</small>" if any(row.reason not in (None, reason) for row in rows) else ""
         lines = "<br>".join(_text(line) for line in reason.splitlines())
         entries.append(
-            f'<details class="reason"><summary><span class="badge {status.value}">{_text(count)}</span> {lines}'
+            f'<details class="reason"><summary><span class="badge {status.value}">{_text(count)}</span> {lines}{alike}'
             f"</summary><ul>{listed}</ul></details>"
         )
     return "".join(entries)

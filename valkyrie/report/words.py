@@ -87,7 +87,17 @@ def _winner(row: Row, rows: Sequence[Row]) -> str:
     if row.held is not None:
         said += f"; each device holds {memory(row.held)}"
         said += f" of {memory(row.usable)} usable" if row.usable is not None else ""
-    return said[0].upper() + said[1:] + "."
+    return said[0].upper() + said[1:] + "." + _as_fast(row, rows)
+
+
+def _as_fast(row: Row, rows: Sequence[Row]) -> str:
+    least = (row.rate_per_chip or 0.0) / SAME
+    equal = [r for r in rows if r.ok and r.work == row.work and (r.rate_per_chip or 0.0) >= least]
+    others = [r.layout for r in equal if r is not row]
+    if not others:
+        return ""
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f" As fast, to {percent(SAME - 1)}: {', '.join(others[:3])}{more}."
 
 
 def _without(partition: str, rows: Sequence[Row]) -> str:
