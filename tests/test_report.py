@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,13 +355,23 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert "is a file" in fails(capsys, tmp_path / "notes.txt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
-    assert "has no trial yet" in fails(capsys, tmp_path / "empty")
+    assert "there is no trial yet" in fails(capsys, tmp_path / "empty")
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
     assert "schema 99 is newer" in fails(capsys, tmp_path / "newer")
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     assert "there is no sweep b here. There are: hand" in fails(capsys, folder, "--compare", "hand", "b")
     assert "--format" in fails(capsys, folder, "--format", "pdf")
+
+
+def test_a_training_has_a_rate_and_no_step(tmp_path: Path):
+    trained = replace(FSDP, stage="train", results={"simulated": True, "step": {}, "loss": 2.0})
+    rated = replace(trained, key="rated", results=trained.results | {"step": {"tokens_per_second": 800.0}})
+    rated.results["step"]["tokens_per_second_per_chip"] = 100.0
+    found = rows_of(tmp_path, trained, rated)
+    assert [row.ok for row in found] == [False, True]
+    assert found[1].step_s == pytest.approx(1.28) and found[1].group.label == "trained on simulated devices (v5e-8)"
+    assert data_of(page(found))["rows"][0][8] == pytest.approx(1.28)
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path):

@@ -59,8 +59,6 @@ def _report(arguments: argparse.Namespace) -> None:
         asked = f"--compare {' '.join(named)} names no folder here" if named else "no path was given"
         raise ValueError(f"{asked}. Give a sweep's folder, or a folder of them: valkyrie-report runs")
     rows = read_rows(paths)
-    if not rows:
-        raise ValueError(f"{', '.join(map(str, paths))}: the sweep has no trial yet. Wait for the first to end.")
     comparison = None
     if named:
         comparison = compare(rows, *named)

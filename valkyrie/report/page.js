@@ -164,7 +164,7 @@
       byId("layout").focus({ preventScroll: true });
     }
   };
-  const OTHERS = ["#8a6fd1", "#c2607f", "#7f8f35", "#b5894a", "#5f7f9f"];
+  const OTHERS = ["#5b7fb8", "#9cc3e6", "#3f6f9f", "#b8a9c9", "#9a8f80", "#7d97a8"];
   const drawTimeline = (found) => {
     const node = byId("timeline");
     node.parentElement.querySelector(".empty").textContent = Object.keys(data.timelines).length
@@ -280,7 +280,7 @@
 
   paint();
   fillTable();
-  choose(0, false);
+  choose(Math.min(data.rows.length - 1, ...Object.keys(data.timelines).map(Number)), false);
   Promise.all([...drawGroup(0), ...Object.entries(data.together).map(([id, spec]) => draw(document.querySelector(`[data-figure="${id}"]`), spec))])
     .then(() => { document.body.dataset.ready = "true"; });
 })();

@@ -94,7 +94,7 @@ class Row:
     @property
     def ok(self) -> bool:
         """Whether it has a speed to be ranked by."""
-        return self.trial.status is Status.ok and self.rate_per_chip is not None
+        return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
 
     @property
     def step(self) -> dict[str, Any]:
@@ -103,8 +103,8 @@ class Row:
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Return the trials under these paths, sweep by sweep; ValueError where a path has none."""
-    rows = []
+    """Return the trials under these paths, sweep by sweep; ValueError where there is none."""
+    rows: list[Row] = []
     for folder in find_sweeps(paths):
         try:
             trials = TrialLog(folder).read()
@@ -112,6 +112,8 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
             raise ValueError(f"{folder / TRIALS} cannot be read: {error}.") from error
         said = {_kind(t): t.results["simulated"] for t in trials if "simulated" in t.results}
         rows += [row_of(t, folder, _is_simulated(t, said.get(_kind(t)))) for t in trials]
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, paths))}: there is no trial yet. Wait until the first one has ended.")
     return rows
 
 
@@ -160,7 +162,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
         partition=str(about.get("partition") or "?"),
         chips=chips,
         degrees=dict(about.get("degrees") or {}),
-        step_s=_number(step.get("step_s")),
+        step_s=_number(step.get("step_s")) or _step_of(about, rate),
         p90_s=_number(step.get("p90_s")),
         min_s=_number(step.get("min_s")),
         rate=rate,
@@ -201,6 +203,11 @@ def _price(trial: Trial, simulated: bool) -> float | None:
 
 def _number(value: int | float | None) -> float | None:
     return None if value is None else float(value)
+
+
+def _step_of(about: dict[str, Any], rate: float | None) -> float | None:
+    """Return the seconds of a step by its tokens and its rate, as a training tells it."""
+    return about["batch"] * about["seq"] / rate if rate and about.get("batch") and about.get("seq") else None
 
 
 def _numbers(values: dict[str, int | float] | None) -> dict[str, float]:

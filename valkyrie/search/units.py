@@ -11,8 +11,10 @@ def gib(size: int | float | None) -> str:
 
 
 def memory(size: int | float | None) -> str:
-    """Return bytes in GiB, or in MiB below a tenth of one; `?` where they are not known."""
-    return f"{size / 2**20:.1f} MiB" if size is not None and size < GIB / 10 else gib(size)
+    """Return bytes in GiB, or in MiB or KiB below a tenth of one; `?` where they are not known."""
+    if size is None or size >= GIB / 10:
+        return gib(size)
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
 
 
 def sent(size: int | float) -> str:
