@@ -143,6 +143,17 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     assert "although it waits 64.0 ms of a step for other devices, not 25.6 ms" in said
 
 
+def test_only_the_same_work_is_compared(tmp_path: Path):
+    other = trial("8x1x1-fsdp", 2000, batch=64)
+    found = rows_of(tmp_path, other, FSDP, TP, LARGE)
+    said = words.answer(found[0].group, found)
+    assert said[0].startswith("Fastest of 3 predicted for v5e-8: 8x1x1-fsdp of valkyrie_tiny, 64 x 64 tokens, 2,000")
+    assert [line.partition(" because")[0] for line in said[1:]] == [
+        "valkyrie_tiny, 16 x 64 tokens: fsdp on 8x1x1 is 2.0x faster than 2d_tp on 2x4x1",
+        "valkyrie_tiny, 16 x 64 tokens: dp has no speed (does not fit): needs 20.0 GiB of 16.0 GiB usable.",
+    ]
+
+
 def test_simulated_speeds_are_compared_without_a_cause(rows):
     ran = [row for row in rows if row.group.stage == "measure"]
     said = words.answer(ran[0].group, sorted(ran, key=lambda r: -(r.rate or 0)))

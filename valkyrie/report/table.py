@@ -10,6 +10,7 @@ from typing import Any
 from valkyrie.report.rank import Comparison, front, memory_of, price_of
 from valkyrie.report.records import Group, Row
 from valkyrie.report.values import labels
+from valkyrie.report.words import described
 from valkyrie.search.trial import Status
 from valkyrie.search.units import duration, memory
 
@@ -88,7 +89,7 @@ def details(row: Row) -> dict[str, Any]:
     facts = {
         "roles": about.get("roles"),
         "on": about.get("described"),
-        "work": f"{row.work.model}, {row.work.batch} x {row.work.seq} tokens, {row.work.precision}",
+        "work": f"{described(row.work)}, {row.work.precision}",
         "command": " ".join(["valkyrie-train", *row.trial.overrides]),
         "folder": None if row.trial.folder is None else row.trial.folder,
         "memory": ", ".join(f"{name} {memory(size)}" for name, size in (held.get("split") or {}).items()),
@@ -106,7 +107,7 @@ def best(rows: Sequence[Row]) -> str:
     for row in rows:
         word = ' <span class="word">simulated</span>' if row.group.simulated else ""
         assert row.rate_per_chip is not None and row.step_s is not None
-        of = f"{row.work.model}, {row.work.batch} x {row.work.seq}"
+        of = described(row.work)
         full = f" of {memory(row.usable)}" if row.usable is not None else ""
         price = f"{row.per_million:.3g} $" if row.per_million else ""
         body.append(

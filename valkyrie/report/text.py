@@ -60,7 +60,7 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     best = best_per_target(rows)
     if len(best) > 1:
         heads = ["speed is", "work", "best layout", "tokens/s/chip", "$/Mtok"]
-        body = [[r.group.label, _work(r), r.layout, _speed(r, r.rate_per_chip), _price(r)] for r in best]
+        body = [[r.group.label, words.described(r.work), r.layout, _speed(r, r.rate_per_chip), _price(r)] for r in best]
         said += ["## Best of each target", "", *_table(heads, body, "lllrr"), ""]
     for group, members in groups(rows).items():
         first, *others = words.answer(group, members)
@@ -119,10 +119,6 @@ def _compared(comparison: Comparison) -> list[str]:
     if comparison.median is not None:
         said.append(f"In the middle {b} is {comparison.median:.2f}x as fast as {a}.")
     return [*said, f"Only {a} has {len(comparison.only_a)} trials, only {b} {len(comparison.only_b)}."]
-
-
-def _work(row: Row) -> str:
-    return f"{row.work.model}, {row.work.batch} x {row.work.seq}"
 
 
 def _price(row: Row) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from valkyrie.report.rank import groups
-from valkyrie.report.records import Group, Row
+from valkyrie.report.records import Group, Row, Work
 from valkyrie.search.units import duration, memory, percent, sent
 
 WORTH_SAYING = 0.15
 """The share of a difference between two steps from which one of its parts is named."""
+WORKS = 3
+"""Of how many models, batches and lengths the partitions are compared."""
 SAME = 1.02
 """Below this ratio two speeds are called the same."""
 
@@ -27,19 +29,32 @@ def answer(group: Group, rows: Sequence[Row]) -> list[str]:
     fast = next((row for row in rows if row.ok), None)
     if fast is None:
         return [f"No layout {group.label} has a speed: see what was refused and why."]
-    said = [_winner(fast, rows)]
+    works = list(dict.fromkeys(row.work for row in rows if row.ok))
+    said = [_winner(fast, rows, len(works) > 1)]
+    for work in works[:WORKS]:
+        head = f"{described(work)}: " if len(works) > 1 else ""
+        said += [head + line for line in _of_a_work([row for row in rows if row.work == work])]
+    return said
+
+
+def described(work: Work) -> str:
+    """Return what a step does in a few words."""
+    return f"{work.model}, {work.batch} x {work.seq} tokens"
+
+
+def _of_a_work(rows: Sequence[Row]) -> list[str]:
+    """Return why the first row is faster than the best of each other partition, and which partitions have no speed."""
     best: dict[str, Row] = {}
     for row in rows:
-        if row.ok and row.work == fast.work:
+        if row.ok:
             best.setdefault(row.partition, row)
-    said += [because(fast, row) for row in best.values() if row.partition != fast.partition]
-    if len(best) == 1:
-        slowest = [row for row in rows if row.ok and row.work == fast.work][-1]
-        said += [because(fast, slowest)] if slowest is not fast else []
-    for partition in dict.fromkeys(row.partition for row in rows if row.work == fast.work):
-        without = [row for row in rows if row.partition == partition and row.work == fast.work]
+    fast, *others = best.values()
+    if not others:
+        others = [row for row in rows if row.ok and row is not fast][-1:]
+    said = [because(fast, row) for row in others]
+    for partition in dict.fromkeys(row.partition for row in rows):
         if partition not in best and partition != "?":
-            said.append(_without(partition, without))
+            said.append(_without(partition, [row for row in rows if row.partition == partition]))
     return said
 
 
@@ -76,13 +91,12 @@ def price_line(rows: Sequence[Row]) -> str | None:
     return f"Cheapest: {row.layout} on {row.group.target}, {row.per_million:.3g} dollars for a million tokens."
 
 
-def _winner(row: Row, rows: Sequence[Row]) -> str:
+def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
     word = " simulated" if row.group.simulated else ""
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
     timed = sum(r.ok for r in rows)
-    said = (
-        f"Fastest of {timed} {row.group.label}: {row.layout}, " if timed > 1 else f"{row.group.label}: {row.layout}, "
-    )
+    head = f"Fastest of {timed} {row.group.label}" if timed > 1 else row.group.label
+    said = f"{head}: {row.layout}{f' of {described(row.work)}' if several else ''}, "
     said += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
     if row.held is not None:
         said += f"; each device holds {memory(row.held)}"
