@@ -375,6 +375,13 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert "--format" in fails(capsys, folder, "--format", "pdf")
 
 
+def test_a_refused_layout_is_named_by_what_was_asked(tmp_path: Path):
+    about = {"mesh": "3x1x1", "partition": "fsdp", "microbatches": 2, "remat": "full", "target": "auto"}
+    found = rows_of(tmp_path, replace(WRONG, about=about), replace(WRONG, key="bare", about={}))
+    assert layouts(found) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
+    assert data_of(page(found))["rows"][0][3] == "refused"
+
+
 def test_a_training_has_a_rate_and_no_step(tmp_path: Path):
     trained = replace(FSDP, stage="train", results={"simulated": True, "step": {}, "loss": 2.0})
     rated = replace(trained, key="rated", results=trained.results | {"step": {"tokens_per_second": 800.0}})

@@ -157,7 +157,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
         work=Work(
             str(about.get("model") or "?"), about.get("batch"), about.get("seq"), str(about.get("precision") or "")
         ),
-        layout=str(about.get("layout") or trial.name),
+        layout=str(about.get("layout") or _layout_of(about) or trial.name),
         mesh=str(about.get("mesh") or "?"),
         partition=str(about.get("partition") or "?"),
         chips=chips,
@@ -203,6 +203,16 @@ def _price(trial: Trial, simulated: bool) -> float | None:
 
 def _number(value: int | float | None) -> float | None:
     return None if value is None else float(value)
+
+
+def _layout_of(about: dict[str, Any]) -> str | None:
+    """Return the name of a layout that was refused before it had one: what was asked of it."""
+    if not about.get("mesh") or not about.get("partition"):
+        return None
+    parts = [str(about["mesh"]), str(about["partition"])]
+    parts += [f"mb{about['microbatches']}"] if about.get("microbatches", 1) != 1 else []
+    parts += [f"remat_{about['remat']}"] if about.get("remat", "none") != "none" else []
+    return "-".join(parts)
 
 
 def _step_of(about: dict[str, Any], rate: float | None) -> float | None:
