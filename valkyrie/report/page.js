@@ -62,7 +62,7 @@
     const text = row[at.reason];
     if (!text || row[at.per_chip] !== null) return columns.map((column) => cell(row, column, index));
     const few = columns.filter((column) => ABOUT.includes(column.id));
-    const reason = make("td", { class: "reason", colspan: columns.length - few.length }, text);
+    const reason = make("td", { class: "reason", colspan: columns.length - few.length, title: text }, make("div", {}, text));
     return [...few.map((column) => cell(row, column, index)), reason];
   };
   const fillTable = () => {
