@@ -10,6 +10,8 @@ from rich.table import Table
 
 from valkyrie.hardware import GIB
 from valkyrie.search.summary import short_cause, short_source
+from valkyrie.search.units import duration, gib
+from valkyrie.search.units import sent as sent_text
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -45,13 +47,13 @@ def does_not_fit(found: dict[str, Any]) -> str:
     memory = found["memory"]
     if memory["needed"] is None:
         return f"does not fit: {found['reason']}"
-    said = f"does not fit: needs {_gib(memory['needed'])} of {_gib(memory['usable'])} usable"
+    said = f"does not fit: needs {gib(memory['needed'])} of {gib(memory['usable'])} usable"
     if memory["largest"]:
         largest = memory["largest"][:3]
-        named = [f"{entry['shape']} {_gib(entry['bytes'])}{_of(entry['op_name'])}" for entry in largest]
+        named = [f"{entry['shape']} {gib(entry['bytes'])}{_of(entry['op_name'])}" for entry in largest]
         said += f"; largest: {', '.join(named)}"
     if memory["savings"]:
-        tries = [f"{entry['change']} (-{_gib(entry['saves'])})" for entry in memory["savings"]]
+        tries = [f"{entry['change']} (-{gib(entry['saves'])})" for entry in memory["savings"]]
         said += f"; try: {', '.join(tries)}"
     return said
 
@@ -65,20 +67,20 @@ def _memory(found: dict[str, Any], console: Console) -> None:
     table.add_row("peak", f"{memory['peak'] / scale:.2f}", style="bold")
     console.print(table, soft_wrap=False)
     if memory.get("reported_peak") is not None:
-        console.print(f"the devices report a peak of {_gib(memory['reported_peak'])}")
+        console.print(f"the devices report a peak of {gib(memory['reported_peak'])}")
     if memory["usable"] is not None:
         share = memory["headroom"] / memory["usable"]
         console.print(
-            f"[bold]fits[/]: {_gib(memory['peak'])} of {_gib(memory['usable'])} usable; "
-            f"headroom {_gib(memory['headroom'])} ({100 * share:.0f}%)"
+            f"[bold]fits[/]: {gib(memory['peak'])} of {gib(memory['usable'])} usable; "
+            f"headroom {gib(memory['headroom'])} ({100 * share:.0f}%)"
         )
 
 
 def _speed(found: dict[str, Any], console: Console) -> None:
     step = found["step"]
     word = " simulated" if found.get("simulated") else ""
-    spread = f" (p90 {_time(step['p90_s'])}, least {_time(step['min_s'])})" if "p90_s" in step else ""
-    said = f"[bold]{'measured' if spread else 'predicted'} step{word}: {_time(step['step_s'])}[/]{spread}, "
+    spread = f" (p90 {duration(step['p90_s'])}, least {duration(step['min_s'])})" if "p90_s" in step else ""
+    said = f"[bold]{'measured' if spread else 'predicted'} step{word}: {duration(step['step_s'])}[/]{spread}, "
     said += f"{step['tokens_per_second']:,.0f} tokens/s{word}, "
     said += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
     if step["mfu"] is not None:
@@ -106,7 +108,7 @@ def _communication(found: dict[str, Any], console: Console) -> None:
     for what, key in (("mesh axes", "mesh_axes"), ("torus axis", "torus_axis"), ("kind", "kind")):
         parts = sorted(sent[f"bytes_by_{key}"].items(), key=lambda item: -item[1])
         if parts:
-            console.print(f"sent by {what}: {' · '.join(f'{name} {_bytes(size)}' for name, size in parts)}")
+            console.print(f"sent by {what}: {' · '.join(f'{name} {sent_text(size)}' for name, size in parts)}")
     hidden = 1 - sent["exposed_s"] / sent["busy_s"] if sent["busy_s"] else None
     if hidden is not None:
         console.print(f"{100 * hidden:.0f}% of the time on the links is hidden behind compute")
@@ -117,7 +119,7 @@ def _communication(found: dict[str, Any], console: Console) -> None:
         exposed = [f"{1e3 * use['exposed_s']:.2f}"] if timed else []
         over = ",".join(use["mesh_axes"])
         cause, source = short_cause(use["cause"]), short_source(use["source"])
-        table.add_row(use["kind"], over, _bytes(use["bytes"]), f"{use['calls']:,.0f}", *exposed, cause, source)
+        table.add_row(use["kind"], over, sent_text(use["bytes"]), f"{use['calls']:,.0f}", *exposed, cause, source)
     console.print(table, soft_wrap=False)
 
 
@@ -141,18 +143,3 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 def _of(op_name: str | None) -> str:
     return f" ({short_cause(op_name)})" if op_name else ""
-
-
-def _gib(size: int | None) -> str:
-    return "?" if size is None else f"{size / GIB:.1f} GiB"
-
-
-def _bytes(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} B"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"

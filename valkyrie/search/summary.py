@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import GIB
@@ -41,6 +41,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
         "versions": versions(),
         "compile": {key: outcome.get(key) for key in ("lower_s", "compile_s")} | {"cached": compiled.cached},
         "placement": outcome.get("placement", []),
+        "positions": positions(outcome.get("positions", [])),
     }
     if compiled.status == "does_not_fit":
         found["memory"] = {key: outcome.get(key) for key in ("needed", "usable", "largest", "savings")}
@@ -86,6 +87,11 @@ def asked(run: Run) -> dict[str, Any]:
         "seq": config.seq,
         "precision": config.precision.name,
     }
+
+
+def positions(places: Sequence[Sequence[Any]]) -> list[str]:
+    """Return where each device of the mesh lies, in the mesh's order: `slice:chip coordinates:core`, as `0:1,3,0:0`."""
+    return [f"{slice_}:{','.join(str(c) for c in coords)}:{core}" for slice_, coords, core in places]
 
 
 def memory_split(run: Run, memory: dict[str, int]) -> dict[str, Any]:

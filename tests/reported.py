@@ -1,0 +1,110 @@
+"""Makes trials for tests of the report: from real `compile.json` and `measure.json`, and by hand with known numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from valkyrie.search.trial import Status, Trial, TrialLog
+
+GOLDENS = Path(__file__).parent / "goldens" / "report"
+"""A tiny model on eight devices: `compile.json` and `timeline.json` for v5e-8, `measure.json` on simulated devices."""
+
+KEPT = (
+    *("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss", "hints"),
+)
+"""What a trial keeps of a stage's summary."""
+
+
+def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
+    """Return the line that a stage's summary becomes."""
+    results = {key: summary[key] for key in KEPT if key in summary}
+    if "communication" in results:
+        results["communication"] = {k: v for k, v in results["communication"].items() if k != "causes"}
+    about = summary["about"]
+    return Trial(
+        key=f"{stage}:{name}",
+        name=name,
+        sweep=sweep,
+        stage=stage,
+        status=Status(summary["status"]),
+        reason=summary.get("reason"),
+        overrides=[f"mode={stage}", f"mesh={about['mesh']}", f"partition={about['partition']}"],
+        about=about,
+        started="2026-01-01T00:00:00+00:00",
+        wall_s=9.5,
+        folder=name,
+        results=results,
+    )
+
+
+def golden(stage: str) -> dict[str, Any]:
+    """Return the real summary of a stage."""
+    return json.loads((GOLDENS / f"{stage}.json").read_text())
+
+
+def trial(
+    layout: str,
+    per_chip: float | None,
+    *,
+    stage: str = "compile",
+    sweep: str = "hand",
+    target: str | None = None,
+    gib: float | None = None,
+    seconds: dict[str, float] | None = None,
+    sent: dict[str, float] | None = None,
+    degrees: dict[str, int] | None = None,
+    status: Status = Status.ok,
+    reason: str | None = None,
+    price: float | None = None,
+    batch: int | None = None,
+    p90: float = 1.25,
+    least: float = 0.8,
+    **step: float,
+) -> Trial:
+    """Return a trial of a layout (`2x4x1-fsdp`) of 8 chips at this many tokens/s/chip; without them it has no result.
+
+    The step's parts are given as shares of it, `p90` and `least` as multiples of the median; `price` is that of a chip
+    in an hour, `gib` the peak of a device of 16 GiB. The rest is that of the real summary.
+    """
+    mesh, _, partition = layout.partition("-")
+    found = trial_of(golden(stage), stage, sweep, layout)
+    about = found.about | {"layout": layout, "mesh": mesh, "partition": partition}
+    about |= {"degrees": degrees} if degrees else {}
+    about |= {"target": target, "described": target} if target else {}
+    about |= {"batch": batch} if batch else {}
+    found = replace(found, key=f"{stage}:{target}:{layout}:{batch}", about=about, status=status, reason=reason)
+    if per_chip is None:
+        held = {"needed": int(gib * 2**30), "usable": 16 * 2**30} if gib is not None else None
+        return replace(found, folder=None, results={"memory": held} if held else {})
+    results = dict(found.results)
+    rate = 8 * per_chip
+    step_s = about["batch"] * about["seq"] / rate
+    speed = results["step"] | {"step_s": step_s, "tokens_per_second": rate, "tokens_per_second_per_chip": per_chip}
+    if stage == "measure":
+        speed |= {"p90_s": p90 * step_s, "min_s": least * step_s}
+    if price is not None:
+        speed["tokens_per_dollar"] = {"on_demand": rate * 3600 / (8 * price)}
+    results["step"] = speed | step
+    if seconds is not None:
+        results["seconds"] = {part: share * step_s for part, share in seconds.items()}
+    if sent is not None:
+        results["communication"] = results["communication"] | {"bytes_by_mesh_axes": sent}
+    if gib is not None:
+        results["memory"] = results["memory"] | {"peak": int(gib * 2**30), "usable": 16 * 2**30}
+    return replace(found, results=results)
+
+
+def sweep_folder(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:
+    """Return a sweep's folder with these trials, the first ones with the files that a real compile left."""
+    TrialLog(folder).append(trials)
+    for one in trials[:timelines]:
+        run = folder / (one.folder or one.name)
+        run.mkdir(parents=True, exist_ok=True)
+        for name in ("compile.json", "timeline.json"):
+            shutil.copy(GOLDENS / name, run / name)
+    return folder

@@ -1,0 +1,410 @@
+"""The report of sweeps: known answers on hand-made sweeps, the page's size, Markdown, CSV, the command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reported import GOLDENS, golden, sweep_folder, trial, trial_of
+from valkyrie.cli.report import main
+from valkyrie.report import figures, values, words
+from valkyrie.report.page import LIMIT, page, write_report
+from valkyrie.report.rank import (
+    agreement,
+    best_per_target,
+    compare,
+    front,
+    groups,
+    memory_of,
+    predicted_and_measured,
+    price_of,
+    ranked,
+    refusals,
+)
+from valkyrie.report.records import Row, find_sweeps, read_rows
+from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.report.trace import timeline, topology_named, torus
+from valkyrie.search.trial import Status, Trial, TrialLog
+
+FSDP = trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
+TP = trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
+DP = trial("4x2x1-dp", 900, gib=12, price=1.2, seconds={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
+LARGE = trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit)
+WRONG = trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3")
+RAN = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
+RAN_TP = trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
+
+
+def rows_of(folder: Path, *trials: Trial, timelines: int = 0) -> list[Row]:
+    return read_rows([sweep_folder(folder, trials, timelines=timelines)])
+
+
+def layouts(rows: list[Row]) -> list[str]:
+    return [row.layout for row in rows]
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[Row]:
+    return rows_of(tmp_path, FSDP, TP, DP, LARGE, WRONG, RAN, RAN_TP)
+
+
+def test_ranked_by_speed_within_a_kind_those_without_one_last(rows):
+    found = {group.label: layouts(members) for group, members in groups(rows).items()}
+    assert found == {
+        "predicted for v5e-8": ["8x1x1-fsdp", "4x2x1-dp", "2x4x1-2d_tp", "3x1x1-dp", "1x1x8-dp"],
+        "measured on simulated devices": ["2x4x1-2d_tp", "8x1x1-fsdp"],
+    }
+
+
+def test_front_of_memory_has_what_none_beats(rows):
+    predicted = [row for row in rows if row.group.stage == "compile"]
+    assert layouts(front(predicted, memory_of)) == ["2x4x1-2d_tp", "8x1x1-fsdp"]
+    assert values.memory(predicted)[0]["usable"] == 16
+
+
+def test_price_and_its_front(tmp_path: Path):
+    cheap = trial("8x1x1-fsdp", 300, target="v5e-8", price=1.2)
+    dear = trial("8x1x1-fsdp", 900, target="v5p-16", price=4.2)
+    worse = trial("2x4x1-2d_tp", 200, target="v5p-16", price=4.2)
+    found = rows_of(tmp_path, cheap, dear, worse)
+    assert [row.group.target for row in front(found, price_of)] == ["v5e-8", "v5p-16"]
+    assert [round(row.price or 0, 6) for row in found] == [1.2, 4.2, 4.2]
+    assert found[0].per_million == pytest.approx(1.2 / 3600 / 300 * 1e6)
+    assert [point["front"] for point in values.prices(found)] == [True, True, False]
+    assert values.prices(found[1:]) == []
+
+
+def test_best_of_each_target_and_each_work(tmp_path: Path):
+    found = rows_of(
+        tmp_path,
+        FSDP,
+        TP,
+        trial("2x4x1-2d_tp", 2000, target="v6e-8"),
+        trial("8x1x1-fsdp", 1500, target="v6e-8"),
+        trial("8x1x1-fsdp", 900, target="v6e-8", batch=64),
+    )
+    best = [(row.group.target, row.work.batch, row.layout) for row in best_per_target(found)]
+    assert best == [("v5e-8", 16, "8x1x1-fsdp"), ("v6e-8", 16, "2x4x1-2d_tp"), ("v6e-8", 64, "8x1x1-fsdp")]
+
+
+def test_cells_are_the_best_of_each_split(tmp_path: Path):
+    split = {"DP": 2, "MP1": 4}
+    found = rows_of(
+        tmp_path,
+        trial("4x2x1-a", 100, degrees=split),
+        trial("4x2x1-b", 300, degrees=split),
+        trial("8x1x1-fsdp", 50, degrees={"FSDP": 8}),
+        trial("1x8x1-c", None, degrees={"MP2": 8}, status=Status.refused, reason="heads (4) on y=8"),
+    )
+    told = {(c["data"], c["mp1"], c["mp2"]): (c["rate"], c["layout"], c["tried"]) for c in values.cells(ranked(found))}
+    assert told == {
+        (2, 4, 1): (300, "4x2x1-b", "2"),
+        (8, 1, 1): (50, "8x1x1-fsdp", "1"),
+        (1, 1, 8): (None, "1x8x1-c", "1"),
+    }
+
+
+def test_spread_of_bars_is_that_of_the_steps(tmp_path: Path):
+    found = values.bars(rows_of(tmp_path, trial("8x1x1-fsdp", 100, stage="measure", p90=1.25, least=0.8)))
+    assert [(bar["rate"], bar["low"], bar["high"]) for bar in found] == [(800, 640, 1000)]
+    assert found[0]["spread"].count("s") == 2
+
+
+def test_why_one_is_faster_is_said_with_the_numbers_of_both(rows):
+    fsdp, tp = (next(r for r in rows if r.layout == name) for name in ("8x1x1-fsdp", "2x4x1-2d_tp"))
+    assert fsdp.step_s == pytest.approx(0.128) and tp.step_s == pytest.approx(0.256)
+    said = words.because(fsdp, tp)
+    assert said.startswith("fsdp on 8x1x1 is 2.0x faster than 2d_tp on 2x4x1 because it waits 25.6 ms of a step for")
+    assert "not 128.0 ms (a device sends" in said
+    assert "matrix products" not in said and "bound by memory" not in said
+
+
+def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
+    parts = {"matmul": 0.5, "exposed x": 0.5}
+    fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
+    slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
+    said = words.because(*rows_of(tmp_path, fast, slow))
+    assert "because matrix products take 64.0 ms, not 230.4 ms (the slower one executes 100% more FLOPs" in said
+    assert "although it waits 64.0 ms of a step for other devices, not 25.6 ms" in said
+
+
+def test_only_the_same_work_is_compared(tmp_path: Path):
+    other = trial("8x1x1-fsdp", 2000, batch=64)
+    found = rows_of(tmp_path, other, FSDP, TP, LARGE)
+    said = words.answer(found[0].group, found)
+    assert said[0].startswith("Fastest of 3 predicted for v5e-8: 8x1x1-fsdp of valkyrie_tiny, 64 x 64 tokens, 2,000")
+    assert [line.partition(" because")[0] for line in said[1:]] == [
+        "valkyrie_tiny, 16 x 64 tokens: fsdp on 8x1x1 is 2.0x faster than 2d_tp on 2x4x1",
+        "valkyrie_tiny, 16 x 64 tokens: dp has no speed (does not fit): needs 20.0 GiB of 16.0 GiB usable.",
+    ]
+
+
+def test_simulated_speeds_are_compared_without_a_cause(rows):
+    ran = [row for row in rows if row.group.stage == "measure"]
+    said = words.answer(ran[0].group, sorted(ran, key=lambda r: -(r.rate or 0)))
+    assert "50 tokens/s/chip simulated" in said[0]
+    assert "1.2x faster than fsdp on 8x1x1 (simulated); what is known beside the time: a device sends" in said[1]
+    assert "because" not in " ".join(said)
+
+
+def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
+    pairs = predicted_and_measured(rows)
+    assert [(p.a.layout, p.a.group.stage, p.b.group.stage) for p in pairs] == [
+        ("8x1x1-fsdp", "compile", "measure"),
+        ("2x4x1-2d_tp", "compile", "measure"),
+    ]
+    assert agreement(pairs) == 0
+    turned = trial("2x4x1-2d_tp", 30, stage="measure", target="auto")
+    other_work = trial("4x2x1-dp", 30, stage="measure", target="auto", batch=64)
+    found = predicted_and_measured(rows_of(tmp_path / "other", FSDP, TP, DP, RAN, turned, other_work))
+    assert len(found) == 2 and agreement(found) == 1
+
+
+def test_reasons_that_differ_in_numbers_are_one(tmp_path: Path):
+    more = trial("5x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 5")
+    killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
+    found = refusals(rows_of(tmp_path, WRONG, LARGE, more, killed))
+    assert [(status, reason, len(members)) for status, reason, members in found] == [
+        (Status.refused, "batch=16 is not divisible by 3", 2),
+        (Status.does_not_fit, "needs 20.0 GiB of 16.0 GiB usable", 1),
+        (Status.killed, "signal 9 (SIGKILL) ended its process", 1),
+    ]
+
+
+def test_two_sweeps_side_by_side(tmp_path: Path):
+    before = sweep_folder(tmp_path / "before", [FSDP, TP, DP])
+    after = sweep_folder(tmp_path / "after", [trial("8x1x1-fsdp", 1500), trial("2x4x1-2d_tp", 1000), LARGE])
+    found = compare(read_rows([tmp_path]), str(before), str(after))
+    assert [(p.a.layout, p.ratio) for p in found.pairs] == [("2x4x1-2d_tp", 2.0), ("8x1x1-fsdp", 1.5)]
+    assert found.median == 1.75
+    assert (layouts(found.only_a), layouts(found.only_b)) == (["4x2x1-dp"], ["1x1x8-dp"])
+    with pytest.raises(ValueError, match="no sweep elsewhere here. There are: hand"):
+        compare(read_rows([tmp_path]), "elsewhere", str(before))
+
+
+def test_labels_tell_rows_apart(tmp_path: Path):
+    sweep_folder(tmp_path / "one", [FSDP, trial("8x1x1-fsdp", 10, batch=64)])
+    sweep_folder(tmp_path / "two", [FSDP])
+    found = list(values.labels(read_rows([tmp_path])).values())
+    assert len(set(found)) == 3
+    assert "8x1x1-fsdp batch 64" in found and any("one" in label for label in found)
+
+
+def test_the_kind_of_a_refused_trial_is_that_of_its_target(tmp_path: Path):
+    real = trial_of(golden("measure") | {"simulated": False}, "measure", "hand", "real")
+    refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
+    assert {row.group.simulated for row in rows_of(tmp_path / "real", real, refused)} == {False}
+    assert {row.group.simulated for row in rows_of(tmp_path / "sim", RAN, refused)} == {True}
+
+
+def test_figures_of_real_trials_are_drawn(tmp_path: Path):
+    import vl_convert
+
+    real = [trial_of(golden(stage), stage, "real", f"{stage}-fsdp") for stage in ("compile", "measure")]
+    found = rows_of(tmp_path, *real)
+    for members in groups(found).values():
+        specs = {figure.id: figures.specification(figure, members) for figure in figures.OF_A_GROUP}
+        simulated = members[0].group.simulated
+        assert [name for name, spec in specs.items() if spec is None] == (["parts"] if simulated else [])
+        for name, spec in specs.items():
+            if spec is not None:
+                drawn = vl_convert.vegalite_to_svg(spec)
+                assert drawn.startswith("<svg")
+                assert ("(simulated)" in drawn) == (simulated and name in ("speed", "heat", "memory"))
+    pairs = figures.specification(figures.PAIRS, found)
+    assert pairs is not None and "measured step, ms (simulated)" in vl_convert.vegalite_to_svg(pairs)
+
+
+def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
+    row = rows_of(tmp_path, FSDP, timelines=1)[0]
+    events = json.loads((GOLDENS / "timeline.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    found, whole = timeline(row, 100), timeline(row, len(spans))
+    assert found is not None and whole is not None
+    assert len(found["spans"]) <= 100 < len(whole["spans"]) == len(spans)
+    assert found["step_us"] == whole["step_us"] == pytest.approx(max(e["ts"] + e["dur"] for e in spans), abs=0.01)
+    assert found["tracks"] == whole["tracks"] and found["tracks"][0] == "compute" and "copies" in found["tracks"]
+    assert sum(span[5] for span in found["spans"]) == len(spans)
+    assert any(name.startswith(values.WAITING) for name in found["names"])
+
+
+def test_torus_has_every_device_once(tmp_path: Path):
+    row = rows_of(tmp_path, trial_of(golden("compile"), "compile", "real", "run"), timelines=1)[0]
+    found = torus(row)
+    assert found is not None
+    assert (found["shape"], found["wrap"]) == ([2, 4], [False, False])
+    assert sorted(found["at"]) == list(range(8))
+    assert found["axes"] == [["x", 2], ["y", 4], ["z", 1]]
+
+
+@pytest.mark.parametrize(
+    ("described", "chip", "shape", "slices"),
+    [
+        ("v4-64 (32 v4 chips 2x4x4, 8 hosts)", "v4", (2, 4, 4), 1),
+        ("v4-64 with topology 4x4x4 (64 v4 chips, 16 hosts)", "v4", (4, 4, 4), 1),
+        ("v5e-256 (256 v5e chips 16x16, 64 hosts in each of 2 slices)", "v5e", (16, 16), 2),
+        ("cpu8", None, None, 1),
+        ("h100-8 (8 h100 chips, 1 host)", "h100", None, 1),
+    ],
+)
+def test_topology_is_read_from_a_described_target(described, chip, shape, slices):
+    found = topology_named(described, chip)
+    assert (found and found.shape, found.slices if found else 1) == (shape, slices)
+
+
+def many(count: int) -> list[Trial]:
+    long = "partition=2d_tp puts heads (4) of attention.query on x=8: 4 is not divisible by 8. Use a mesh whose x " * 4
+    found = []
+    for i in range(count):
+        name = (
+            f"{2 ** (i % 5)}x{2 ** (i % 3)}x{i}-{('fsdp', '2d_tp', '1d_tp', 'data_model_fsdp')[i % 4]}-mb{i}-remat_full"
+        )
+        if i % 5 == 4:
+            found.append(trial(name, None, status=Status.refused, reason=long + str(i)))
+        else:
+            found.append(trial(name, 1000 + i, stage="measure" if i % 5 == 3 else "compile"))
+    return found
+
+
+def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
+    path = write_report(sweep_folder(tmp_path, many(500), timelines=40))
+    assert path == tmp_path / "report.html"
+    assert path.stat().st_size < LIMIT == 2_000_000
+    data = data_of(path.read_text())
+    assert len(data["rows"]) == len(data["details"]) == 500
+    assert len(data["timelines"]) >= 4
+
+
+def test_a_page_names_no_address_to_load_from(rows):
+    text = page(rows)
+    outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href|action)\s*=\s*[\"']?(https?:)?//", outside)
+    assert "default-src 'none'" in text
+    assert data_of(text)["rows"][0][1] == "8x1x1-fsdp"
+
+
+def test_hostile_names_stay_text(tmp_path: Path):
+    bad = "</script><script>alert(1)</script>"
+    text = page(rows_of(tmp_path, trial("1x1x1-" + bad, 10), trial(bad, None, status=Status.failed, reason=bad)))
+    assert bad not in text and "alert(1)" in text
+    assert bad in json.dumps(data_of(text))
+
+
+def test_markdown(rows):
+    text = as_markdown(rows)
+    assert text.startswith("# hand\n\n7 trials (5 ok, 1 does not fit, 1 refused)")
+    assert "| 1 | 8x1x1-fsdp | 1,000 | 8,000 | 128.0 ms |" in text
+    assert "| 1 | 2x4x1-2d_tp | 50 simulated | 400 simulated | 2.560 s simulated |" in text
+    assert "- **refused** (1): batch=16 is not divisible by 3 — 3x1x1-dp" in text
+    assert "fsdp on 8x1x1 is 2.0x faster than 2d_tp on 2x4x1 because" in text
+
+
+def test_csv(rows):
+    found = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert len(found) == 7
+    first = found[0]
+    assert (first["layout"], first["status"], first["simulated"]) == ("8x1x1-fsdp", "ok", "false")
+    assert float(first["tokens_per_second_per_chip"]) == 1000 and float(first["step_s"]) == 0.128
+    assert int(first["peak_bytes"]) == 4 * 2**30 and float(first["exposed_s"]) > 0
+    assert [r["reason"] for r in found if r["status"] == "refused"] == ["batch=16 is not divisible by 3"]
+    assert {r["simulated"] for r in found if r["stage"] == "measure"} == {"true"}
+    assert set(first) >= {"DP", "FSDP", "MP1", "MP2", "SP"}
+
+
+def test_sweeps_are_found_at_and_below_a_path(tmp_path: Path):
+    one, two = sweep_folder(tmp_path / "runs" / "one", [FSDP]), sweep_folder(tmp_path / "runs" / "two", [TP])
+    assert find_sweeps([tmp_path]) == [one, two]
+    assert find_sweeps([one, tmp_path / "runs"]) == [one, two]
+    assert find_sweeps([two / "trials.jsonl"]) == [two]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    assert end.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("valkyrie-report: ") and told.err.count("\n") == 1
+    return told.err
+
+
+def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys):
+    folder = sweep_folder(tmp_path / "mine", [FSDP, RAN], timelines=1)
+    for _ in range(2):
+        main([str(folder)])
+        assert capsys.readouterr().out == f"2 trials: {folder}/report.html\n"
+    main([str(tmp_path), "--format", "md"])
+    assert capsys.readouterr().out.startswith("# hand\n")
+    main([str(tmp_path), "--format", "csv", "--output", str(tmp_path / "all.csv")])
+    assert (tmp_path / "all.csv").read_text().count("\n") == 3
+    other = sweep_folder(tmp_path / "other", [TP, RAN_TP, FSDP])
+    capsys.readouterr()
+    main(["--compare", str(folder), str(other), "--format", "md"])
+    assert "| 8x1x1-fsdp | predicted for v5e-8 | 1,000 | 1,000 | 1.00x |" in capsys.readouterr().out
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
+    assert "no path was given. Give a sweep's folder" in fails(capsys)
+    assert f"{tmp_path / 'none'} does not exist." in fails(capsys, tmp_path / "none")
+    told = fails(capsys, tmp_path)
+    assert f"no trials.jsonl in {tmp_path} or the folders in it." in told and "valkyrie-train -m" in told
+    (tmp_path / "notes.txt").write_text("")
+    assert "is a file" in fails(capsys, tmp_path / "notes.txt")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "trials.jsonl").write_text("")
+    assert "there is no trial yet" in fails(capsys, tmp_path / "empty")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
+    assert "schema 99 is newer" in fails(capsys, tmp_path / "newer")
+    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    assert "there is no sweep b here. There are: hand" in fails(capsys, folder, "--compare", "hand", "b")
+    assert "--format" in fails(capsys, folder, "--format", "pdf")
+
+
+def test_a_refused_layout_is_named_by_what_was_asked(tmp_path: Path):
+    about = {"mesh": "3x1x1", "partition": "fsdp", "microbatches": 2, "remat": "full", "target": "auto"}
+    found = rows_of(tmp_path, replace(WRONG, about=about), replace(WRONG, key="bare", about={}))
+    assert layouts(found) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
+    assert data_of(page(found))["rows"][0][3] == "refused"
+
+
+def test_a_training_has_a_rate_and_no_step(tmp_path: Path):
+    trained = replace(FSDP, stage="train", results={"simulated": True, "step": {}, "loss": 2.0})
+    rated = replace(trained, key="rated", results=trained.results | {"step": {"tokens_per_second": 800.0}})
+    rated.results["step"]["tokens_per_second_per_chip"] = 100.0
+    found = rows_of(tmp_path, trained, rated)
+    assert [row.ok for row in found] == [False, True]
+    assert found[1].step_s == pytest.approx(1.28) and found[1].group.label == "trained on simulated devices (v5e-8)"
+    assert data_of(page(found))["rows"][0][8] == pytest.approx(1.28)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path):
+    folder = sweep_folder(tmp_path, [FSDP, TP])
+    with TrialLog(folder).path.open("a") as file:
+        file.write('{"schema": 1, "key"')
+    assert len(read_rows([folder])) == 2
+
+
+def test_a_report_needs_no_jax(tmp_path: Path):
+    folder = sweep_folder(tmp_path, [FSDP, RAN], timelines=1)
+    script = (
+        "import sys\nfrom valkyrie.cli.report import main\nmain(sys.argv[1:])\n"
+        "print(*(name for name in ('jax', 'flax', 'numpy') if name in sys.modules))\n"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"2 trials: {folder}/report.html\n\n"

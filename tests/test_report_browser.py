@@ -1,0 +1,198 @@
+"""The page of a report in headless Chromium: sort, filter, hover, keyboard, dark, narrow, print; no network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from reported import golden, sweep_folder, trial, trial_of
+from valkyrie.report.page import write_report
+from valkyrie.search.trial import Status
+
+pytestmark = [pytest.mark.slow]
+
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run"),
+]
+TRIALS = [
+    trial_of(golden("compile"), "compile", "hand", "2x4x1-fsdp"),
+    trial("8x1x1-dp", 900, gib=12, price=1.2, degrees={"DP": 8}, sent={"x": 4e6}),
+    trial("2x2x2-2d_tp", 5000, gib=4, price=1.2, degrees={"DP": 2, "MP1": 2, "MP2": 2}, sent={"x": 1e6, "y,z": 2e6}),
+    trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit),
+    trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"),
+    trial_of(golden("measure"), "measure", "hand", "ran"),
+    trial("2x2x2-2d_tp", 10, stage="measure", target="auto", gib=4),
+    trial("8x1x1-dp", 30, stage="measure", target="auto", gib=12),
+]
+
+
+def executable() -> str:
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    pytest.fail("no Chromium on this machine: apt-get install chromium", pytrace=False)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=executable(), args=FLAGS, env={**os.environ})
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(sweep_folder(tmp_path_factory.mktemp("sweep"), TRIALS, timelines=1))
+
+
+@dataclass
+class Opened:
+    page: Page
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+    def column(self, name: str) -> list[str]:
+        heads = self.page.locator("#table thead th").all_inner_texts()
+        cells = self.page.locator(f"#table tbody tr td:nth-child({heads.index(name) + 1})")
+        return [text.strip() for text in cells.all_inner_texts()]
+
+    def sort(self, name: str) -> str | None:
+        head = self.page.locator("#table").get_by_role("columnheader", name=name, exact=True)
+        head.get_by_role("button").click()
+        return head.get_attribute("aria-sort")
+
+
+@pytest.fixture
+def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> Iterator[Opened]:
+    options = getattr(request, "param", {})
+    page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+    found = Opened(page)
+    page.on("console", lambda message: found.said.append(message.text))
+    page.on("pageerror", lambda error: found.said.append(str(error)))
+    page.on("request", lambda one: found.asked.append(one.url))
+    page.goto(report.as_uri())
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    yield found
+    assert found.said == []
+    assert [url for url in found.asked if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+    page.close()
+
+
+def test_ranked_and_drawn(opened: Opened):
+    assert opened.column("layout")[0] == "2x4x1-fsdp"
+    assert opened.column("#") == ["1", "2", "3", "", "", "1", "2", "3"]
+    for name in ("speed", "heat", "memory", "parts", "sent", "pairs"):
+        assert opened.page.locator(f"#{name} svg path").count() > 3, name
+    assert opened.page.locator("#price .empty").is_visible() and not opened.page.locator("#price svg").count()
+    assert opened.page.locator("#torus circle").count() == 8
+    assert opened.page.locator("#timeline svg path").count() > 50
+    assert opened.page.locator("#memory svg").get_by_text("does not fit", exact=True).count() == 1
+    assert "x faster than" in opened.page.locator("#answers").inner_text()
+
+
+def test_every_simulated_speed_bears_the_word(opened: Opened):
+    for name in ("tokens/s/chip", "tokens/s", "step"):
+        assert [("simulated" in text) for text in opened.column(name)[-3:]] == [True] * 3
+        assert not any("simulated" in text for text in opened.column(name)[:3])
+    opened.page.get_by_role("radio", name="measured on simulated devices").check()
+    for name in ("speed", "heat", "memory"):
+        opened.page.locator(f"#{name} svg").get_by_text("(simulated)").first.wait_for(state="attached")
+    assert opened.page.locator("#parts .empty").is_visible()
+
+
+def test_sort(opened: Opened):
+    assert opened.sort("memory") == "ascending"
+    sizes = [text for text in opened.column("memory") if text]
+    assert sizes[-3:] == ["4.0 GiB", "12.0 GiB", "12.0 GiB"] or sizes[-1] == "12.0 GiB"
+    assert "MiB" in sizes[0]
+    assert opened.sort("memory") == "descending"
+    assert opened.column("memory")[0] == "12.0 GiB"
+    assert opened.sort("tokens/s/chip") == "descending"
+    assert opened.column("layout")[:2] == ["2x4x1-fsdp", "2x2x2-2d_tp"]
+    assert opened.page.locator('#table th[aria-sort="none"]').count() == opened.page.locator("#table th").count() - 1
+
+
+def test_filter(opened: Opened):
+    count = opened.page.locator("#count")
+    opened.page.get_by_label("Find").fill("divisible")
+    assert opened.column("layout") == ["3x1x1-dp"] and count.inner_text() == "1 of 8 trials"
+    opened.page.get_by_role("button", name="Clear").click()
+    opened.page.locator("select[data-column=partition]").select_option("dp")
+    opened.page.locator("select[data-column=status]").select_option("ok")
+    assert opened.column("layout") == ["8x1x1-dp", "8x1x1-dp"]
+    opened.page.locator("select[data-column=seen]").select_option("predicted for v5e-8")
+    assert count.inner_text() == "1 of 8 trials"
+    opened.page.get_by_role("button", name="Clear").click()
+    opened.page.wait_for_function("document.getElementById('count').textContent === '8 of 8 trials'")
+
+
+def test_hover_tells_the_numbers(opened: Opened):
+    opened.page.locator("#speed svg .mark-rect path").nth(1).hover()
+    tooltip = opened.page.locator("#vg-tooltip-element.visible")
+    tooltip.wait_for()
+    assert "tokens/s/chip" in tooltip.inner_text() and "5,000" in tooltip.inner_text()
+
+
+def test_one_layout_is_chosen_from_the_table(opened: Opened):
+    opened.page.get_by_role("button", name="3x1x1-dp").click()
+    assert "batch=16 is not divisible by 3" in opened.page.locator("#facts").inner_text()
+    assert opened.page.locator("#torus .empty").is_visible()
+    assert opened.page.evaluate("document.activeElement.id") == "layout"
+
+
+def test_keyboard_alone(opened: Opened):
+    page = opened.page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    assert page.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
+    page.keyboard.press("Enter")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('th')?.dataset.id") == "layout":
+            break
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+    page.keyboard.press("Enter")
+    assert page.locator("#table th[data-id=layout]").get_attribute("aria-sort") == "ascending"
+    page.keyboard.press("Space")
+    assert page.locator("#table th[data-id=layout]").get_attribute("aria-sort") == "descending"
+
+
+def brightness(opened: Opened, what: str) -> float:
+    said = opened.page.evaluate(f"getComputedStyle(document.body).{what}")
+    return sum(float(part) for part in said[4:-1].split(",")[:3]) / 3
+
+
+@pytest.mark.parametrize("opened", [{"color_scheme": "dark"}, {"color_scheme": "light"}], indirect=True)
+def test_dark_and_light(opened: Opened):
+    dark = opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert (brightness(opened, "backgroundColor") < brightness(opened, "color")) == dark
+    label = "getComputedStyle(document.querySelector('#speed svg .role-axis-label text')).fill"
+    assert opened.page.evaluate(label) == opened.page.evaluate("getComputedStyle(document.body).color")
+    opened.page.locator("#theme").click()
+    assert (brightness(opened, "backgroundColor") < brightness(opened, "color")) != dark
+    assert opened.page.evaluate(label) == opened.page.evaluate("getComputedStyle(document.body).color")
+    opened.page.emulate_media(media="print")
+    assert brightness(opened, "backgroundColor") == 255
+    assert not opened.page.locator("#filters").is_visible()
+    assert len(opened.page.pdf()) > 20_000
+
+
+@pytest.mark.parametrize("opened", [{"viewport": {"width": 400, "height": 800}}], indirect=True)
+def test_narrow_screens_do_not_scroll_sideways(opened: Opened):
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_without_javascript_the_answers_are_there(browser: Browser, report: Path):
+    page = browser.new_page(java_script_enabled=False)
+    page.goto(report.as_uri())
+    assert "Fastest of 3 predicted for v5e-8" in page.locator("main").inner_text()
+    page.close()

@@ -1,0 +1,180 @@
+"""Decides what the page of a report is: one HTML file with its data, styles and scripts, which asks no network."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from valkyrie.paths import cache_root
+from valkyrie.report import table, words
+from valkyrie.report.figures import OF_A_GROUP, OF_ALL, Figure, specification
+from valkyrie.report.rank import Comparison, agreement, best_per_target, groups, predicted_and_measured, refusals
+from valkyrie.report.records import Row, read_rows
+from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
+from valkyrie.report.trace import timeline, torus
+from valkyrie.report.values import PART_NAMES, WAITING
+from valkyrie.search.units import percent
+
+REPORT = "report.html"
+"""The file of a sweep's folder."""
+LIMIT = 2_000_000
+"""Bytes that a page should not go beyond: timelines are left out until it does not."""
+TIMELINES = 8
+"""Of how many layouts a page holds the timeline, the best of every kind of speed first."""
+TORUSES = 60
+"""Of how many layouts a page holds the picture on the torus."""
+
+
+def write_report(folder: Path) -> Path:
+    """Write the page of a sweep's folder, or of a folder of sweeps, into it; return where it is."""
+    path = folder / REPORT
+    path.write_text(page(read_rows([folder])))
+    return path
+
+
+def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
+    """Return the page of these trials; `comparison` adds two sweeps side by side."""
+    drawn = TIMELINES
+    while True:
+        text = _page(rows, comparison, drawn)
+        if len(text.encode()) <= LIMIT or drawn == 0:
+            return text
+        drawn //= 2
+
+
+def _page(rows: Sequence[Row], comparison: Comparison | None, timelines: int) -> str:
+    sweeps = list(dict.fromkeys(row.sweep for row in rows))
+    title = ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else "")
+    parts = {
+        "title": html.escape(title),
+        "summary": html.escape(words.summary(rows)),
+        "notice": _notice(rows),
+        "answers": _answers(rows),
+        "best": table.best(best_per_target(rows)),
+        "figures": "".join(_figure(figure, rows) for figure in OF_A_GROUP),
+        "together": "".join(_figure(figure, rows) for figure in OF_ALL),
+        "order": _order(rows),
+        "compared": "" if comparison is None else table.compared(comparison),
+        "refused": table.refused(refusals(rows)),
+        "version": html.escape(version("valkyrie-jax")),
+        "css": _asset("page.css"),
+        "data": _json(_data(rows, timelines)),
+        "vega": _in_script(_vega()),
+        "js": _in_script(_asset("page.js")),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def _data(rows: Sequence[Row], timelines: int) -> dict[str, Any]:
+    """Return what the script of the page reads: table, figures by kind of speed, and details of layouts."""
+    kinds = groups(rows)
+    ordered = [row for members in kinds.values() for row in members]
+    timed = _best_first(list(kinds.values()))
+    drawn: dict[str, dict[str, Any]] = {}
+    for row in timed:
+        if len(drawn) >= timelines:
+            break
+        if (found := timeline(row)) is not None:
+            drawn[row.id] = found
+    placed = {row.id: found for row in timed[:TORUSES] if (found := torus(row)) is not None}
+    return {
+        "groups": [{"label": group.label, "simulated": group.simulated} for group in kinds],
+        "figures": {figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
+        "together": {figure.id: specification(figure, ordered) for figure in OF_ALL},
+        "columns": [vars(column) for column in table.COLUMNS],
+        "rows": table.cells(kinds),
+        "details": [table.details(row) for row in ordered],
+        "timelines": {i: drawn[row.id] for i, row in enumerate(ordered) if row.id in drawn},
+        "toruses": {i: placed[row.id] for i, row in enumerate(ordered) if row.id in placed},
+        "timeline": timeline_spec(),
+        "colours": _colours(drawn, placed),
+    }
+
+
+def _colours(drawn: dict[str, dict[str, Any]], placed: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the colours of parts of a step and of mesh axes, by the words of timelines and pictures."""
+    found = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
+    found |= {axis: axes_colour(axis) for picture in placed.values() for axis, _ in picture["axes"]}
+    waits = {name for one in drawn.values() for name in one["names"] if name.startswith(WAITING)}
+    return found | {name: axes_colour(name.removeprefix(WAITING)) for name in waits}
+
+
+def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the rows of all kinds with a speed, the best of each kind before the second of any."""
+    longest = max(map(len, kinds), default=0)
+    return [members[i] for i in range(longest) for members in kinds if i < len(members) and members[i].ok]
+
+
+def _notice(rows: Sequence[Row]) -> str:
+    if not any(row.group.simulated and row.ok for row in rows):
+        return ""
+    return (
+        '<p class="notice"><strong>Simulated:</strong> some speeds here were measured on CPU devices that stand in for '
+        "accelerators. Losses, bytes sent and memory by the compiler are real; those speeds, and their order, are not "
+        "those of any accelerator. Each bears the word <em>simulated</em>.</p>"
+    )
+
+
+def _answers(rows: Sequence[Row]) -> str:
+    said = []
+    for group, members in groups(rows).items():
+        first, *others = words.answer(group, members)
+        listed = "".join(f"<li>{html.escape(line)}</li>" for line in others)
+        said.append(f'<div class="answer"><p class="lead">{html.escape(first)}</p><ul>{listed}</ul></div>')
+    price = words.price_line(rows)
+    return "".join(said) + (f"<p>{html.escape(price)}</p>" if price else "")
+
+
+def _figure(figure: Figure, rows: Sequence[Row]) -> str:
+    return (
+        f'<section class="figure" id="{figure.id}" aria-labelledby="{figure.id}-title">'
+        f'<h3 id="{figure.id}-title">{html.escape(figure.title)}</h3><p class="words">{html.escape(figure.words)}</p>'
+        f'<div class="chart" data-figure="{figure.id}"></div>'
+        f'<p class="empty" hidden>{html.escape(figure.empty)}</p></section>'
+    )
+
+
+def _order(rows: Sequence[Row]) -> str:
+    pairs = predicted_and_measured(rows)
+    share = agreement(pairs)
+    if share is None:
+        return ""
+    word = " (simulated)" if any(pair.b.group.simulated for pair in pairs) else ""
+    said = f"Of every two of these layouts, the prediction names the faster one{word} in {percent(share)} of cases; "
+    said += "chance names it in 50%."
+    if word:
+        said += " Threads of one processor are no chips with links: little can be expected of such a comparison."
+    return f"<p>{said}</p>"
+
+
+def _json(data: dict[str, Any]) -> str:
+    """Return data as JSON that may stand inside a script element."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _in_script(text: str) -> str:
+    """Return JavaScript that may stand inside a script element: what would end or hide it stands only in strings."""
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _asset(name: str) -> str:
+    return (files("valkyrie.report") / name).read_text(encoding="utf-8")
+
+
+def _vega() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script; it is bundled once for each version and kept."""
+    import vl_convert
+
+    kept = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{id(kept)}.partial")
+        partial.write_text(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"), encoding="utf-8")
+        partial.replace(kept)
+    return kept.read_text(encoding="utf-8")

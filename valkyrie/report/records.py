@@ -1,0 +1,245 @@
+"""Decides what a report knows of a trial: one flat row, made from `trials.jsonl` and the trial's run folder alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from valkyrie.hardware import known_chips
+from valkyrie.search.trial import TRIALS, Status, Trial, TrialLog
+
+DEPTH = 2
+"""How many folders below a given path a sweep is looked for."""
+
+_STAGES = {"compile": "predicted", "measure": "measured", "train": "trained"}
+_SIMULATED = ("auto", "cpu")
+
+
+class Group(NamedTuple):
+    """Trials whose speeds are of one kind: told by one stage, on one target, simulated or not."""
+
+    stage: str
+    target: str
+    simulated: bool
+
+    @property
+    def label(self) -> str:
+        """Return it in words: `predicted for v5e-8`, `measured on simulated devices`."""
+        verb = _STAGES.get(self.stage, self.stage)
+        if self.stage == "compile":
+            return f"{verb} for {self.target}"
+        if not self.simulated:
+            return f"{verb} on {self.target}"
+        which = "" if self.target in _SIMULATED else f" ({self.target})"
+        return f"{verb} on simulated devices{which}"
+
+
+class Work(NamedTuple):
+    """What a step does, whatever the layout: two speeds are compared in words only where this is the same."""
+
+    model: str
+    batch: int | None
+    seq: int | None
+    precision: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial, flat. Seconds, bytes of one device, tokens a second; None where it is not known.
+
+    `held` is the peak of one device, or what it would need where it does not fit; `seconds` are the parts of a step;
+    `sent` the bytes that one device sends in a step, by mesh axes; `price` the dollars of a chip in an hour, and
+    `per_million` those of a million tokens, on demand. `source` is the folder of its sweep; `folder` its run
+    folder where there is one.
+    """
+
+    trial: Trial
+    source: Path
+    group: Group
+    work: Work
+    layout: str
+    mesh: str
+    partition: str
+    chips: int | None
+    degrees: dict[str, int]
+    step_s: float | None
+    p90_s: float | None
+    min_s: float | None
+    rate: float | None
+    rate_per_chip: float | None
+    mfu: float | None
+    held: int | None
+    usable: int | None
+    seconds: dict[str, float]
+    sent: dict[str, float]
+    exposed_s: float | None
+    price: float | None
+    per_million: float | None
+    reason: str | None
+    folder: Path | None
+
+    @property
+    def id(self) -> str:
+        """A name that no other row has."""
+        return f"{self.source}:{self.trial.key}"
+
+    @property
+    def sweep(self) -> str:
+        """The name of its sweep."""
+        return self.trial.sweep
+
+    @property
+    def ok(self) -> bool:
+        """Whether it has a speed to be ranked by."""
+        return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """What the stage says of the step's speed."""
+        return self.trial.results.get("step") or {}
+
+
+def read_rows(paths: Sequence[Path]) -> list[Row]:
+    """Return the trials under these paths, sweep by sweep; ValueError where there is none."""
+    rows: list[Row] = []
+    for folder in find_sweeps(paths):
+        try:
+            trials = TrialLog(folder).read()
+        except ValueError as error:
+            raise ValueError(f"{folder / TRIALS} cannot be read: {error}.") from error
+        said = {_kind(t): t.results["simulated"] for t in trials if "simulated" in t.results}
+        rows += [row_of(t, folder, _is_simulated(t, said.get(_kind(t)))) for t in trials]
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, paths))}: there is no trial yet. Wait until the first one has ended.")
+    return rows
+
+
+def find_sweeps(paths: Sequence[Path]) -> list[Path]:
+    """Return the sweep folders that these paths are or hold, each once; ValueError says where there is none."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist. {_ADVICE}")
+        if path.is_file():
+            sweeps = [path.parent] if path.name == TRIALS else []
+        else:
+            patterns = ("/".join(["*"] * depth + [TRIALS]) for depth in range(DEPTH + 1))
+            sweeps = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
+        if not sweeps:
+            where = f"{path} is a file" if path.is_file() else f"no {TRIALS} in {path} or the folders in it"
+            raise ValueError(f"{where}. {_ADVICE}")
+        found |= {folder.resolve(): folder for folder in sweeps}
+    return list(found.values())
+
+
+_ADVICE = (
+    "A report is made of a sweep's folder, or of a folder of them, such as runs. "
+    "A sweep writes it: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
+)
+
+
+def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
+    """Return a trial of this sweep folder as a row; `simulated` says that its devices are no accelerators."""
+    about, results = trial.about, trial.results
+    step, memory = results.get("step") or {}, results.get("memory") or {}
+    sent = results.get("communication") or {}
+    chips = about.get("chips")
+    rate = _number(step.get("tokens_per_second"))
+    price = _price(trial, simulated)
+    run_folder = None if trial.folder is None else folder / trial.folder
+    return Row(
+        trial=trial,
+        source=folder,
+        group=Group(trial.stage, str(about.get("target") or "unknown target"), simulated),
+        work=Work(
+            str(about.get("model") or "?"), about.get("batch"), about.get("seq"), str(about.get("precision") or "")
+        ),
+        layout=str(about.get("layout") or _layout_of(about) or trial.name),
+        mesh=str(about.get("mesh") or "?"),
+        partition=str(about.get("partition") or "?"),
+        chips=chips,
+        degrees=dict(about.get("degrees") or {}),
+        step_s=_number(step.get("step_s")) or _step_of(about, rate),
+        p90_s=_number(step.get("p90_s")),
+        min_s=_number(step.get("min_s")),
+        rate=rate,
+        rate_per_chip=_number(step.get("tokens_per_second_per_chip")),
+        mfu=_number(step.get("mfu")),
+        held=memory.get("peak") or memory.get("needed"),
+        usable=memory.get("usable"),
+        seconds=_numbers(results.get("seconds")),
+        sent=_numbers(sent.get("bytes_by_mesh_axes")),
+        exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
+        price=price,
+        per_million=1e6 * price * chips / (3600 * rate) if price and chips and rate else None,
+        reason=_reason(trial),
+        folder=run_folder if run_folder is not None and run_folder.is_dir() else None,
+    )
+
+
+def read_json(row: Row, name: str) -> dict[str, Any] | None:
+    """Return a JSON file of the row's run folder; None where there is none, or only a part of one."""
+    if row.folder is None:
+        return None
+    try:
+        found = json.loads((row.folder / name).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _price(trial: Trial, simulated: bool) -> float | None:
+    """Return the dollars of a chip in an hour: as the stage counted, else as the chip's file says."""
+    step, chips = trial.results.get("step") or {}, trial.about.get("chips")
+    per_dollar = (step.get("tokens_per_dollar") or {}).get("on_demand")
+    if per_dollar and chips:
+        return step["tokens_per_second"] * 3600 / per_dollar / chips
+    chip = known_chips().get(trial.about.get("chip") or "")
+    return None if chip is None or simulated or not step else chip.usd_per_hour
+
+
+def _number(value: int | float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _layout_of(about: dict[str, Any]) -> str | None:
+    """Return the name of a layout that was refused before it had one: what was asked of it."""
+    if not about.get("mesh") or not about.get("partition"):
+        return None
+    parts = [str(about["mesh"]), str(about["partition"])]
+    parts += [f"mb{about['microbatches']}"] if about.get("microbatches", 1) != 1 else []
+    parts += [f"remat_{about['remat']}"] if about.get("remat", "none") != "none" else []
+    return "-".join(parts)
+
+
+def _step_of(about: dict[str, Any], rate: float | None) -> float | None:
+    """Return the seconds of a step by its tokens and its rate, as a training tells it."""
+    return about["batch"] * about["seq"] / rate if rate and about.get("batch") and about.get("seq") else None
+
+
+def _numbers(values: dict[str, int | float] | None) -> dict[str, float]:
+    return {name: float(value) for name, value in (values or {}).items()}
+
+
+def _kind(trial: Trial) -> tuple[str, str]:
+    return trial.stage, str(trial.about.get("target"))
+
+
+def _is_simulated(trial: Trial, others: bool | None) -> bool:
+    """Return whether a trial's devices are simulated; of one without a result, as `others` of its target were."""
+    if trial.stage == "compile":
+        return False
+    said = trial.results.get("simulated", others)
+    return trial.about.get("chip") is None if said is None else bool(said)
+
+
+def _reason(trial: Trial) -> str | None:
+    memory = trial.results.get("memory") or {}
+    if trial.status is Status.does_not_fit and memory.get("needed") and memory.get("usable"):
+        return f"needs {memory['needed'] / 2**30:.1f} GiB of {memory['usable'] / 2**30:.1f} GiB usable"
+    if trial.status is Status.ok and trial.stage == "compile" and not trial.results.get("step"):
+        return "compiled for a CPU: memory and bytes are told, no time"
+    return trial.reason

@@ -1,0 +1,122 @@
+"""Decides what of a layout's timeline and of its place on the torus a page draws: little enough for many layouts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import Any
+
+from valkyrie.hardware import TargetConfig, Topology, known_chips, topology_of
+from valkyrie.report.records import Row, read_json
+from valkyrie.report.values import part_name
+from valkyrie.search.modes import SUMMARY, TIMELINE
+from valkyrie.search.summary import short_cause, short_source
+
+SPANS = 400
+"""How many stretches of a timeline are drawn at most."""
+CHIPS = 256
+"""How many chips of a torus are drawn at most."""
+
+
+def timeline(row: Row, limit: int = SPANS) -> dict[str, Any] | None:
+    """Return a row's timeline for drawing, None where its run folder has none.
+
+    `tracks` and `names` are texts, `step_us` the end of the last span; a span is [track, start, duration, category,
+    name, operations joined in it], times in microseconds, texts by their place in `tracks` and `names`.
+    """
+    found = read_json(row, TIMELINE)
+    events = [event for event in (found or {}).get("traceEvents", []) if isinstance(event, dict)]
+    spans = [event for event in events if event.get("ph") == "X"]
+    if not spans:
+        return None
+    named = {e["tid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e.get("name") == "thread_name"}
+    tracks = list(dict.fromkeys(_track(name) for name in named.values()))
+    by_track: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in sorted(spans, key=lambda e: e["ts"]):
+        by_track[tracks.index(_track(named[event["tid"]]))].append(event)
+    step_us = max(event["ts"] + event["dur"] for event in spans)
+    gap, joined = step_us / 2000, _joined(by_track, 0.0)
+    while len(joined) > limit:
+        joined, gap = _joined(by_track, gap), 2 * gap
+    names = list(dict.fromkeys(text for span in joined for text in (part_name(span[3]), span[4])))
+    index = {name: i for i, name in enumerate(names)}
+    drawn = [[t, round(s, 2), round(d, 2), index[part_name(c)], index[n], k] for t, s, d, c, n, k in joined]
+    return {"tracks": tracks, "names": names, "step_us": round(step_us, 2), "spans": drawn}
+
+
+def torus(row: Row) -> dict[str, Any] | None:
+    """Return where a row's mesh lies on the torus of its target, None where that is not known or is too large to draw.
+
+    `shape` and `wrap` are those of the torus, `axes` the names and sizes of mesh axes; `at` is the mesh index of each
+    chip's first device, chips in row-major order, the first slice alone.
+    """
+    about = row.trial.about
+    found, topology = read_json(row, SUMMARY), topology_named(about.get("described"), about.get("chip"))
+    places, axes = (found or {}).get("positions") or [], about.get("axes")
+    if topology is None or topology.chips > CHIPS or len(places) != topology.devices or not axes:
+        return None
+    parsed = [_place(place) for place in places]
+    least = [min(coords[i] for _, coords, _ in parsed) for i in range(len(topology.shape))]
+    at: list[int | None] = [None] * topology.chips
+    for device, (slice_, coords, core) in enumerate(parsed):
+        if slice_ == 0 and core == 0:
+            chip = 0
+            for coordinate, low, side in zip(coords, least, topology.shape, strict=False):
+                chip = chip * side + coordinate - low
+            at[chip] = device
+    return {
+        "shape": list(topology.shape),
+        "wrap": list(topology.wrap),
+        "slices": topology.slices,
+        "axes": [[name, size] for name, size in axes.items()],
+        "at": at,
+    }
+
+
+def topology_named(described: str | None, chip: str | None) -> Topology | None:
+    """Return the torus of a target as messages print it: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`; None if it has none."""
+    known = known_chips().get(chip or "")
+    match = re.search(r"\b[0-9]+(?:x[0-9]+)+\b", described or "")
+    if known is None or match is None:
+        return None
+    slices = re.search(r"in each of ([0-9]+) slices", described or "")
+    chips = math.prod(int(n) for n in match[0].split("x"))
+    target = TargetConfig(chip=known, platform=known.platform, chips=chips, topology=match[0])
+    target.slices = int(slices[1]) if slices else 1
+    return None if target.problems() else topology_of(target)
+
+
+def _place(text: str) -> tuple[int, list[int], int]:
+    slice_, coords, core = text.split(":")
+    return int(slice_), [int(c) for c in coords.split(",")], int(core)
+
+
+def _track(name: str) -> str:
+    """Return a track without the number of its lane."""
+    return re.sub(r" \([0-9]+\)$", "", name)
+
+
+def _joined(by_track: dict[int, list[dict[str, Any]]], gap: float) -> list[tuple[int, float, float, str, str, int]]:
+    """Return spans, neighbours of a category joined where both and what lies between them are shorter than a gap."""
+    found: list[tuple[int, float, float, str, str, int]] = []
+    for track, events in sorted(by_track.items()):
+        for event in events:
+            start, length = event["ts"], event["dur"]
+            if gap and found and found[-1][0] == track:
+                _, before, lasted, category, name, count = found[-1]
+                near = start - before - lasted < gap and length < 4 * gap
+                if near and (category == event["cat"] or (lasted < gap and length < gap)):
+                    category = category if lasted >= length else event["cat"]
+                    name = name if lasted >= length else _name(event)
+                    found[-1] = (track, before, max(lasted, start + length - before), category, name, count + 1)
+                    continue
+            found.append((track, start, length, event["cat"], _name(event), 1))
+    return found
+
+
+def _name(event: dict[str, Any]) -> str:
+    args = event.get("args") or {}
+    said = short_cause(args["op_name"]) if args.get("op_name") else event["name"]
+    source = short_source(args.get("source"))
+    return f"{said} ({source})" if source else said

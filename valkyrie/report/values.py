@@ -1,0 +1,238 @@
+"""Decides which numbers of ranked rows a figure draws: plain records, without bounds on how they look."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from valkyrie.report.rank import front, memory_of, predicted_and_measured, price_of
+from valkyrie.report.records import Row
+from valkyrie.search.trial import Status
+from valkyrie.search.units import duration, percent
+from valkyrie.search.units import memory as memory_text
+
+Values = list[dict[str, Any]]
+
+BARS = 40
+"""How many layouts a bar chart shows, the best ones."""
+PART_NAMES = {"matmul": "matrix products", "kernel": "kernels", "compute": "other arithmetic", "memory": "memory-bound"}
+"""Words for the parts of a step."""
+WAITING = "waiting for "
+"""What stands before the mesh axes of exposed communication."""
+FAR = 4
+"""Beyond this multiple of the largest peak, the usable memory is not drawn."""
+
+
+def labels(rows: Sequence[Row]) -> dict[str, str]:
+    """Return a text for each row by its id: the layout, and what else tells it from rows of the same layout."""
+    varied = [len({row.work[i] for row in rows}) > 1 for i in range(3)]
+    found: dict[str, str] = {}
+    for row in rows:
+        told = [text for text, varies in zip(_told(row), varied, strict=True) if varies]
+        found[row.id] = " ".join([row.layout, *told])
+    for more in (lambda row: row.sweep, lambda row: str(row.source), lambda row: row.trial.name):
+        counts: Counter[tuple[str, object]] = Counter((found[row.id], row.group) for row in rows)
+        twice = [row for row in rows if counts[(found[row.id], row.group)] > 1]
+        if len({more(row) for row in twice}) > 1:
+            found |= {row.id: f"{found[row.id]} ({more(row)})" for row in twice}
+    return found
+
+
+def _told(row: Row) -> tuple[str, str, str]:
+    return row.work.model, f"batch {row.work.batch}", f"{row.work.seq} long"
+
+
+def bars(rows: Sequence[Row]) -> Values:
+    """Return the speed of the best rows; `low` and `high` are the rates of the 90th percentile and the fastest step."""
+    named = labels(rows)
+    found: Values = []
+    for row in [row for row in rows if row.ok][:BARS]:
+        assert row.rate is not None and row.step_s is not None
+        spread = row.p90_s is not None and row.min_s is not None
+        tokens = row.rate * row.step_s
+        low, high = (tokens / (row.p90_s or 1), tokens / (row.min_s or 1)) if spread else (row.rate, row.rate)
+        found.append(
+            {
+                "label": named[row.id],
+                "partition": row.partition,
+                "rate": _short(row.rate),
+                "per_chip": _short(row.rate_per_chip),
+                "low": _short(low),
+                "high": _short(high),
+                "end": _short(max(high, row.rate)),
+                "step": duration(row.step_s),
+                "spread": f"{duration(row.min_s or 0.0)} to {duration(row.p90_s or 0.0)}"
+                if spread
+                else "none: predicted",
+            }
+        )
+    return found
+
+
+def cells(rows: Sequence[Row]) -> Values:
+    """Return the best row of every MP1 x MP2 x DP; `rate` is None where none of a cell's rows has a speed.
+
+    What splits the batch counts as DP, fully sharded or not; a sequence's splits are a further factor of it.
+    """
+    by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.degrees:
+            of = {"DP": 1, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
+            by_cell[(of["DP"] * of["FSDP"] * of["SP"], of["MP1"], of["MP2"])].append(row)
+    found: Values = []
+    for (data, mp1, mp2), members in sorted(by_cell.items()):
+        best = members[0]
+        rate = best.rate_per_chip if best.ok else None
+        why = "" if best.ok else best.reason or best.trial.status.value
+        text = f"{_si(rate)}" if rate is not None else best.trial.status.value.replace("does_not_fit", "no fit")
+        found.append(
+            {"data": data, "mp1": mp1, "mp2": mp2, "rate": _short(rate), "text": text, "layout": best.layout}
+            | {"tried": str(len(members)), "said": why[:200]}
+        )
+    return found if any(cell["rate"] is not None for cell in found) else []
+
+
+def memory(rows: Sequence[Row]) -> Values:
+    """Return peak memory and speed of rows that fit, and what the others would need, at no speed.
+
+    `usable` is that of one device, the same in every record; None where there is none, or it lies far
+    beyond all rows, which `far` then says.
+    """
+    named = labels(rows)
+    best = {row.id for row in front(rows, memory_of)}
+    drawn = [row for row in rows if row.held and (row.ok or row.trial.status is Status.does_not_fit)]
+    if not any(row.ok for row in drawn):
+        return []
+    largest, usable = (
+        max(row.held or 0 for row in drawn),
+        min((row.usable for row in drawn if row.usable), default=None),
+    )
+    far = ""
+    if usable is not None and usable > FAR * largest:
+        far = f"Everything fits easily: the limit, {memory_text(usable)} of a device, lies far to the right."
+        usable = None
+    unit, scale = ("GiB", 2**30) if largest > 2**30 / 10 else ("MiB", 2**20)
+    return [
+        {
+            "label": named[row.id],
+            "partition": row.partition,
+            "held": _short((row.held or 0) / scale),
+            "rate": _short(row.rate_per_chip) if row.ok else 0.0,
+            "status": "fits" if row.ok else "does not fit",
+            "front": row.id in best,
+            "unit": unit,
+            "usable": None if usable is None else _short(usable / scale),
+            "far": far,
+        }
+        for row in drawn
+    ]
+
+
+def parts(rows: Sequence[Row]) -> Values:
+    """Return the parts of a step of the best rows, products first and exposed communication last."""
+    shown = [row for row in rows if row.ok and row.seconds][:BARS]
+    exposed = sorted({name for row in shown for name in row.seconds if name not in PART_NAMES})
+    order = [*PART_NAMES, *exposed]
+    unit, scale = _time_unit([row.step_s or 0.0 for row in shown])
+    taken = [(row, row.seconds, row.step_s or 1.0) for row in shown]
+    return _stacked(labels(rows), taken, order, {name: part_name(name) for name in order}, unit, scale)
+
+
+def part_name(category: str) -> str:
+    """Return a part of a step in words."""
+    axes = category.removeprefix("exposed ")
+    return PART_NAMES.get(category, category) if axes == category else WAITING + axes
+
+
+def sent(rows: Sequence[Row]) -> Values:
+    """Return the bytes that one device sends under the best rows, by mesh axes."""
+    shown = [row for row in rows if row.ok and row.sent][:BARS]
+    order = sorted({axes for row in shown for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
+    largest = max((sum(row.sent.values()) for row in shown), default=0.0)
+    unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
+    taken = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown]
+    return _stacked(labels(rows), taken, order, {"?": "unknown axes"}, unit, scale)
+
+
+def pairs(rows: Sequence[Row]) -> Values:
+    """Return steps predicted and measured of the same layout, in milliseconds."""
+    named = labels(rows)
+    return [
+        {
+            "label": named[pair.a.id],
+            "partition": pair.a.partition,
+            "x": _short(1e3 * (pair.a.step_s or 0.0)),
+            "y": _short(1e3 * (pair.b.step_s or 0.0)),
+            "told": duration(pair.a.step_s or 0.0),
+            "ran": duration(pair.b.step_s or 0.0),
+            "target": pair.a.group.target,
+            "on": pair.b.group.label.partition(" on ")[2],
+            "simulated": pair.b.group.simulated,
+        }
+        for pair in predicted_and_measured(rows)
+    ]
+
+
+def prices(rows: Sequence[Row]) -> Values:
+    """Return price and speed of rows that have one; nothing where all prices are the same."""
+    named = labels(rows)
+    priced = [row for row in rows if row.ok and row.price]
+    if len({_short(row.price) for row in priced}) < 2:
+        return []
+    best = {row.id for row in front(priced, price_of)}
+    return [
+        {
+            "label": named[row.id],
+            "target": row.group.target,
+            "price": _short(row.price),
+            "per_million": _short(row.per_million),
+            "rate": _short(row.rate_per_chip),
+            "front": row.id in best,
+        }
+        for row in priced
+    ]
+
+
+def _stacked(
+    named: dict[str, str],
+    taken: Sequence[tuple[Row, dict[str, float], float]],
+    order: Sequence[str],
+    words: dict[str, str],
+    unit: str,
+    scale: float,
+) -> Values:
+    """Return one record for every part of every row, parts in this order; `whole` of a row is what shares are of."""
+    found: Values = []
+    for part in order:
+        for row, amounts, whole in taken:
+            if amounts.get(part):
+                found.append(
+                    {
+                        "label": named[row.id],
+                        "part": words.get(part, part),
+                        "order": order.index(part),
+                        "amount": _short(amounts[part] * scale),
+                        "share": percent(amounts[part] / whole),
+                        "unit": unit,
+                    }
+                )
+    ranks = {named[row.id]: i for i, (row, _, _) in enumerate(taken)}
+    return sorted(found, key=lambda v: ranks[v["label"]])
+
+
+def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
+    longest = max(seconds, default=0.0)
+    return ("s", 1.0) if longest >= 10 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number in five digits: a page of many trials has little room."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _si(value: float) -> str:
+    for unit, scale in (("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"

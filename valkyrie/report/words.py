@@ -1,0 +1,202 @@
+"""Decides what is said of a sweep in plain words: only what follows from the numbers of its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from valkyrie.report.rank import groups
+from valkyrie.report.records import Group, Row, Work
+from valkyrie.search.units import duration, memory, percent, sent
+
+WORTH_SAYING = 0.15
+"""The share of a difference between two steps from which one of its parts is named."""
+WORKS = 3
+"""Of how many models, batches and lengths the partitions are compared."""
+SAME = 1.02
+"""Below this ratio two speeds are called the same."""
+
+NEGLIGIBLE = 0.01
+"""The share of all bytes below which those over some axes are not named."""
+
+_PARTS = {"matmul": "matrix products", "kernel": "kernels", "compute": "other arithmetic"}
+
+
+def answer(group: Group, rows: Sequence[Row]) -> list[str]:
+    """Return what to say of one kind of speed: the winner, and why it is faster than the best of each other partition.
+
+    `rows` are those of the group, the fastest first.
+    """
+    fast = next((row for row in rows if row.ok), None)
+    if fast is None:
+        return [f"No layout {group.label} has a speed: see what was refused and why."]
+    works = list(dict.fromkeys(row.work for row in rows if row.ok))
+    said = [_winner(fast, rows, len(works) > 1)]
+    for work in works[:WORKS]:
+        head = f"{described(work)}: " if len(works) > 1 else ""
+        said += [head + line for line in _of_a_work([row for row in rows if row.work == work])]
+    return said
+
+
+def described(work: Work) -> str:
+    """Return what a step does in a few words."""
+    return f"{work.model}, {work.batch} x {work.seq} tokens"
+
+
+def _of_a_work(rows: Sequence[Row]) -> list[str]:
+    """Return why the first row is faster than the best of each other partition, and which partitions have no speed."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.ok:
+            best.setdefault(row.partition, row)
+    fast, *others = best.values()
+    if not others:
+        others = [row for row in rows if row.ok and row is not fast][-1:]
+    said = [because(fast, row) for row in others]
+    for partition in dict.fromkeys(row.partition for row in rows):
+        if partition not in best and partition != "?":
+            said.append(_without(partition, [row for row in rows if row.partition == partition]))
+    return said
+
+
+def because(fast: Row, slow: Row) -> str:
+    """Return how many times as fast the first row is, and the parts of the two steps that make the difference."""
+    assert fast.rate_per_chip and slow.rate_per_chip
+    ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
+    simulated = " (simulated)" if fast.group.simulated else ""
+    if ratio < SAME:
+        return f"{a} is as fast as {b}{simulated}, to {percent(SAME - 1)}."
+    head = f"{a} is {ratio:.{1 if ratio < 10 else 0}f}x faster than {b}{simulated}"
+    reasons, against = _reasons(fast, slow)
+    if not reasons:
+        return f"{head}{_differs(fast, slow)}."
+    although = f", although {' and '.join(against)}" if against else ""
+    return f"{head} because {'; '.join(reasons)}{although}."
+
+
+def names(one: Row, other: Row) -> tuple[str, str]:
+    """Return two rows by partition where that tells them apart, with the mesh where they differ in it."""
+    if one.partition == other.partition and one.mesh == other.mesh:
+        return one.layout, other.layout
+    if one.mesh == other.mesh:
+        return one.partition, other.partition
+    return f"{one.partition} on {one.mesh}", f"{other.partition} on {other.mesh}"
+
+
+def price_line(rows: Sequence[Row]) -> str | None:
+    """Return what a million tokens cost under the fastest layout that has a price; None where none has."""
+    priced = [row for row in rows if row.ok and row.per_million]
+    if not priced:
+        return None
+    row = min(priced, key=lambda r: r.per_million or 0.0)
+    return f"Cheapest: {row.layout} on {row.group.target}, {row.per_million:.3g} dollars for a million tokens."
+
+
+def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
+    word = " simulated" if row.group.simulated else ""
+    assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
+    timed = sum(r.ok for r in rows)
+    head = f"Fastest of {timed} {row.group.label}" if timed > 1 else row.group.label
+    said = f"{head}: {row.layout}{f' of {described(row.work)}' if several else ''}, "
+    said += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
+    if row.held is not None:
+        said += f"; each device holds {memory(row.held)}"
+        said += f" of {memory(row.usable)} usable" if row.usable is not None else ""
+    return said[0].upper() + said[1:] + "." + _as_fast(row, rows)
+
+
+def _as_fast(row: Row, rows: Sequence[Row]) -> str:
+    least = (row.rate_per_chip or 0.0) / SAME
+    equal = [r for r in rows if r.ok and r.work == row.work and (r.rate_per_chip or 0.0) >= least]
+    others = [r.layout for r in equal if r is not row]
+    if not others:
+        return ""
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f" As fast, to {percent(SAME - 1)}: {', '.join(others[:3])}{more}."
+
+
+def _without(partition: str, rows: Sequence[Row]) -> str:
+    status = " or ".join(dict.fromkeys(row.trial.status.value.replace("_", " ") for row in rows))
+    reason = (rows[0].reason or "no reason was recorded").splitlines()[0].rstrip(".")
+    return f"{partition} has no speed ({status}): {reason}."
+
+
+def _reasons(fast: Row, slow: Row) -> tuple[list[str], list[str]]:
+    """Return the parts in which the slow step takes longer, largest first, and those in which the fast one does."""
+    assert fast.step_s is not None and slow.step_s is not None
+    if not fast.seconds or not slow.seconds or slow.step_s <= fast.step_s:
+        return [], []
+    a, b = _merged(fast.seconds), _merged(slow.seconds)
+    more = {name: b.get(name, 0.0) - a.get(name, 0.0) for name in {**a, **b}}
+    least = WORTH_SAYING * (slow.step_s - fast.step_s)
+    ordered = sorted(more.items(), key=lambda item: -item[1])
+    told = [_part(name, fast, slow, a, b) for name, seconds in ordered if seconds >= least]
+    against = [_part(name, fast, slow, a, b) for name, seconds in reversed(ordered) if seconds <= -least]
+    return told, against
+
+
+def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, float]) -> str:
+    took, takes = duration(a.get(name, 0.0)), duration(b.get(name, 0.0))
+    if name == "exposed":
+        over = f" (a device sends {_over(fast)}, against {_over(slow)})"
+        return f"it waits {took} of a step for other devices, not {takes}{over}"
+    if name == "memory":
+        shares = percent(a.get(name, 0.0) / (fast.step_s or 1)), percent(b.get(name, 0.0) / (slow.step_s or 1))
+        return f"operations bound by memory take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
+    said = f"{_PARTS.get(name, name)} take {took}, not {takes}"
+    return said + _products(fast, slow) if name in ("matmul", "kernel") else said
+
+
+def _products(fast: Row, slow: Row) -> str:
+    """Return what explains slower products: FLOPs done again, or narrow shards."""
+    done, again = fast.step.get("executed_flops"), slow.step.get("executed_flops")
+    if done and again and again / done >= 1 + WORTH_SAYING:
+        cause = "mostly recomputation" if _recomputes(slow) and not _recomputes(fast) else "not split over all devices"
+        return f" (the slower one executes {percent(again / done - 1)} more FLOPs on a device, {cause})"
+    rates = fast.step.get("product_rate"), slow.step.get("product_rate")
+    if rates[0] and rates[1] and rates[0] >= (1 + WORTH_SAYING) * rates[1]:
+        return f" ({percent(rates[0])} of peak, not {percent(rates[1])})"
+    return ""
+
+
+def _recomputes(row: Row) -> bool:
+    return row.trial.about.get("remat", "none") != "none"
+
+
+def _differs(fast: Row, slow: Row) -> str:
+    """Return what else is known of two steps whose parts were not told: what they send, and hold."""
+    said = []
+    if fast.sent or slow.sent:
+        said.append(f"a device sends {_over(fast)}, against {_over(slow)}")
+    if fast.held and slow.held:
+        said.append(f"it holds {memory(fast.held)}, against {memory(slow.held)}")
+    return f"; what is known beside the time: {'; '.join(said)}" if said else ""
+
+
+def _over(row: Row) -> str:
+    whole = sum(row.sent.values())
+    parts = sorted(((a, s) for a, s in row.sent.items() if s >= NEGLIGIBLE * whole), key=lambda item: -item[1])
+    listed = [f"{sent(size)} over {axes}" for axes, size in parts[:2]]
+    rest = sum(size for _, size in parts[2:])
+    listed += [f"{sent(rest)} over others"] if rest else []
+    return " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else "".join(listed) or "nothing"
+
+
+def _merged(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the parts of a step with all exposed communication as one."""
+    found: dict[str, float] = {}
+    for name, part in seconds.items():
+        key = "exposed" if name.startswith("exposed ") else name
+        found[key] = found.get(key, 0.0) + part
+    return found
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return in one sentence how many trials there are and what became of them."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        word = row.trial.status.value.replace("_", " ")
+        counts[word] = counts.get(word, 0) + 1
+    parts = [f"{count} {word}" for word, count in counts.items()]
+    kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in groups(rows).items()]
+    trials = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
+    return f"{trials} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."
