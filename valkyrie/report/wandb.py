@@ -81,7 +81,7 @@ def build_workspace(entity: str, project: str, group: str | None) -> Workspace:
         ],
         settings=ws.WorkspaceSettings(max_runs=100),
         runset_settings=ws.RunsetSettings(
-            filters=[expr.Metric("group") == group] if group else [],
+            filters=expr.And(expr.Metric("group") == group) if group else "",
             groupby=[expr.Config("stage")],
             order=[ws.Ordering(expr.Summary("tokens_per_second_per_chip"), ascending=False)],
             pinned_columns=["summary:status", "summary:tokens_per_second_per_chip", "summary:reason"],
@@ -96,7 +96,7 @@ def build_report(entity: str, project: str, group: str | None) -> Report:
 
     which = [expr.Metric("group") == group] if group else []
     runsets = [
-        wr.Runset(entity, project, name=words, filters=[*which, expr.Config("stage") == stage])
+        wr.Runset(entity, project, name=words, filters=expr.And(*which, expr.Config("stage") == stage))
         for stage, words in STAGES.items()
     ]
     speed, memory, sent, mesh = _panels()
