@@ -26,6 +26,12 @@ def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert step["mfu"] is None
     assert set(found["communication"]["bytes_by_mesh_axes"]) == {"x,y"}
     assert np.isfinite(found["loss"])
+    times = found["communication"]["collective_s"]
+    assert set(times) == {"x,y"} and set(times["x,y"]) == set(found["communication"]["bytes_by_kind"])
+    assert all(seconds > 0 for seconds in times["x,y"].values())
+    assert "waiting for the other devices included" in found["communication"]["collective_note"]
+    assert "time in collectives simulated, waiting included" in said
+    assert not (tmp_path / "runs" / "m" / "trace").exists()
     assert "SIMULATED" in said and "measured step simulated:" in said
     assert all("simulated" in line for line in said.splitlines() if "tokens/s" in line)
 
@@ -41,3 +47,18 @@ def test_the_batch_is_next_tokens_of_the_seed():
     assert batch["tokens"].shape == (8, 16) and batch["tokens"].max() < run.model.vocab_size
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     np.testing.assert_array_equal(batch["tokens"], again["tokens"])
+
+
+def test_real_data_comes_from_the_loader_and_the_trace_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("mode=measure", "mode.data=real", "mode.trace=true", "mode.repeats=2", "mode.warmup=0", "name=m")
+    assert command(*TINY, *SINGLE, *options) == 0
+    found = json.loads((tmp_path / "runs" / "m" / "measure.json").read_text())
+    assert found["data"] == "synthetic"
+    assert found["communication"]["collective_s"] == {}
+    assert len(list((tmp_path / "runs" / "m" / "trace").rglob("*.xplane.pb"))) == 1
+
+
+def test_too_little_real_data_is_refused(capfd: pytest.CaptureFixture):
+    assert command(*TINY, *SINGLE, "mode=measure", "mode.data=real", "batch=100000") == 2
+    assert "fewer than batch=100000" in capfd.readouterr().err

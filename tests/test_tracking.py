@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import json
-import struct
 import subprocess
 import sys
 import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,66 +10,14 @@ import pytest
 import wandb
 
 from runs import trained
-from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, _resolve, read_metrics
+from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics, resolve
+from wandb_files import wandb_log
 
 FIELDS = {"mesh": "4x4x2", "partition": "2d_tp", "model": "m", "target": "v4-64"}
 
 
 def tracker(folder: Path, mode: str = "off") -> Tracker:
     return Tracker(TrackingConfig(wandb=WandbMode(mode)), folder, run_name="run", fields=FIELDS, group="g")
-
-
-def wandb_log(folder: Path) -> dict[str, Any]:
-    """Return what a finished W&B offline log holds; W&B's own process may still be writing it."""
-    end = time.monotonic() + 20
-    while "exit" not in (found := _read_wandb_log(folder)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return found
-
-
-def _read_wandb_log(folder: Path) -> dict[str, Any]:
-    """Return what a W&B offline log holds: config, history, summary, the run's record and its exit status."""
-    from wandb.proto import wandb_internal_pb2 as pb
-
-    def pairs(items: Any) -> dict[str, Any]:
-        return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}}
-    for body in _frames(path.read_bytes()):
-        record = pb.Record.FromString(body)
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            found["history"].append(pairs(record.history.item))
-        elif kind == "run":
-            found["run"] = record.run
-            found["config"] |= pairs(record.run.config.update)
-        elif kind == "config":
-            found["config"] |= pairs(record.config.update)
-        elif kind == "summary":
-            found["summary"] |= pairs(record.summary.update)
-        elif kind == "exit":
-            found["exit"] = record.exit.exit_code
-    return found
-
-
-def _frames(data: bytes, block: int = 32768) -> Iterator[bytes]:
-    """Yield the records of a LevelDB log: frames of CRC, length and kind, cut at blocks."""
-    at, body = 7, b""
-    while at + 7 <= len(data):
-        room = block - at % block
-        if room < 7:
-            at += room
-            continue
-        crc, length, kind = struct.unpack_from("<IHB", data, at)
-        part = data[at + 7 : at + 7 + length]
-        if len(part) < length:
-            return
-        assert zlib.crc32(part, zlib.crc32(bytes([kind]))) == crc
-        at += 7 + length
-        body = part if kind in (1, 2) else body + part
-        if kind in (1, 4):
-            yield body
 
 
 def test_records_are_lines_as_they_come(tmp_path: Path) -> None:
@@ -207,7 +151,7 @@ def test_the_command_line_is_stronger_than_the_environment(
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    assert _resolve(WandbMode(asked)) is WandbMode(expected)
+    assert resolve(WandbMode(asked)) is WandbMode(expected)
 
 
 def test_tracking_off_leaves_no_wandb_folder() -> None:

@@ -36,12 +36,20 @@ class Debug(Enum):
     nans = "nans"
 
 
+class MeasuredData(Enum):
+    """What `mode=measure` feeds a step: random tokens that lie on the devices, or the run's data by its loader."""
+
+    random = "random"
+    real = "real"
+
+
 @dataclass
 class ModeConfig:
     """What a command does with the run: `train`, `show`, `compile`, `measure`, `eval`, `generate`.
 
     For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
-    leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others.
+    leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
+    `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
     """
 
     name: str = "train"
@@ -50,6 +58,8 @@ class ModeConfig:
     hlo: bool = False
     warmup: int = 2
     repeats: int = 10
+    data: MeasuredData = MeasuredData.random
+    trace: bool = False
 
 
 @dataclass

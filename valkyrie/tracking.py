@@ -22,12 +22,16 @@ class WandbMode(Enum):
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set."""
+    """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set.
+
+    `group` is W&B's group of the run; None groups by model and target.
+    """
 
     name: str = "wandb"
     wandb: WandbMode = WandbMode.auto
     project: str = "valkyrie"
     entity: str | None = None
+    group: str | None = None
     init_timeout: int = 10
 
 
@@ -35,7 +39,7 @@ class Tracker:
     """Writes records to `metrics.jsonl` and to W&B; a W&B that fails to start is reported once and left out."""
 
     def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, fields: dict[str, Any], group: str):
-        _cut_torn_line(folder / "metrics.jsonl")
+        cut_torn_line(folder / "metrics.jsonl")
         self._file = (folder / "metrics.jsonl").open("a", buffering=1)
         self.note: str | None = None
         self._wandb = self._start_wandb(config, folder, run_name, fields, group)
@@ -50,7 +54,7 @@ class Tracker:
         """Set values of the whole run: in W&B's summary, and as a last JSON line without a step."""
         self._file.write(json.dumps({"summary": values}) + "\n")
         if self._wandb is not None:
-            self._wandb.summary.update(values)
+            self._wandb.summary.update(values | compared(values))
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close both sinks."""
@@ -61,31 +65,70 @@ class Tracker:
     def _start_wandb(
         self, config: TrackingConfig, folder: Path, run_name: str, fields: dict[str, Any], group: str
     ) -> Any:
-        mode = _resolve(config.wandb)
+        mode = resolve(config.wandb)
         if mode is WandbMode.off:
             return None
-        import wandb
-
         try:
-            return wandb.init(
-                mode=mode.value,  # pyright: ignore[reportArgumentType]
-                project=config.project,
-                entity=config.entity,
-                dir=folder.resolve(),
+            return start_wandb(
+                config,
+                mode,
+                folder,
                 name=run_name,
-                id=re.sub(r"[/\\#?%:]", "-", f"{run_name}-{folder.resolve().stat().st_ino}"),  # W&B refuses these
+                run_id=f"{run_name}-{folder.resolve().stat().st_ino}",
+                group=config.group or group,
+                job_type="train",
+                fields=fields,
                 resume="allow" if mode is WandbMode.online else None,
-                group=group,
-                tags=[f"{k}={fields[k]}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
-                config=fields,
-                settings=wandb.Settings(silent=True, init_timeout=config.init_timeout, console="off"),
             )
         except Exception as error:  # a tracker must never end a run: report it, keep metrics.jsonl
             self.note = f"W&B did not start ({type(error).__name__}: {error}); metrics.jsonl is written all the same."
             return None
 
 
-def _resolve(mode: WandbMode) -> WandbMode:
+def start_wandb(
+    config: TrackingConfig,
+    mode: WandbMode,
+    folder: Path,
+    *,
+    name: str,
+    run_id: str,
+    group: str,
+    job_type: str,
+    fields: dict[str, Any],
+    **more: Any,
+) -> Any:
+    """Return a W&B run that lies in `folder/wandb`, silent, with the tags that all our runs bear.
+
+    `more` goes to `wandb.init`, `settings` in it to `wandb.Settings`. Raises what W&B raises when it does not start.
+    """
+    import wandb
+
+    settings = {"silent": True, "init_timeout": config.init_timeout, "console": "off", **more.pop("settings", {})}
+    return wandb.init(
+        mode=mode.value,  # pyright: ignore[reportArgumentType]
+        project=config.project,
+        entity=config.entity,
+        dir=folder.resolve(),
+        name=name,
+        id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B refuses these
+        group=group,
+        job_type=job_type,
+        tags=[f"{k}={fields[k]}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
+        config=fields,
+        settings=wandb.Settings(**settings),
+        **more,
+    )
+
+
+def compared(step: dict[str, Any]) -> dict[str, float]:
+    """Return the figures by which W&B compares runs, of a step's figures: those that are known, the step in ms."""
+    found = {key: step.get(key) for key in ("tokens_per_second", "tokens_per_second_per_chip", "mfu")}
+    found["step_ms"] = None if step.get("step_s") is None else 1e3 * step["step_s"]
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def resolve(mode: WandbMode) -> WandbMode:
+    """Return what a mode comes to here: `auto` becomes one of the others, by `WANDB_MODE`, else by the API key."""
     if mode is not WandbMode.auto:
         return mode
     known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
@@ -93,7 +136,7 @@ def _resolve(mode: WandbMode) -> WandbMode:
     return asked or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
     """Remove the half of a line that a crash left at the end, so that the next record begins a line."""
     if not path.is_file():
         return

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import statistics
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from valkyrie.data.loader import make_loader
+from valkyrie.data.prepare import prepare
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.run import Run
+from valkyrie.run import MeasuredData, Run
 from valkyrie.search.compiled import compiled_memory, serialised_module
 from valkyrie.search.hlo import parse
+from valkyrie.search.profile import collective_times
 from valkyrie.search.summary import SCHEMA, about, communication, memory_split
 from valkyrie.search.uses import traffic
 from valkyrie.train.devices import Devices
@@ -23,11 +30,13 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """What an XLA error about memory begins with, on every backend."""
 
 
-def measure(run: Run, devices: Devices, warmup: int, repeats: int) -> dict[str, Any]:
+def measure(run: Run, devices: Devices, trace: Path | None = None) -> dict[str, Any]:
     """Return the summary of a measured layout: seconds of each timed step, rates, memory, and what the program sends.
 
-    Every step waits for its result before the next one starts, so that a step's seconds are its own; the batch is
-    random tokens of the run's shape. What does not fit comes back as a result. `simulated` says that no time is real.
+    Every step waits for its result before the next one starts, so that a step's seconds are its own. The batch is
+    random tokens of the run's shape that lie on the devices, or comes from the run's loader, whose time then counts.
+    A few more steps are traced for the time of collectives; the trace stays in the folder `trace` if one is given.
+    What does not fit comes back as a result. `simulated` says that no time is real.
     """
     found: dict[str, Any] = {
         "schema": SCHEMA,
@@ -36,37 +45,67 @@ def measure(run: Run, devices: Devices, warmup: int, repeats: int) -> dict[str, 
         "versions": versions(),
         "simulated": devices.simulated,
         "devices": f"{len(devices.devices)} x {devices.devices[0].device_kind}",
+        "data": run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
     }
     try:
-        return found | {"status": "ok", "reason": None} | _measured(run, devices, warmup, repeats)
+        return found | {"status": "ok", "reason": None} | _measured(run, devices, trace)
     except jax.errors.JaxRuntimeError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
         return found | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
 
 
-def _measured(run: Run, devices: Devices, warmup: int, repeats: int) -> dict[str, Any]:
+def _measured(run: Run, devices: Devices, trace: Path | None) -> dict[str, Any]:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    began = time.perf_counter()
-    compiled = program.lower_step().compile()
-    compile_s = time.perf_counter() - began
-    state = program.init(run.config.seed)
-    batch = program.place(random_batch(run))
-    seconds = []
-    for _ in range(warmup + repeats):
+    mode = run.config.mode
+    with _batches(run, program) as batches:
         began = time.perf_counter()
-        state, metrics = compiled(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - began)
-    module = parse(serialised_module(compiled))
-    axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
+        compiled = program.lower_step().compile()
+        compile_s = time.perf_counter() - began
+        state = program.init(run.config.seed)
+        metrics: dict[str, jax.Array] = {}
+
+        def step() -> object:
+            nonlocal state, metrics
+            state, metrics = compiled(state, next(batches))
+            return jax.block_until_ready((state, metrics))
+
+        seconds = []
+        for _ in range(mode.warmup + mode.repeats):
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        loss = float(metrics["loss"])
+        module = parse(serialised_module(compiled))
+        axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
+        times = collective_times(step, module, axes, trace)
     return {
         "compile": {"compile_s": compile_s},
         "memory": memory_split(run, compiled_memory(program, compiled)) | {"reported_peak": _reported_peak(devices)},
-        "step": _speed(run, devices, seconds[warmup:]) | {"first_step_s": seconds[0]},
-        "communication": communication(traffic(module, axes)),
-        "loss": float(metrics["loss"]),
+        "step": _speed(run, devices, seconds[mode.warmup :]) | {"first_step_s": seconds[0]},
+        "communication": communication(traffic(module, axes)) | times,
+        "loss": loss,
     }
+
+
+@contextlib.contextmanager
+def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
+    """Give batches on the devices without end: one of random tokens again and again, or those of a training."""
+    config = run.config
+    if config.mode.data is MeasuredData.random:
+        yield itertools.repeat(program.place(random_batch(run)))
+        return
+    with make_loader(
+        prepare(config.data, run.tokenizer),
+        "train",
+        batch=config.batch,
+        seq=config.seq,
+        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        repeat=True,
+    ) as loader:
+        yield map(program.place, loader)
 
 
 def random_batch(run: Run) -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from valkyrie.search.replay import Replay
 
 SUMMARY, TIMELINE, KEPT_SUMMARY, MEASURED = "compile.json", "timeline.json", "summary.json", "measure.json"
+TRACE = "trace"
 
 
 def compile_mode(run: Run, arguments: Sequence[str]) -> int:
@@ -65,12 +66,15 @@ def measure_mode(run: Run, arguments: Sequence[str]) -> int:
     from valkyrie.search.measure import measure
     from valkyrie.search.show import show
 
-    with console.status("compiling and timing the step"):
-        found = measure(run, devices, run.config.mode.warmup, run.config.mode.repeats)
     folder = run_folder(run)
+    trace = folder / TRACE if run.config.mode.trace else None
+    with console.status("compiling and timing the step"):
+        found = measure(run, devices, trace)
     write_about(run, folder, arguments)
     (folder / MEASURED).write_text(json.dumps(found, indent=1) + "\n")
     show(found, console)
+    if trace is not None:
+        console.print(f"trace: {trace}")
     console.print(f"report: {folder / MEASURED}")
     return 0 if found["status"] == "ok" else NOT_COMPILED
 

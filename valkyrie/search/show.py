@@ -112,6 +112,7 @@ def _communication(found: dict[str, Any], console: Console) -> None:
     hidden = 1 - sent["exposed_s"] / sent["busy_s"] if sent["busy_s"] else None
     if hidden is not None:
         console.print(f"{100 * hidden:.0f}% of the time on the links is hidden behind compute")
+    _collective_times(found, console)
     timed = "seconds" in found
     waited = ("exposed ms",) if timed else ()
     table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", *waited, "cause", "source"))
@@ -121,6 +122,21 @@ def _communication(found: dict[str, Any], console: Console) -> None:
         cause, source = short_cause(use["cause"]), short_source(use["source"])
         table.add_row(use["kind"], over, sent_text(use["bytes"]), f"{use['calls']:,.0f}", *exposed, cause, source)
     console.print(table, soft_wrap=False)
+
+
+def _collective_times(found: dict[str, Any], console: Console) -> None:
+    sent = found["communication"]
+    if not sent.get("collective_s"):
+        if "collective_note" in sent and sent["collective_s"] is None:
+            console.print(f"time in collectives: {sent['collective_note']}", markup=False)
+        return
+    word = " simulated" if found.get("simulated") else ""
+    parts = {f"{axes} {kind}": s for axes, kinds in sent["collective_s"].items() for kind, s in kinds.items()}
+    said = " · ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
+    console.print(
+        f"time in collectives{word}, waiting included, mean over devices: {_time(sum(parts.values()))} a step ({said})",
+        markup=False,
+    )
 
 
 def _costs(found: dict[str, Any], console: Console) -> None:

@@ -190,8 +190,11 @@ def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
     layout = run.layout
     peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
     return {
+        "stage": "train",
         "layout": layout.name,
         "mesh": layout.mesh.name,
+        "axes": dict(layout.mesh.axes),
+        "degrees": layout.degrees,
         "partition": layout.partition.name,
         "roles": layout.describe_roles(),
         "microbatches": layout.microbatches,

@@ -1,0 +1,139 @@
+"""The time of collectives from a trace: every run of every collective is found once, on every device."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+
+from helpers import compose_run, make_program
+from runs import TINY
+from valkyrie.search import profile
+from valkyrie.search.compiled import serialised_module
+from valkyrie.search.hlo import Module, parse
+from valkyrie.search.measure import random_batch
+from valkyrie.search.profile import STEPS, Event, collective_times, known_collectives, read_events, seconds_by_use
+from valkyrie.search.uses import traffic
+
+AXES = {"x": 2, "y": 2, "z": 2}
+
+TWO_GROUPS = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+add { a = f32[] parameter(0)  b = f32[] parameter(1)  ROOT c = f32[] add(a, b) }
+
+ENTRY main {
+  p = f32[64] parameter(0)
+  all-reduce-start.1 = f32[64] all-reduce-start(p), channel_id=1, use_global_device_ids=true, to_apply=add,
+    replica_groups={{0,4},{1,5},{2,6},{3,7}}
+  all-reduce-done.1 = f32[64] all-reduce-done(all-reduce-start.1)
+  ROOT all-gather.2 = f32[128] all-gather(all-reduce-done.1), channel_id=2, use_global_device_ids=true, dimensions={0},
+    replica_groups={{0,1},{2,3},{4,5},{6,7}}
+}
+"""
+"""An all-reduce over x and an all-gather over z, as a GPU's program has them."""
+
+
+def trace(folder: Path, *devices: dict[str, list[tuple[str, str | None, int]]]) -> Path:
+    """Return the file of a trace of devices: lines by name, of events of (name, `hlo_op` or None, microseconds)."""
+    planes = [_plane(number, lines) for number, lines in enumerate(devices)]
+    file = folder / "host.xplane.pb"
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(" ".join(planes)))
+    return file
+
+
+def _plane(number: int, lines: dict[str, list[tuple[str, str | None, int]]]) -> str:
+    ids = {name: i for i, name in enumerate(sorted({e[0] for events in lines.values() for e in events}), start=1)}
+    body = f'id: {number} name: "/device:GPU:{number}" '
+    for line, events in lines.items():
+        body += f'lines {{ name: "{line}" '
+        for name, op, micros in events:
+            stats = 'stats { metadata_id: 2 str_value: "jit_step" } '
+            stats += "" if op is None else f'stats {{ metadata_id: 1 str_value: "{op}" }} '
+            body += f"events {{ metadata_id: {ids[name]} duration_ps: {micros * 10**6} {stats} }} "
+        body += "} "
+    for name, i in ids.items():
+        body += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
+    for i, name in ((1, "hlo_op"), (2, "hlo_module")):
+        body += f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
+    return f"planes {{ {body} }}"
+
+
+def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
+    run = compose_run(*TINY, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
+    program = make_program(run)
+    compiled = program.lower_step().compile()
+    module, state, batch = parse(serialised_module(compiled)), program.init(0), program.place(random_batch(run))
+
+    def step() -> object:
+        nonlocal state
+        state, metrics = compiled(state, batch)
+        return metrics
+
+    with tempfile.TemporaryDirectory() as folder:
+        times = collective_times(step, module, AXES, Path(folder))
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        events = list(read_events(file, module))
+    known = known_collectives(module, AXES)
+    seen: Counter[tuple[str, str]] = Counter()
+    for event in events:
+        if event.op in known:
+            seen[known[event.op].label, known[event.op].kind] += 1
+    expected: Counter[tuple[str, str]] = Counter()
+    for use in traffic(module, AXES):
+        expected[",".join(use.mesh_axes), use.kind] += round(use.calls * 8 * STEPS)
+    assert seen == expected and len(expected) > 3
+    assert {event.device for event in events} == {f"/host:CPU/{i}" for i in range(8)}
+    assert len({event.run for event in events}) == STEPS
+    assert {(axes, kind) for axes, kinds in times["collective_s"].items() for kind in kinds} == set(expected)
+
+
+def test_it_is_the_median_of_runs_and_the_mean_of_devices():
+    known = known_collectives(parse(TWO_GROUPS), AXES)
+    reduce, gather = "all-reduce-start.1", "all-gather.2"
+    times = {"0": (1.0, 2.0, 30.0), "1": (3.0, 4.0, 50.0)}
+    events = [Event(reduce, device, run, s) for device, runs in times.items() for run, s in enumerate(runs)]
+    events += [Event("p", "0", 0, 100.0), *(Event("all-reduce-done.1", "1", run, 1.0) for run in range(3))]
+    events += [Event(gather, "1", run, 0.5) for run in range(3)]
+    assert seconds_by_use(events, known) == {"x": {"all-reduce": (2.0 + 5.0) / 2}, "z": {"all-gather": 0.25}}
+
+
+def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: Path):
+    module = parse(TWO_GROUPS)
+    kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
+    stream = {"Stream #14(Compute)": kernels * STEPS}
+    found = seconds_by_use(list(read_events(trace(tmp_path, stream, stream), module)), known_collectives(module, AXES))
+    assert found == {"x": {"all-reduce": pytest.approx(30e-6)}}
+
+
+def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
+    module = parse(TWO_GROUPS)
+    operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
+    lines = {"XLA Ops": operations, "Async XLA Ops": operations}
+    found = seconds_by_use(list(read_events(trace(tmp_path, lines), module)), known_collectives(module, AXES))
+    assert found == {"z": {"all-gather": pytest.approx(12e-6)}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("profiler", "no trace: Profile has already been started"),
+        ("empty", "no trace: the profiler recorded no operation of the step"),
+        ("nameless", "no trace: the profiler recorded the step without the names of its collectives"),
+    ],
+)
+def test_without_a_trace_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, wrong: str, said: str):
+    def events(_: object, module: Module) -> list[Event]:
+        return [] if wrong == "empty" else [Event("p", "0", 0, 1.0)]
+
+    monkeypatch.setattr(profile, "read_events", events)
+    if wrong == "profiler":
+        jax.profiler.start_trace(tempfile.mkdtemp())
+    try:
+        found = collective_times(lambda: None, parse(TWO_GROUPS), AXES, None)
+    finally:
+        if wrong == "profiler":
+            jax.profiler.stop_trace()
+    assert found["collective_s"] is None and found["collective_note"].startswith(said)

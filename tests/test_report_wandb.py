@@ -1,0 +1,109 @@
+"""The W&B dashboard of sweeps, as it would be saved: every panel reads keys that the runs of a sweep really have."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+from typing import Any
+
+import pytest
+import wandb
+
+from test_sweep_tracking import OK
+from valkyrie.report.wandb import add_arguments, main_wandb
+from valkyrie.search.sweep_tracking import summary_of
+
+
+@pytest.fixture
+def dry(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `--wandb me/valkyrie --group laptop_8 --dry-run` prints."""
+    assert main_wandb("me/valkyrie", "laptop_8", dry_run=True) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def panels(dry: dict[str, Any]) -> list[dict[str, Any]]:
+    sections = dry["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
+    return [panel for section in sections for panel in section["panels"]]
+
+
+def test_the_view_shows_one_sweep(dry: dict[str, Any]) -> None:
+    (runs,) = dry["workspace"]["spec"]["section"]["runSets"]
+    (rule,) = runs["filters"]["filters"]
+    assert (rule["key"], rule["op"], rule["value"]) == ({"section": "run", "name": "group"}, "=", "laptop_8")
+    assert dry["workspace"]["entity"] == "me" and dry["workspace"]["project"] == "valkyrie"
+    assert {panel["viewType"] for panel in panels(dry)} == {"Bar Chart", "Scatter Plot", "Parallel Coordinates Plot"}
+
+
+def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_wandb("me/valkyrie", None, dry_run=True) == 0
+    assert json.loads(capsys.readouterr().out)["workspace"]["spec"]["section"]["runSets"][0]["filters"]["filters"] == []
+
+
+def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
+    summary = {*summary_of(OK), "mfu", *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z"))}
+    config = {*OK.about, "stage"}
+    read: set[str] = set()
+    for panel in panels(dry):
+        shown = panel["config"]
+        if panel["viewType"] == "Bar Chart":
+            assert shown["groupBy"] == "layout.value"
+            read |= {*shown["metrics"]}
+            continue
+        accessors = [column["accessor"] for column in shown.get("columns", [])] or [shown["xAxis"], shown["yAxis"]]
+        for accessor in accessors:
+            section, _, key = accessor.partition(":")
+            if section == "config":
+                assert re.split(r"\.value", key)[0] in config, accessor
+            else:
+                read.add(key)
+    assert read <= summary
+    assert {"tokens_per_second_per_chip", "hbm_gib", "comm_bytes/x", "comm_bytes/x,y", "comm_bytes/total"} <= read
+
+
+def test_the_report_sets_what_was_predicted_beside_what_was_measured(dry: dict[str, Any]) -> None:
+    grids = [block for block in dry["report"]["blocks"] if block["type"] == "panel-grid"]
+    assert len(grids) == 4
+    for grid in grids:
+        assert [runs["name"] for runs in grid["runSets"]] == ["measured", "predicted by compiling", "trained"]
+        assert all("laptop_8" in runs["filters"] and "stage" in runs["filters"] for runs in grid["runSets"])
+        assert grid["panels"]
+
+
+@pytest.mark.parametrize("project", ["valkyrie", "me/", "/valkyrie", "a/b/c"])
+def test_a_project_needs_its_entity(project: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        main_wandb(project, None, dry_run=True)
+    assert str(refused.value) == (
+        f"--wandb={project} is no project of W&B. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
+    )
+
+
+def test_without_a_key_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    with pytest.raises(ValueError) as refused:
+        main_wandb("me/valkyrie", None, dry_run=False)
+    assert "Set WANDB_API_KEY (or run `wandb login`), or add --dry-run" in str(refused.value)
+
+
+def test_a_server_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> bool:
+        raise wandb.errors.AuthenticationError("wrong key")
+
+    monkeypatch.setattr(wandb, "login", fail)
+    with pytest.raises(ValueError, match="me/valkyrie: W&B did not take the dashboard .wrong key.\\."):
+        main_wandb("me/valkyrie", None, dry_run=False)
+
+
+def test_without_the_library_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install 'valkyrie-jax\[wandb-workspaces\]'"):
+        main_wandb("me/valkyrie", None, dry_run=True)
+
+
+def test_its_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = parser.parse_args(["--wandb", "me/valkyrie", "--group", "g", "--dry-run"])
+    assert (given.wandb, given.group, given.dry_run) == ("me/valkyrie", "g", True)

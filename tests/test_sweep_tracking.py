@@ -1,0 +1,243 @@
+"""What W&B is told of a sweep, read back from its offline files: one group, every trial once, the parent's table."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from valkyrie.search.sweep_tracking import COLUMNS, TOLD, SweepTracker
+from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.tracking import TrackingConfig, WandbMode
+from wandb_files import wandb_log, wandb_logs
+
+GIB = 2**30
+
+
+def about(mesh: str, partition: str) -> dict[str, Any]:
+    x, y, z = (int(n) for n in mesh.split("x"))
+    return {
+        "layout": f"{mesh}-{partition}",
+        "mesh": mesh,
+        "axes": {"x": x, "y": y, "z": z},
+        "degrees": {"MP1": x, "MP2": y, "DP": z},
+        "partition": partition,
+        "microbatches": 1,
+        "remat": "none",
+        "model": "m",
+        "target": "cpu8",
+        "chips": 8,
+    }
+
+
+def trial(mesh: str, partition: str, status: Status, reason: str | None = None, **more: Any) -> Trial:
+    name = f"{mesh}-{partition}"
+    values: dict[str, Any] = {
+        "key": f"key-{name}",
+        "name": name,
+        "sweep": "laptop",
+        "stage": "measure",
+        "overrides": [f"mesh={mesh}", f"partition={partition}"],
+        "about": about(mesh, partition),
+        "started": "2026-01-02T03:04:05+00:00",
+        "wall_s": 6.0,
+        "folder": name,
+        **more,
+    }
+    return Trial(status=status, reason=reason, **values)
+
+
+def results(step_s: float) -> dict[str, Any]:
+    rate = 1024 / step_s
+    return {
+        "step": {"step_s": step_s, "tokens_per_second": rate, "tokens_per_second_per_chip": rate / 8, "mfu": None},
+        "memory": {"peak": 3 * GIB},
+        "communication": {"bytes": 300.0, "bytes_by_mesh_axes": {"x": 100.0, "x,y": 200.0}},
+        "simulated": True,
+        "loss": 5.5,
+    }
+
+
+OK = trial("2x2x2", "2d_tp", Status.ok, results=results(0.5))
+FASTER = trial("1x1x8", "fsdp", Status.ok, results=results(0.25))
+REFUSED = trial("8x1x1", "1d_tp", Status.refused, "partition=1d_tp puts heads (4) on x=8", folder=None, wall_s=0.0)
+FAILED = trial("4x2x1", "sp", Status.failed, "exit status 1: boom")
+LARGE = trial("1x1x8", "dp", Status.does_not_fit, "needs 40 of 16 GiB", results={"memory": {"needed": 40 * GIB}})
+SWEEP = [OK, FASTER, REFUSED, FAILED, LARGE]
+
+
+def tell(folder: Path, trials: list[Trial], **config: Any) -> list[str]:
+    """Return what was said when a sweep with these trials was told to W&B."""
+    said: list[str] = []
+    TrialLog(folder).append(trials)
+    tracker = SweepTracker(TrackingConfig(**{"wandb": WandbMode.offline, **config}), folder, "laptop", said.append)
+    for one in trials:
+        tracker.log(one)
+    tracker.close()
+    return said
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """The folder of a sweep, and its W&B runs by name."""
+    folder = tmp_path_factory.mktemp("sweep")
+    assert tell(folder, SWEEP) == []
+    return folder, {log["run"].display_name: log for log in wandb_logs(folder)}
+
+
+def test_every_trial_and_their_parent_are_one_group(told: tuple[Path, dict[str, Any]]) -> None:
+    _, runs = told
+    assert set(runs) == {*(t.name for t in SWEEP), "laptop"}
+    assert {log["run"].run_group for log in runs.values()} == {"laptop"}
+    assert {log["run"].project for log in runs.values()} == {"valkyrie"}
+    assert {name: log["run"].job_type for name, log in runs.items() if name != "laptop"} == {
+        t.name: "measure" for t in SWEEP
+    }
+    assert runs["laptop"]["run"].job_type == "sweep"
+    assert len({log["run"].run_id for log in runs.values()}) == 6
+
+
+def test_a_run_holds_its_layout_and_what_it_came_to(told: tuple[Path, dict[str, Any]]) -> None:
+    log = told[1][OK.name]
+    assert OK.about.items() <= log["config"].items()
+    assert log["config"]["overrides"] == ["mesh=2x2x2", "partition=2d_tp"]
+    assert log["config"]["simulated"] is True
+    assert list(log["run"].tags) == ["mesh=2x2x2", "partition=2d_tp", "model=m", "target=cpu8"]
+    assert {key: value for key, value in log["summary"].items() if "runtime" not in key} == {
+        "status": "ok",
+        "stage": "measure",
+        "wall_s": 6.0,
+        "simulated": True,
+        "tokens_per_second": 2048.0,
+        "tokens_per_second_per_chip": 256.0,
+        "step_ms": 500.0,
+        "hbm_gib": 3.0,
+        "loss": 5.5,
+        "comm_bytes/total": 300.0,
+        "comm_bytes/x": 100.0,
+        "comm_bytes/x,y": 200.0,
+    }
+
+
+@pytest.mark.parametrize(("one", "code"), [(OK, 0), (REFUSED, 0), (LARGE, 0), (FAILED, 1)])
+def test_what_became_of_a_trial_is_its_exit_code_and_reason(
+    told: tuple[Path, dict[str, Any]], one: Trial, code: int
+) -> None:
+    log = told[1][one.name]
+    assert log["exit"] == code
+    assert log["summary"]["status"] == one.status.value
+    assert log["summary"].get("reason") == one.reason
+    assert log["run"].notes == (one.reason or "")
+    assert ("tokens_per_second" in log["summary"]) is (one is OK)
+
+
+def test_the_parent_has_the_table_and_the_plots(told: tuple[Path, dict[str, Any]]) -> None:
+    folder, runs = told
+    log = runs["laptop"]
+    (table,) = [json.loads(p.read_text()) for p in folder.rglob("*.table.json") if p.name.startswith("trials_")]
+    assert table["columns"] == list(COLUMNS)
+    rows = {row[COLUMNS.index("name")]: dict(zip(COLUMNS, row, strict=True)) for row in table["data"]}
+    assert set(rows) == {t.name for t in SWEEP}
+    assert rows[OK.name]["label"] == "2x2x2-2d_tp (simulated measure)"
+    assert rows[OK.name]["tokens_per_second"] == 2048.0
+    assert rows[REFUSED.name]["reason"] == REFUSED.reason and rows[REFUSED.name]["tokens_per_second"] is None
+    assert rows[LARGE.name]["hbm_gib"] == 40.0
+    plots = {key.rpartition("/")[2]: json.dumps(value) for key, value in log["config"].items() if "visualize" in key}
+    assert set(plots) == {"tokens_per_second_per_layout", "memory_against_throughput"}
+    assert "tokens/s per layout (simulated)" in plots["tokens_per_second_per_layout"]
+    assert log["summary"]["trials/ok"] == 2 and log["summary"]["trials/refused"] == 1
+    assert log["summary"]["best/measure"] == FASTER.name
+    assert log["exit"] == 0
+
+
+def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> None:
+    tell(tmp_path, [OK, FAILED])
+    first = {log["run"].display_name: log["run"].run_id for log in wandb_logs(tmp_path)}
+    files = sorted(tmp_path.rglob("*.wandb"))
+    assert len(files) == 3
+    tell(tmp_path, [OK, FAILED])
+    assert sorted(tmp_path.rglob("*.wandb")) == files
+    mended = trial("4x2x1", "sp", Status.ok, results=results(1.0))
+    tell(tmp_path, [OK, mended])
+    again = {log["run"].display_name: log for log in wandb_logs(tmp_path)}
+    assert {name: log["run"].run_id for name, log in again.items()} == first
+    assert len(list(tmp_path.rglob("*.wandb"))) == 3
+    assert again[mended.name]["summary"]["status"] == "ok" and again[mended.name]["exit"] == 0
+    assert again["laptop"]["summary"]["trials/ok"] == 2
+
+
+def test_an_uploaded_run_is_never_removed_and_a_torn_note_is_told_again(tmp_path: Path) -> None:
+    tell(tmp_path, [OK])
+    (run,) = [path for path in tmp_path.rglob("*.wandb") if not path.stem.endswith("-sweep")]
+    run.with_suffix(".wandb.synced").touch()
+    told_lines = (tmp_path / TOLD).read_text().splitlines()
+    (tmp_path / TOLD).write_text("\n".join(told_lines[:-1]))  # the last line's end is lost, and the parent's line
+    tell(tmp_path, [OK])
+    assert run.is_file()
+    assert len(list(tmp_path.rglob("*.wandb"))) == 4
+    assert [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+
+
+def test_two_sweeps_of_one_name_do_not_share_runs(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        tell(tmp_path / folder, [OK])
+    one, other = ({log["run"].run_id for log in wandb_logs(tmp_path / folder)} for folder in ("a", "b"))
+    assert len(one) == len(other) == 2 and not one & other
+
+
+def test_a_wandb_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def fail(**about: Any) -> None:
+        calls.append(about["name"])
+        raise OSError("no service")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    said = tell(tmp_path, SWEEP)
+    assert said == ["W&B did not take the sweep (OSError: no service); trials.jsonl is written all the same."]
+    assert calls == [OK.name]
+    assert len(TrialLog(tmp_path).read()) == len(SWEEP)
+
+
+def test_off_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tell(tmp_path, SWEEP, wandb=WandbMode.off) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["trials.jsonl"]
+
+
+def test_a_sweep_does_not_wait_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(wandb, "init", lambda **_: gate.wait(20))
+    tracker = SweepTracker(TrackingConfig(wandb=WandbMode.offline), tmp_path, "laptop", lambda _: None)
+    began = time.perf_counter()
+    for one in SWEEP:
+        tracker.log(one)
+    assert time.perf_counter() - began < 1 and not gate.is_set()
+    gate.set()
+    tracker.close()
+
+
+def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> None:
+    (tmp_path / "own" / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
+    trained = trial("2x2x2", "2d_tp", Status.ok, stage="train", folder="own")
+    killed = trial("1x1x8", "fsdp", Status.killed, "killed by signal 9", stage="train", folder="own")
+    assert tell(tmp_path, [trained, killed]) == []
+    runs = {log["run"].display_name: log for log in wandb_logs(tmp_path)}
+    assert set(runs) == {killed.name, "laptop"}
+    assert runs[killed.name]["exit"] == 1 and runs[killed.name]["summary"]["reason"] == "killed by signal 9"
+
+
+def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:
+    from valkyrie.tracking import Tracker
+
+    config = TrackingConfig(wandb=WandbMode.offline, group="laptop")
+    tracker = Tracker(config, tmp_path, run_name="run", fields=OK.about, group="m-cpu8")
+    tracker.summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
+    tracker.close()
+    log = wandb_log(tmp_path)
+    assert log["run"].run_group == "laptop" and log["run"].job_type == "train"
+    assert log["summary"]["step_ms"] == 500.0 and log["summary"]["tokens_per_second"] == 4.0

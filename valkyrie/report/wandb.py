@@ -1,0 +1,202 @@
+"""Decides what a W&B dashboard of sweeps shows: a saved view of the project's runs, and a report that compares layouts.
+
+Both are read from the runs that `valkyrie.search.sweep_tracking` makes: its summary keys and its config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wandb_workspaces.reports.v2.interface import Report
+    from wandb_workspaces.workspaces import Workspace
+
+EXTRA = "wandb-workspaces"
+"""The extra of this package that installs the library."""
+
+_ACROSS = [*"swxyz", *(",".join(axes) for count in (2, 3) for axes in combinations("xyz", count))]
+
+STAGES = {"measure": "measured", "compile": "predicted by compiling", "train": "trained"}
+"""Each stage is a run set of its own in the report, so that what was predicted stands beside what was measured."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what asks for a dashboard: `--wandb ENTITY/PROJECT`, `--group SWEEP`, `--dry-run`."""
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="build the W&B dashboard of a project's sweeps")
+    parser.add_argument("--group", metavar="SWEEP", help="with --wandb: show one sweep (all of the project otherwise)")
+    parser.add_argument("--dry-run", action="store_true", help="with --wandb: print what would be built; needs no key")
+
+
+def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
+    """Save the view and the report and print where they are, or print them as JSON; return the exit status.
+
+    ValueError says what is missing: the library, the project's entity, the key, or W&B's answer.
+    """
+    entity, _, name = project.partition("/")
+    if not entity or not name or "/" in name:
+        raise ValueError(
+            f"--wandb={project} is no project of W&B. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
+        )
+    _require_library()
+    workspace, report = build_workspace(entity, name, group), build_report(entity, name, group)
+    if dry_run:
+        print(json.dumps(describe(workspace, report), indent=1))
+        return 0
+    import wandb
+    from wandb.errors import Error
+
+    try:
+        if not wandb.login(prompt=False):
+            raise ValueError(
+                f"--wandb={project} needs a key of W&B. Set WANDB_API_KEY (or run `wandb login`), or add --dry-run to "
+                "see what would be built."
+            )
+        workspace.save()
+        report.save()
+    except (Error, OSError) as error:
+        raise ValueError(f"--wandb={project}: W&B did not take the dashboard ({error}).") from error
+    print(f"view: {workspace.url}\nreport: {report.url}")
+    return 0
+
+
+def build_workspace(entity: str, project: str, group: str | None) -> Workspace:
+    """Return the saved view: a section each for speed, memory, communication, and the mesh."""
+    import wandb_workspaces.workspaces as ws
+    from wandb_workspaces import expr
+
+    speed, memory, sent, mesh = _panels()
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=_title(group),
+        sections=[
+            ws.Section("speed per layout", panels=speed, is_open=True),
+            ws.Section("memory against speed", panels=memory, is_open=True),
+            ws.Section("bytes over mesh axes", panels=sent, is_open=True),
+            ws.Section("mesh", panels=mesh, is_open=True),
+        ],
+        settings=ws.WorkspaceSettings(max_runs=100),
+        runset_settings=ws.RunsetSettings(
+            filters=expr.And(expr.Metric("group") == group) if group else "",
+            groupby=[expr.Config("stage")],
+            order=[ws.Ordering(expr.Summary("tokens_per_second_per_chip"), ascending=False)],
+            pinned_columns=["summary:status", "summary:tokens_per_second_per_chip", "summary:reason"],
+        ),
+    )
+
+
+def build_report(entity: str, project: str, group: str | None) -> Report:
+    """Return the report that compares tokens/s per layout, a run set for every stage."""
+    import wandb_workspaces.reports.v2.interface as wr
+    from wandb_workspaces import expr
+
+    which = [expr.Metric("group") == group] if group else []
+    runsets = [
+        wr.Runset(entity, project, name=words, filters=expr.And(*which, expr.Config("stage") == stage))
+        for stage, words in STAGES.items()
+    ]
+    speed, memory, sent, mesh = _panels()
+    return wr.Report(
+        entity=entity,
+        project=project,
+        title=_title(group),
+        description="Which mesh and partition trains fastest, and does it fit?",
+        blocks=[
+            wr.P(
+                "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that "
+                "stand in for the mesh: they say nothing of an accelerator. Refused layouts are runs too: their "
+                "summary says why."
+            ),
+            *(
+                block
+                for title, panels in (
+                    ("Which layout is fastest?", speed),
+                    ("What does it cost in memory?", memory),
+                    ("What is sent, and over which axes?", sent),
+                    ("What do the axes of the mesh do to speed?", mesh),
+                )
+                for block in (wr.H2(title), wr.PanelGrid(runsets=runsets, panels=panels))
+            ),
+        ],
+        width="fluid",
+    )
+
+
+def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
+    """Return what would be saved, as JSON values.
+
+    The view is the very request. Of the report run sets are shown as they were asked for: W&B gives them the id of
+    the project, which takes a key.
+    """
+    from wandb_workspaces.reports.v2.interface import PanelGrid
+
+    blocks = []
+    for block in report.blocks:
+        if isinstance(block, PanelGrid):
+            runsets = [{"name": r.name, "filters": str(r.filters), "project": r.project} for r in block.runsets]
+            blocks.append({"type": "panel-grid", "runSets": runsets, "panels": [_json(p) for p in block.panels]})
+        else:
+            blocks.append(_json(block))
+    about = {"entity": report.entity, "project": report.project, "title": report.title}
+    return {"workspace": _json(workspace), "report": {**about, "description": report.description, "blocks": blocks}}
+
+
+def _panels() -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Return the panels: speed, memory, communication, mesh."""
+    import wandb_workspaces.reports.v2.interface as wr
+
+    def bars(title: str, *metrics: str) -> Any:
+        return wr.BarPlot(
+            title=title, metrics=[*metrics], groupby=wr.Config("layout"), groupby_aggfunc="median", max_bars_to_show=100
+        )
+
+    coordinates = [
+        *((wr.Config(f"axes.{axis}"), axis) for axis in "xyz"),  # a run that lacks a column is not drawn at all
+        (wr.Config("partition"), "partition"),
+        (wr.Config("microbatches"), "microbatches"),
+        (wr.SummaryMetric("hbm_gib"), "GiB of a device"),
+        (wr.SummaryMetric("tokens_per_second_per_chip"), "tokens/s/chip"),
+    ]
+    return (
+        [
+            bars("tokens/s/chip per layout", "tokens_per_second_per_chip"),
+            bars("tokens/s per layout", "tokens_per_second"),
+            bars("milliseconds of a step", "step_ms"),
+            bars("MFU", "mfu"),
+        ],
+        [
+            wr.ScatterPlot(
+                title="memory of a device (GiB) against tokens/s",
+                x=wr.SummaryMetric("hbm_gib"),
+                y=wr.SummaryMetric("tokens_per_second"),
+            ),
+            bars("GiB of a device at the peak", "hbm_gib"),
+        ],
+        [
+            bars("bytes sent by a device in a step, over mesh axes", *(f"comm_bytes/{axes}" for axes in _ACROSS)),
+            bars("bytes sent by a device in a step, in all", "comm_bytes/total"),
+        ],
+        [
+            wr.ParallelCoordinatesPlot(
+                title="mesh axes against speed",
+                columns=[wr.ParallelCoordinatesPlotColumn(metric, name) for metric, name in coordinates],
+            )
+        ],
+    )
+
+
+def _title(group: str | None) -> str:
+    return f"Layouts of {group}" if group else "Layouts of all sweeps"
+
+
+def _json(thing: Any) -> Any:
+    return json.loads(thing._to_model().model_dump_json(by_alias=True, exclude_none=True))
+
+
+def _require_library() -> None:
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        raise ValueError(f"--wandb needs the library wandb-workspaces: pip install 'valkyrie-jax[{EXTRA}]'.")

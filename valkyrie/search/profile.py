@@ -1,0 +1,137 @@
+"""Decides how the time of collectives is had from a run: a few traced steps, their events joined with the module."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from valkyrie.search.hlo import Instruction, Module
+from valkyrie.search.uses import Collective, Collectives, fused_kind, inner_collectives, kind_of
+
+STEPS = 3
+"""How many steps are traced: their median is told."""
+
+MEANING = (
+    "seconds of a step in collectives, waiting for the other devices included; median over traced steps, mean over "
+    "devices; what runs at once is counted each"
+)
+
+
+class Event(NamedTuple):
+    """One operation that ran: its name in the module, the device, the run it belongs to (None: not told), seconds."""
+
+    op: str
+    device: str
+    run: int | None
+    seconds: float
+
+
+def collective_times(
+    step: Callable[[], object], module: Module, mesh_axes: dict[str, int], keep: Path | None
+) -> dict[str, Any]:
+    """Trace `STEPS` calls of a warm step; return `collective_s` by mesh axes and kind, and `collective_note`.
+
+    `keep` is the folder in which the trace stays; None leaves none. Where no trace can be had `collective_s` is None
+    and the note says why.
+    """
+    collectives = known_collectives(module, mesh_axes)
+    try:
+        with nullcontext(keep) if keep is not None else tempfile.TemporaryDirectory() as folder:
+            files = _trace(step, Path(folder))
+            events = [event for file in files for event in read_events(file, module)]
+    except (RuntimeError, OSError) as error:  # the profiler is no part of the measurement
+        return _none(str(error).splitlines()[0])
+    if not events:
+        return _none("the profiler recorded no operation of the step")
+    if collectives and not any(event.op in collectives for event in events):
+        return _none("the profiler recorded the step without the names of its collectives")
+    return {"collective_s": seconds_by_use(events, collectives), "collective_note": MEANING}
+
+
+def read_events(file: Path, module: Module) -> Iterator[Event]:
+    """Yield the operations of a module that a trace (`*.xplane.pb`) has, of every device of this process.
+
+    CPU devices share a plane, and their events name device and run. An accelerator has a plane of its own: on a TPU
+    one of its lines is of operations, on a GPU its lines are streams, and kernels name the operation they are for.
+    """
+    trace = jax.profiler.ProfileData.from_file(str(file))  # its planes do not keep it alive
+    for plane in trace.planes:
+        lines = list(plane.lines)
+        for line in [line for line in lines if line.name == _OPERATIONS] or lines:
+            for event in line.events:
+                stats = {key: value for key, value in event.stats if key in _STATS}
+                op = str(stats.get("hlo_op") or event.name.partition(" = ")[0]).lstrip("%")
+                name = str(stats.get("hlo_module", module.name)).partition("(")[0]
+                if op in module.instructions and name == module.name:
+                    device = f"{plane.name}/{stats.get('device_ordinal', 0)}"
+                    yield Event(op, device, stats.get("run_id"), event.duration_ns / 1e9)
+
+
+_OPERATIONS = "XLA Ops"
+_STATS = {"hlo_op", "hlo_module", "device_ordinal", "run_id"}
+
+
+def known_collectives(module: Module, mesh_axes: dict[str, int]) -> dict[str, Collective]:
+    """Return what every operation that is, starts, ends or contains a collective does, by name, if it crosses axes."""
+    reader = Collectives(module, mesh_axes)
+    found: dict[str, Collective] = {}
+    for name, instruction in module.instructions.items():
+        started = _started(instruction)
+        if started is not None:
+            found[name] = reader.read(started)
+        elif instruction.opcode in ("fusion", "async-start"):
+            inner = [i for computation in instruction.called for i in inner_collectives(computation)]
+            if inner:
+                kind = fused_kind(instruction, inner[0]) if instruction.opcode == "fusion" else None
+                found[name] = reader.read(inner[0], kind)
+    return {name: collective for name, collective in found.items() if collective.mesh_axes}
+
+
+def seconds_by_use(events: list[Event], collectives: dict[str, Collective]) -> dict[str, dict[str, float]]:
+    """Return seconds of a step by mesh axes (`x,y`) and kind, most first: median over runs, mean over devices.
+
+    Events that do not tell their run are divided evenly among the traced steps.
+    """
+    devices = {event.device for event in events if event.op in collectives} or {""}
+    runs: dict[tuple[str, str, str], dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        collective = collectives.get(event.op)
+        if collective is not None:
+            runs[(collective.label, collective.kind, event.device)][event.run] += event.seconds
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (axes, kind, _), seconds in runs.items():
+        untold = seconds.pop(None, 0.0) / STEPS
+        found[axes][kind] += (untold + (statistics.median(seconds.values()) if seconds else 0.0)) / len(devices)
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1].values()))
+    return {axes: dict(sorted(kinds.items(), key=lambda item: -item[1])) for axes, kinds in ordered}
+
+
+def _trace(step: Callable[[], object], folder: Path) -> list[Path]:
+    """Run the traced steps and return the files that the profiler wrote under the folder."""
+    before = set(folder.rglob("*.xplane.pb"))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python are most of a trace, and say nothing of devices
+    with jax.profiler.trace(str(folder), profiler_options=options):
+        for _ in range(STEPS):
+            jax.block_until_ready(step())
+    return sorted(set(folder.rglob("*.xplane.pb")) - before)
+
+
+def _none(reason: str) -> dict[str, Any]:
+    return {"collective_s": None, "collective_note": f"no trace: {reason}"}
+
+
+def _started(instruction: Instruction) -> Instruction | None:
+    """Return the collective that an instruction is, or whose end it waits for."""
+    if kind_of(instruction.opcode):
+        return instruction
+    if instruction.opcode.endswith("-done") and instruction.operands and kind_of(instruction.operands[0].opcode):
+        return instruction.operands[0]
+    return None
