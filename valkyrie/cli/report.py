@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from valkyrie.report.wandb import add_arguments, main_wandb
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
@@ -21,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.wandb is not None:
+            sys.exit(main_wandb(arguments.wandb, arguments.group, arguments.dry_run))
+        if arguments.group is not None or arguments.dry_run:
+            raise ValueError("--group and --dry-run go with --wandb ENTITY/PROJECT.")
         _report(arguments)
     except (ValueError, OSError) as error:
         print(f"valkyrie-report: {error}", file=sys.stderr)
@@ -42,16 +48,18 @@ def _parser() -> argparse.ArgumentParser:
         help="the file to write instead of report.html in the first PATH; - for the screen, where md and csv go anyway",
     )
     parser.add_argument("--format", choices=("html", "md", "csv"), default="html")
+    add_arguments(parser)
     both = "two sweeps side by side, by name or folder"
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=both)
     return parser
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from valkyrie.report.page import REPORT, page
+    from valkyrie.report.page import page
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
+    from valkyrie.search.trial import PAGE
 
     named = arguments.compare or []
     paths = [*arguments.paths, *(Path(name) for name in named if Path(name).is_dir())]
@@ -70,7 +78,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / REPORT
+    output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
     output.write_text(text, encoding="utf-8")
     print(f"{len(rows)} trials: {output}")
 

@@ -19,10 +19,9 @@ from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
 from valkyrie.report.values import PART_NAMES, WAITING
+from valkyrie.search.trial import PAGE
 from valkyrie.search.units import percent
 
-REPORT = "report.html"
-"""The file of a sweep's folder."""
 LIMIT = 2_000_000
 """Bytes that a page should not go beyond: timelines are left out until it does not."""
 TIMELINES = 8
@@ -33,7 +32,7 @@ TORUSES = 60
 
 def write_report(folder: Path) -> Path:
     """Write the page of a sweep's folder, or of a folder of sweeps, into it; return where it is."""
-    path = folder / REPORT
+    path = folder / PAGE
     path.write_text(page(read_rows([folder])))
     return path
 

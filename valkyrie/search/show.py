@@ -132,9 +132,9 @@ def _collective_times(found: dict[str, Any], console: Console) -> None:
         return
     word = " simulated" if found.get("simulated") else ""
     parts = {f"{axes} {kind}": s for axes, kinds in sent["collective_s"].items() for kind, s in kinds.items()}
-    said = " · ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
+    said = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
     console.print(
-        f"time in collectives{word}, waiting included, mean over devices: {_time(sum(parts.values()))} a step ({said})",
+        f"time in collectives{word}, waiting included, mean over devices: {duration(sum(parts.values()))} a step ({said})",
         markup=False,
     )
 

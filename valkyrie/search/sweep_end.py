@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from valkyrie.search.sweep import NUMBERED
 from valkyrie.search.sweep_table import NO_RESULT, ending, table
+from valkyrie.search.sweep_tracking import SweepTracker
 from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.tracking import TrackingConfig
 from valkyrie.train.screen import make_console
 
 NO_RESULT_STATUS = 1
@@ -51,12 +54,15 @@ class SweepEnd(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Remember what the sweep's folder has already."""
         self._folder = Path(config.hydra.sweep.dir)
+        tracking = OmegaConf.to_object(config.tracking)
+        assert isinstance(tracking, TrackingConfig)
+        self._trackers = [SweepTracker(tracking, self._folder, self._folder.resolve().name)]
         self._before = {(trial.key, trial.started) for trial in TrialLog(self._folder).read()}
 
     def noted(self, trial: Trial) -> None:
         """Take a trial of this sweep that is recorded."""
         self._trials[trial.key] = trial
-        for tracker in self._trackers:
+        for tracker in self._trackers if trial.stage in NUMBERED else ():
             tracker.log(trial)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -76,7 +82,7 @@ class SweepEnd(Callback):
         console, trials = make_console(), list(self._trials.values())
         if any(trial.status is not Status.refused for trial in trials):
             console.print(table(trials), soft_wrap=False)
-        for line in [*([note] if note else []), *ending(trials, self._folder)]:
+        for line in [*([note] if note else []), *ending(trials, self._folder, complete=note is None)]:
             console.print(line, markup=False, highlight=False)
         for tracker in self._trackers:
             tracker.close()

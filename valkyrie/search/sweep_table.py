@@ -11,7 +11,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from valkyrie.hardware import GIB
-from valkyrie.search.trial import Status, Trial
+from valkyrie.search.trial import PAGE, Status, Trial
 from valkyrie.search.trial_results import objective
 
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
@@ -93,8 +93,11 @@ def tally(trials: Sequence[Trial]) -> str:
     return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {said or 'none'}"
 
 
-def ending(trials: Sequence[Trial], folder: Path) -> list[str]:
-    """Return the lines under the table: the tally, why cells were refused, where all of it is, and what to do next."""
+def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
+    """Return the lines under the table: the tally, why cells were refused, where all of it is, and what to do next.
+
+    Of a sweep that is `complete` the page is written already.
+    """
     lines = [tally(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]
     for trial in refused[:3]:
@@ -103,7 +106,12 @@ def ending(trials: Sequence[Trial], folder: Path) -> list[str]:
         lines.append(f"refused: {len(refused) - 3} more; the page tells why each")
     if any(trial.status in NO_RESULT for trial in trials):
         lines.append("trials without a result are not tried again, unless you add trial.retry=true")
-    return [*lines, f"folder: {folder}", f"page: valkyrie-report {folder}"]
+    page = folder / PAGE if complete and (folder / PAGE).is_file() else f"valkyrie-report {folder}"
+    return [
+        *lines,
+        f"folder: {folder}",
+        f"page: {page}",
+    ]
 
 
 _COLUMNS = ("#", "trial", "tokens/s/chip", "tokens/s", "step ms", "MFU", "memory", "loss", "result")

@@ -20,6 +20,8 @@ SCHEMA = 1
 
 TRIALS = "trials.jsonl"
 """The file of a sweep's folder."""
+PAGE = "report.html"
+"""The page of a sweep's folder, as `valkyrie-report` writes it."""
 
 
 class Status(Enum):

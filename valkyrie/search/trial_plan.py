@@ -90,7 +90,7 @@ def plan_trial(config: DictConfig) -> Plan:
     refusals = illegal or ([] if stage in ("show", "compile") else missing_devices(run))
     own = []
     try:
-        own = _own_overrides(run, overrides)
+        own = _own_overrides(run, overrides, folder_name(folder.resolve().name))
     except ValueError as error:
         refusals.append(str(error))
     return Plan(
@@ -118,8 +118,11 @@ def child_environment(plan: Plan) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | plan.environment
 
 
-def _own_overrides(run: Run, overrides: Sequence[str]) -> list[str]:
-    """Return a job's overrides for its process, in which `runs` is the sweep's folder and a run it reads has a path."""
+def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
+    """Return a job's overrides for its process, in which `runs` is the sweep's folder and a run it reads has a path.
+
+    A training tells W&B of itself, in the group of the sweep unless it has one.
+    """
     kept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("name", "runs", "resume")]
     config = run.config
     resume = config.resume
@@ -127,6 +130,8 @@ def _own_overrides(run: Run, overrides: Sequence[str]) -> list[str]:
         resume = resume or config.name or "latest"
     if resume is not None:
         kept.append(f"resume={_quoted(find_run(Path(config.runs), resume).resolve())}")
+    if config.mode.name == "train" and config.tracking.group is None:
+        kept.append(f"tracking.group={sweep}")
     return kept
 
 
