@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from runs import TINY
 from valkyrie.search.trial import Trial, TrialLog
 
 ACTOR = """
@@ -70,7 +69,16 @@ class Stage:
 
     def arguments(self, *arguments: str) -> list[str]:
         """Return the arguments of a multirun on this stage."""
-        return ["-m", *TINY, "mesh=2x2x1", "mode=measure", f"runs={self.runs}", "name=swept", *arguments]
+        return [
+            "-m",
+            "model=s5_tiny",
+            "batch=8",
+            "mesh=2x2x1",
+            "mode=measure",
+            f"runs={self.runs}",
+            "name=swept",
+            *arguments,
+        ]
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Return the process of a multirun, with its output in one pipe."""

@@ -17,7 +17,7 @@ from helpers import compose_run
 from runs import SINGLE, TINY, command
 from sweeps import Stage
 from valkyrie.search.sweep import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
-from valkyrie.search.trial import Status
+from valkyrie.search.trial import Status, TrialLog
 
 
 @pytest.fixture
@@ -105,6 +105,7 @@ def test_illegal_cells_are_rows_and_start_nothing(stage: Stage, capfd: pytest.Ca
     assert stage.lines() == 2
 
 
+@pytest.mark.slow
 def test_a_mode_without_numbers_shows_what_it_says_every_time(stage: Stage, capfd: pytest.CaptureFixture):
     stage.play(dp="real")
     os.environ["PARTS"] = stage.environment["PARTS"]
@@ -123,6 +124,7 @@ def test_the_sweep_may_be_refused(stage: Stage, capfd: pytest.CaptureFixture):
     assert stage.started() == []
 
 
+@pytest.mark.slow
 def test_several_at_once_give_the_same(stage: Stage):
     stage.play(dp="measure 1", fsdp="measure 1", sp="measure 1")
     os.environ["PARTS"] = stage.environment["PARTS"]
@@ -160,3 +162,23 @@ def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Pa
     assert "stopped: what is done is kept" in said
     assert {p: t.status for p, t in stage.trials().items()} == {"dp": Status.ok}
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_trials_leave_real_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    monkeypatch.chdir(tmp_path)
+    asked = ["-m", *TINY, "name=real", "mesh=2x1x1", "partition=fsdp", "steps=3", "mode.repeats=2"]
+    for mode in ("measure", "train"):
+        assert command(*asked, f"mode={mode}") == 0
+        assert "1 trial: 1 ok" in capfd.readouterr().out
+    trials = TrialLog(tmp_path / "runs" / "real").read()
+    assert [trial.stage for trial in trials] == ["measure", "train"]
+    for trial in trials:
+        step = trial.results["step"]
+        chips = int(trial.about["mesh"][0])
+        assert trial.results["simulated"] and trial.results["loss"] > 0 and trial.results["compile"]["compile_s"] > 0
+        assert step["tokens_per_second"] == pytest.approx(8 * 16 / step["step_s"])
+        assert step["tokens_per_second_per_chip"] == pytest.approx(step["tokens_per_second"] / chips)
+        assert "causes" not in trial.results.get("communication", {})
+        assert trial.wall_s > 0 and trial.about["layout"] == f"{trial.about['mesh']}-fsdp"

@@ -55,12 +55,17 @@ def test_every_fault_is_a_row_and_the_sweep_goes_on(
     assert "trial.retry=true" in said
     _no_process_of(stage)
 
-    play(monkeypatch, stage)  # now all of them could
-    assert command(*stage.arguments(swept, *limits)) == 1
-    assert [p for p, t in stage.trials().items() if t.status is Status.ok] == ["fsdp_tp", "sp"], "refused: looked at"
-    assert command(*stage.arguments(swept, *limits, "trial.retry=true")) == 0
-    assert {t.status for t in stage.trials().values()} == {Status.ok}
-    assert len(stage.started()) == stage.lines() == 6 + 1 + 4
+
+def test_what_had_no_result_is_tried_again_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stage = Stage(tmp_path)
+    play(monkeypatch, stage, dp="fail", sp="refuse")
+    assert command(*stage.arguments("partition=dp,sp")) == 1
+    play(monkeypatch, stage)  # now both could
+    assert command(*stage.arguments("partition=dp,sp")) == 1
+    assert [t.status for t in stage.trials().values()] == [Status.failed, Status.ok], "what was refused is looked at"
+    assert command(*stage.arguments("partition=dp", "trial.retry=true")) == 0
+    assert [t.status for t in stage.trials().values()] == [Status.ok, Status.ok]
+    assert len(stage.started()) == stage.lines() == 2 + 1 + 1
 
 
 def _no_process_of(stage: Stage) -> None:
@@ -72,6 +77,7 @@ def _no_process_of(stage: Stage) -> None:
             continue
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_started_again_ends_with_the_same_table(tmp_path: Path):
     """Its trial is left running without a time limit that anyone keeps: the next sweep ends it, and does it again."""
     swept = "partition=dp,fsdp,1d_tp,sp"
@@ -92,6 +98,7 @@ def test_a_killed_sweep_started_again_ends_with_the_same_table(tmp_path: Path):
     _no_process_of(stage)
 
 
+@pytest.mark.slow
 def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
     stage = Stage(tmp_path, **dict.fromkeys(("dp", "fsdp", "_1d_tp", "sp", "fsdp_tp"), "measure 0.7"))
     sweeps = [stage.start("partition=dp,fsdp,1d_tp,sp,fsdp_tp", "mesh=2x2x1,1x1x3") for _ in range(2)]
