@@ -26,7 +26,7 @@ SWEEPS = names("sweep")
 
 def test_every_group_has_choices_and_every_folder_is_a_group():
     folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    assert folders == {*GROUPS, "experiment", "sweep"}
+    assert folders == {*GROUPS, "experiment", "sweep", "hydra"}
     assert all(CHOICES.values())
     assert EXPERIMENTS
     assert SWEEPS
