@@ -16,6 +16,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.paths import conf_dir, read_group
 from valkyrie.run import Run, unknown_key
 from valkyrie.search.space import ALL, SPACE, Named, Shape, SpaceConfig
 
@@ -44,14 +45,17 @@ class Composer:
     config: DictConfig
     loader: ConfigLoader
     _composed: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
+    _options: dict[str, list[str]] = field(default_factory=dict)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """Return overrides as Hydra reads them."""
         return OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))
 
     def options(self, group: str) -> list[str]:
-        """Return the choices of a group, those of a user's folder among them."""
-        return self.loader.get_group_options(group)
+        """Return the choices of a group, those of a user's folder among them; none for what is no group."""
+        if group not in self._options:
+            self._options[group] = self.loader.get_group_options(group)
+        return self._options[group]
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the configuration of a job with these overrides."""
@@ -65,17 +69,28 @@ class Composer:
         key = (*groups, *(o.key_or_group for o in values))
         if key not in self._composed:
             # The first of its kind is composed by Hydra with its values too, which refuses a key that is none.
-            self._composed[key] = self.compose([*fixed, *varied])
+            composed = self.compose([*fixed, *varied])
+            self._composed[key] = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
         config = copy.deepcopy(self._composed[key])
         for override in values:
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
         return Run.from_config(config)
 
     def partitions(self, names: Sequence[str], asked: Sequence[str]) -> list[Named[PartitionConfig]]:
-        """Return partitions by name; `all` are those of the group."""
+        """Return partitions by name; `all` are those of the group.
+
+        Those that ship with the package and are not overridden are read as they stand, which takes milliseconds.
+        """
         found = dict.fromkeys(n for name in names for n in (self.options("partition") if name == ALL else [name]))
-        runs = {name: Run.from_config(self.compose([*asked, f"partition={name}"])) for name in found}
-        return [Named(name, run.config.partition) for name, run in runs.items()]
+        main = any(source.provider == "main" and source.path == str(conf_dir()) for source in self.loader.get_sources())
+        as_shipped = main and not any(o.key_or_group.startswith("partition.") for o in self.parse(asked))
+        shipped = {p.name: p for p, _ in read_group("partition", PartitionConfig)} if as_shipped else {}
+        return [
+            Named(
+                name, shipped.get(name) or Run.from_config(self.compose([*asked, f"partition={name}"])).config.partition
+            )
+            for name in found
+        ]
 
     def mesh(self, name: str, asked: Sequence[str]) -> MeshConfig:
         """Return the mesh of a name: sizes, or a choice of the group."""
@@ -97,7 +112,9 @@ def read_asked(given: Mapping[str, Any] | DictConfig, arguments: Sequence[str], 
         raise ValueError(unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"{SPACE}.{error.full_key}: {str(error).splitlines()[0].rstrip('.')}.") from error
-    vary: dict[str, Any] = dict(OmegaConf.to_object(typed.vary))
+    vary: dict[str, Any] = {
+        str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in typed.vary.items()
+    }
     fixed: list[str] = []
     for override in composer.parse(arguments):
         key, line = override.key_or_group, override.input_line or ""
