@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import compose_config, compose_run, names
-from valkyrie.cli import train
 from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
 from valkyrie.hardware import known_chips, known_targets
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
+from valkyrie.search import launcher, trial_run
+from valkyrie.search.sweep import trial_key
+from valkyrie.search.trial import Status, Trial
+from valkyrie.search.trial_plan import Plan
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
 GROUPS = ["model", *SCHEMAS]
@@ -82,12 +86,18 @@ def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spellin
     assert (run.config.steps, run.config.target.name) == (7, "v4-64")
 
 
-def jobs_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[str]]:
-    """The overrides of every job of a multirun, each of which would get a process of its own."""
-    jobs: list[list[str]] = []
-    monkeypatch.setattr(train, "_run_alone", lambda overrides: jobs.append(list(overrides)))
+def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Plan]:
+    """The plans of every job of a multirun, none of which is carried out."""
+    plans: list[Plan] = []
+
+    def carry_out(asked: Sequence[Plan], *_: Any) -> dict[str, Trial]:
+        plans.extend(asked)
+        return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
+
+    for module in (launcher, trial_run):
+        monkeypatch.setattr(module, "carry_out", carry_out)
     assert command(*arguments).status == 0
-    return jobs
+    return plans
 
 
 @pytest.mark.parametrize("name", SWEEPS)
@@ -95,43 +105,38 @@ def jobs_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> l
 def test_every_sweep_is_a_list_of_legal_runs(
     command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ):
-    jobs = jobs_of(command, monkeypatch, *arguments[:-1], arguments[-1] + name)
-    assert len(jobs) > 1
-    assert len({tuple(job) for job in jobs}) == len(jobs)
-    if arguments == ["sweep="]:
-        for job in jobs:
-            compose_run(*job)
+    plans = plans_of(command, monkeypatch, *arguments[:-1], arguments[-1] + name)
+    assert len(plans) > 1
+    assert len({plan.key for plan in plans}) == len({plan.name for plan in plans}) == len(plans)
+    assert {str(plan.folder) for plan in plans} == {f"runs/{name}"}
+    assert [plan.refusal for plan in plans] == [None] * len(plans)
 
 
-def test_a_multirun_runs_each_job_once_in_a_process_of_its_own(command: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
     """A sweep makes its own multirun: a job that composed it again would start the whole sweep again, without end."""
-    commands: list[list[str]] = []
+    first, second = plans_of(command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}")
+    assert [p.about["partition"] for p in (first, second)] == ["dp", "sp"]
+    alone = command(*first.command[first.command.index("valkyrie.cli.train") + 1 :])
+    config = alone.run.config
+    assert (config.partition.name, config.steps, config.seq) == ("dp", 5, 32)
+    assert (config.runs, config.name) == ("runs/laptop_partitions", first.name)
+    assert trial_key(alone.run) == first.key
 
-    class Job:
-        returncode = 0
 
-        def __init__(self, command: list[str], **_: Any) -> None:
-            commands.append(command)
-
-        def wait(self) -> int:
-            return 0
-
-        def __enter__(self) -> Job:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(train.subprocess, "Popen", Job)
-    assert command("-m", "+sweep=laptop_partitions", "partition=dp,sp").status == 0
-    first = list(commands)
-    assert [[a for a in c if a.startswith("partition=")] for c in first] == [["partition=dp"], ["partition=sp"]]
-    commands.clear()
-    arguments = first[0][first[0].index("valkyrie.cli.train") + 1 :]
-    alone = command(*arguments)
-    assert commands == []
-    assert alone.run.config.partition.name == "dp"
-    assert alone.run.config.steps == 5
+@pytest.mark.parametrize("flags", [["--config-dir", "my own"], ["--config-path", "my own", "--config-name", "mine"]])
+def test_a_job_finds_the_configuration_where_the_multirun_did(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
+):
+    folder = tmp_path / "my own"
+    (folder / "experiment").mkdir(parents=True)
+    (folder / "experiment" / "mine.yaml").write_text("# @package _global_\nsteps: 11\n")
+    (folder / "mine.yaml").write_text(command("steps=11", "mesh=2x2x2", "--cfg", "job").out)
+    asked = [*flags, "-m", 'runs="it\'s here"']
+    asked += ["experiment=mine", "mesh=2x2x2,4x2x1"] if flags[0] == "--config-dir" else ["seed=0,1"]
+    plan = plans_of(command, monkeypatch, *asked)[0]
+    config = command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run.config
+    assert (config.steps, config.mesh.name, config.seed) == (11, "2x2x2", 0)
+    assert config.runs.startswith("it's here/sweep-")
 
 
 def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Path):

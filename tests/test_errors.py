@@ -9,7 +9,7 @@ import pytest
 TOP = (
     "Known: batch, checkpoint, data, debug, eval_batches, eval_every, log_every, mesh, microbatches, mode, model, "
     "name, optimizer, partition, precision, prompt, remat, resume, runs, sample_tokens, seed, seq, steps, target, "
-    "temperature, top_k, tracking."
+    "temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
 

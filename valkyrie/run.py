@@ -53,6 +53,18 @@ class ModeConfig:
 
 
 @dataclass
+class TrialConfig:
+    """How one trial of a multirun is run.
+
+    `limit_s`: its process is ended after so many seconds; null: an hour, and none for a training. `retry`: do trials
+    again whose process failed, was killed or took too long.
+    """
+
+    limit_s: float | None = None
+    retry: bool = False
+
+
+@dataclass
 class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence."""
 
@@ -83,6 +95,7 @@ class RunConfig:
     temperature: float = 0.8
     top_k: int | None = 40
     debug: Debug = Debug.none
+    trial: TrialConfig = field(default_factory=TrialConfig)
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,8 @@ class Run:
                 f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
                 f"{c.mode.time_limit_s:g}: repeats must be at least 1, warmup at least 0, the limit above 0."
             )
+        if c.trial.limit_s is not None and c.trial.limit_s <= 0:
+            found.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
         if not 0 <= c.temperature < math.inf:
             found.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
         if c.top_k is not None and c.top_k < 1:

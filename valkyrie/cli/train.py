@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +17,8 @@ from yaml import YAMLError
 
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
-from valkyrie.search import NOT_COMPILED
+from valkyrie.search.sweep import multirun_arguments
+from valkyrie.search.trial_run import run_trial
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
@@ -35,7 +34,7 @@ def main() -> None:
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     arguments = _plain(sys.argv[1:])
     try:
-        arguments = resumed_arguments(arguments)
+        arguments = multirun_arguments(arguments) or resumed_arguments(arguments)
         sys.argv[1:] = arguments
         config = _compose()
         if config is not None:
@@ -60,11 +59,11 @@ def _compose() -> DictConfig | None:
     """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion)."""
     composed: list[DictConfig] = []
 
-    def task(config: DictConfig) -> None:
+    def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            _run_alone(HydraConfig.get().overrides.task)
-        else:
-            composed.append(config)
+            return run_trial(config)
+        composed.append(config)
+        return None
 
     given = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises, and the words of an error are ours
@@ -130,29 +129,6 @@ def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:
                 f"mesh={match[1]} has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). "
                 f"Write mesh={match[1]}x1x1."
             )
-
-
-def _run_alone(overrides: Any) -> None:
-    """Run one job of a multirun in a process of its own: JAX fixes its devices once a process."""
-    # A sweep overlay asks for a multirun; the job it began must not begin it again.
-    command = [sys.executable, "-m", "valkyrie.cli.train", *_global_flags(sys.argv[1:]), *overrides, "hydra.mode=RUN"]
-    with subprocess.Popen(command) as job:
-        try:
-            status = job.wait()
-        except KeyboardInterrupt:  # the terminal told the job too: it saves, and then ends
-            status = job.wait()
-    if status not in (0, NOT_COMPILED):
-        raise ChildProcessError(f"a job of the multirun ended with status {status}: {' '.join(overrides)}")
-
-
-def _global_flags(arguments: Sequence[str]) -> list[str]:
-    kept, flags = [], {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag in flags:
-            kept += [flag, value]
-        elif flag.split("=")[0] in flags and "=" in flag:
-            kept.append(flag)
-    return kept
 
 
 if __name__ == "__main__":

@@ -62,15 +62,18 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
 
 
 def about(run: Run) -> dict[str, Any]:
-    """Return what was asked for, in the words of the command line."""
-    config, layout = run.config, run.layout
+    """Return what was asked for, in the words of the command line, and what the layout makes of it."""
+    layout = run.layout
+    return asked(run) | {"layout": layout.name, "roles": layout.describe_roles(), "degrees": layout.degrees}
+
+
+def asked(run: Run) -> dict[str, Any]:
+    """Return what was asked for, in the words of the command line; also of a run whose layout is illegal."""
+    config = run.config
     return {
         "model": run.model.name,
-        "layout": layout.name,
-        "roles": layout.describe_roles(),
         "mesh": config.mesh.name,
         "axes": dict(config.mesh.axes),
-        "degrees": layout.degrees,
         "mesh_placement": config.mesh.placement,
         "partition": config.partition.name,
         "microbatches": config.microbatches,

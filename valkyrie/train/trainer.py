@@ -130,6 +130,7 @@ def fit(
             judge()
         checkpoints.wait()
         summary = {"compile_s": compile_s, **meter.summary(), **evaluation, "steps": step, "finished": finished}
+        summary["simulated"] = devices.simulated
         tracker.summary(summary)
     return Fitted(program, state, summary, interrupt.requested)
 

@@ -1,0 +1,102 @@
+"""Runs multiruns whose trials are real processes that do as a test says: measure at once, fail, hang, die.
+
+A trial's process finds `sitecustomize.py` first, as any Python does, and there what its partition is to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from runs import TINY
+from valkyrie.search.trial import Trial, TrialLog
+
+ACTOR = """
+import hashlib, json, os, pathlib, resource, signal, sys, time, traceback
+
+arguments = sys.orig_argv
+if "hydra.mode=RUN" in arguments:
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    part = json.loads(os.environ["PARTS"]).get(given["partition"], "measure")
+    folder = pathlib.Path(given["runs"].strip("'")) / given["name"]
+    with open(os.environ["STARTS"], "a") as starts:
+        starts.write(given["name"] + "\\n")
+    if part == "fail":
+        print("ValueError: the trial was asked to fail", file=sys.stderr)
+        os._exit(1)
+    elif part == "refuse":
+        print("valkyrie-train: partition=x cannot be. Use another.", file=sys.stderr)
+        os._exit(2)
+    elif part == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif part == "hang":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(600)
+    elif part == "memory":
+        resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))
+        try:
+            held = bytearray(2**30)
+        except MemoryError:
+            traceback.print_exc()
+            os._exit(1)
+    elif part.startswith("measure"):
+        time.sleep(float(part.partition(" ")[2] or 0))
+        speed = float(int(hashlib.sha256(given["name"].encode()).hexdigest()[:4], 16) + 1)
+        step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
+        found = {"status": "ok", "reason": None, "simulated": True, "step": step, "memory": {"peak": 2**20}}
+        folder.joinpath("measure.json").write_text(json.dumps(found))
+        os._exit(0)
+"""
+"""What a trial's process does in place of, or before, `valkyrie-train`; the part `real` does nothing."""
+
+
+class Stage:
+    """A folder with a multirun's trials, and what each partition's trial is to do there."""
+
+    def __init__(self, folder: Path, **parts: str) -> None:
+        self.folder, self.runs = folder, folder / "runs"
+        self.starts = folder / "starts"
+        (folder / "site").mkdir(parents=True, exist_ok=True)
+        (folder / "site" / "sitecustomize.py").write_text(ACTOR)
+        self.environment = {"PYTHONPATH": str(folder / "site"), "STARTS": str(self.starts)}
+        self.play(**parts)
+
+    def play(self, **parts: str) -> None:
+        """Say what the trials of a partition do; a digit-first partition is named with a leading underscore."""
+        self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
+
+    def arguments(self, *arguments: str) -> list[str]:
+        """Return the arguments of a multirun on this stage."""
+        return ["-m", *TINY, "mesh=2x2x1", "mode=measure", f"runs={self.runs}", "name=swept", *arguments]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Return the process of a multirun, with its output in one pipe."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "valkyrie.cli.train", *self.arguments(*arguments)],
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def sweep(self) -> Path:
+        """The sweep's folder."""
+        return self.runs / "swept"
+
+    def trials(self) -> dict[str, Trial]:
+        """Return what is recorded by partition."""
+        found = {trial.about["partition"]: trial for trial in TrialLog(self.sweep).read()}
+        return dict(sorted(found.items()))
+
+    def lines(self) -> int:
+        """Return how many lines `trials.jsonl` has."""
+        return len((self.sweep / "trials.jsonl").read_text().splitlines())
+
+    def started(self) -> list[str]:
+        """Return the names of the trials whose process was started, in order."""
+        return self.starts.read_text().splitlines() if self.starts.is_file() else []

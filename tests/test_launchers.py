@@ -1,0 +1,62 @@
+"""Every Hydra launcher carries out the same trials: each job goes through the same task function."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import command
+from sweeps import Stage
+from valkyrie.search.trial import TrialLog
+
+LAUNCHERS = {
+    "trials": ["hydra.launcher.jobs=2"],
+    "basic": [],
+    "joblib": ["hydra.launcher.n_jobs=2"],
+    "submitit_local": ["hydra.launcher.timeout_min=2"],
+}
+SWEPT = ["mesh=2x2x1,1x1x3", "partition=dp,fsdp,1d_tp", "trial.limit_s=20"]
+
+
+@cache
+def rows(launcher: str, folder: Path) -> dict[str, Any]:
+    """Return what a launcher records of every trial, but for its time; one is killed, and a second sweep adds none."""
+    stage = Stage(folder / launcher, fsdp="kill")
+    for _ in range(2):
+        sweep = stage.start(*SWEPT, f"hydra/launcher={launcher}", *LAUNCHERS[launcher])
+        said, _ = sweep.communicate()
+        assert sweep.returncode == 1, said
+        assert "6 trials: 2 ok, 3 refused, 1 killed" in said, said
+    assert len(stage.started()) == 3 and stage.lines() == 6
+    trials = TrialLog(stage.sweep).read()
+    asked = [[o for o in t.overrides if not o.startswith("runs=")] for t in trials]
+    return {
+        t.key: (t.name, t.sweep, t.status, t.reason, overrides, t.results, t.about)
+        for t, overrides in zip(trials, asked, strict=True)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "trials"])
+def test_every_launcher_gives_the_same_set_of_trials(launcher: str, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.getbasetemp()
+    assert rows(launcher, folder) == rows("trials", folder)
+
+
+def test_the_task_function_alone_records_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    """What joblib, submitit and ray run: Hydra's basic launcher calls it in this process."""
+    stage = Stage(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, value in stage.environment.items():
+        monkeypatch.setenv(name, value)
+    for times in (1, 2):
+        assert command(*stage.arguments("partition=dp", "hydra/launcher=basic")) == 0
+        said = capfd.readouterr().out
+        assert said.count("tokens/s simulated") == 1 and ("(done before)" in said) is (times == 2)
+        assert "1 trial: 1 ok" in said
+    assert len(stage.started()) == stage.lines() == 1

@@ -1,0 +1,162 @@
+"""A multirun: what it and its trials are called, what is done again and what is not, what a person is told."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import compose_run
+from runs import SINGLE, TINY, command
+from sweeps import Stage
+from valkyrie.search.sweep import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
+from valkyrie.search.trial import Status
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A stage on which `command` plays in this process."""
+    made = Stage(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+ALONE = [[], ["mesh=2x2x1"], ["sweep=null"], ["hydra.mode=RUN", "sweep=laptop_8"], ["--config-dir", "sweep=x"]]
+
+
+@pytest.mark.parametrize("arguments", ALONE)
+def test_one_run_is_no_multirun(arguments: list[str]):
+    assert multirun_arguments(arguments) is None
+
+
+@pytest.mark.parametrize("asked", ["-m", "--multirun", "hydra.mode=MULTIRUN", "sweep=other"])
+def test_a_multirun_is_known_by_its_arguments_and_gets_a_folder(asked: str):
+    found = multirun_arguments([asked, "mesh=2x2x1", "--config-dir", "mine", "resume=true"])
+    assert found is not None
+    folder = next(a for a in found if a.startswith("hydra.sweep.dir="))
+    assert folder.startswith("hydra.sweep.dir=${runs}/")
+    assert [a for a in found if a != folder] == [asked, "mesh=2x2x1", "--config-dir", "mine"]
+    assert multirun_arguments([asked, "hydra.sweep.dir=here"]) == [asked, "hydra.sweep.dir=here"]
+
+
+def test_a_sweep_is_called_by_its_name_its_overlay_or_what_it_asks():
+    assert sweep_name(["-m", "sweep=laptop_8", "mode=measure"]) == "laptop_8"
+    assert sweep_name(["-m", "sweep=laptop_8", "name=mine"]) == "mine"
+    measured = sweep_name(["-m", "mesh=2x2x1,4x1x1", "partition=dp", "mode=measure", "mode.repeats=3"])
+    assert re.fullmatch(r"sweep-[0-9a-f]{8}", measured)
+    assert measured == sweep_name(["partition=dp", "mesh=2x2x1,4x1x1", "mode=compile", "target=v5e-8", "-m"])
+    assert measured != sweep_name(["-m", "mesh=2x2x1,4x1x1", "partition=fsdp"])
+
+
+def test_names_are_fit_for_folders_and_for_hydra():
+    assert folder_name("a b/c,d=${e}") == "a-b-c-d-e"
+    assert folder_name("..") == "sweep"
+    run = compose_run(*TINY, *SINGLE, "model.name='my model, new'")
+    name = trial_name(run, trial_key(run))
+    assert re.fullmatch(r"my-model-new-1x1x1-dp-train-[0-9a-f]{6}", name)
+
+
+def test_the_key_is_of_what_decides_the_result():
+    key = trial_key(compose_run(*TINY, *SINGLE))
+    same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "mode.cache=false", "seed=0"]
+    assert trial_key(compose_run(*TINY, *SINGLE, *same)) == key
+    for change in ("batch=4", "seed=1", "mode=measure", "microbatches=2", "model.embed=32", "target=cpu"):
+        assert trial_key(compose_run(*TINY, *SINGLE, change)) != key, change
+
+
+def test_only_what_is_missing_is_done(stage: Stage, capfd: pytest.CaptureFixture):
+    assert command(*stage.arguments("partition=dp,fsdp")) == 0
+    assert command(*stage.arguments("partition=dp,fsdp,1d_tp", "resume=true")) == 0
+    said = capfd.readouterr().out
+    assert "[2/3] 2 done before" in said and "3 trials: 3 ok" in said
+    assert list(stage.trials()) == ["1d_tp", "dp", "fsdp"]
+    assert len(stage.started()) == stage.lines() == 3
+    assert command(*stage.arguments("partition=dp", "batch=4")) == 0
+    assert stage.lines() == 4, "another batch is another trial"
+
+
+def test_nothing_is_left_beside_the_sweep_folder(stage: Stage):
+    before = sorted(path.name for path in stage.folder.iterdir())
+    assert command(*stage.arguments("partition=dp")) == 0
+    assert sorted(path.name for path in stage.folder.iterdir()) == sorted([*before, "runs", "starts"])
+    assert [path.name for path in stage.runs.iterdir()] == ["swept"]
+    (trial,) = stage.trials().values()
+    assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(["multirun.yaml", "trials.jsonl", trial.name])
+    assert trial.folder == trial.name and (stage.sweep / trial.name / "measure.json").is_file()
+
+
+def test_illegal_cells_are_rows_and_start_nothing(stage: Stage, capfd: pytest.CaptureFixture):
+    assert command(*stage.arguments("mesh=2x2x1,1x1x3", "partition=dp")) == 0
+    said = capfd.readouterr().out
+    assert "s5_tiny 1x1x3-dp measure: refused: batch=8 is not divisible by 3" in said
+    assert "2 trials: 1 ok, 1 refused" in said and f"page: valkyrie-report {stage.sweep}" in said
+    assert len(stage.started()) == 1
+    for _ in range(2):  # a refusal is not written twice
+        assert command(*stage.arguments("mesh=1x1x3", "partition=dp")) == 2
+    assert stage.lines() == 2
+
+
+def test_a_mode_without_numbers_shows_what_it_says_every_time(stage: Stage, capfd: pytest.CaptureFixture):
+    stage.play(dp="real")
+    os.environ["PARTS"] = stage.environment["PARTS"]
+    for _ in range(2):
+        assert command(*stage.arguments("partition=dp", "mode=show")) == 0
+        said = capfd.readouterr().out
+        assert "embedding" in said and "1 trial: 1 ok" in said
+    assert len(stage.started()) == 2
+
+
+def test_the_sweep_may_be_refused(stage: Stage, capfd: pytest.CaptureFixture):
+    assert command(*stage.arguments("partition=dp,nix")) == 2
+    assert "partition=nix is not a choice" in capfd.readouterr().err
+    assert command(*stage.arguments("partition=dp", "hydra.launcher.jobs=0")) == 2
+    assert "hydra.launcher.jobs=0" in capfd.readouterr().err
+    assert stage.started() == []
+
+
+def test_several_at_once_give_the_same(stage: Stage):
+    stage.play(dp="measure 1", fsdp="measure 1", sp="measure 1")
+    os.environ["PARTS"] = stage.environment["PARTS"]
+    assert command(*stage.arguments("partition=dp,fsdp,sp,dp", "hydra.launcher.jobs=4")) == 0
+    assert list(stage.trials()) == ["dp", "fsdp", "sp"]
+    starts = [trial.started for trial in stage.trials().values()]
+    assert stage.lines() == len(stage.started()) == len(set(starts)) == 3
+
+
+def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Path):
+    stage = Stage(tmp_path, dp="measure", fsdp="hang")
+    master, slave = pty.openpty()
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "valkyrie.cli.train", *stage.arguments("partition=dp,fsdp,sp")],
+        cwd=tmp_path,
+        env={**os.environ, **stage.environment, "TERM": "xterm", "COLUMNS": "120"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    said, interrupted = "", False
+    while True:
+        try:
+            said += os.read(master, 4096).decode(errors="replace")
+        except OSError:  # the terminal's other end is closed
+            break
+        if not interrupted and "fsdp" in said and re.search(r"running.*fsdp.* s of at most", said):
+            interrupted = True
+            time.sleep(0.2)
+            os.killpg(sweep.pid, signal.SIGINT)  # what a terminal does on Ctrl-C; the trial is not in this group
+    assert sweep.wait(30) == 130
+    assert "best so far" in said and "simulated" in said
+    assert "stopped: what is done is kept" in said
+    assert {p: t.status for p, t in stage.trials().items()} == {"dp": Status.ok}
+    assert "Traceback" not in said

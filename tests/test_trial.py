@@ -1,0 +1,79 @@
+"""The record of trials: lines of several writers stay whole, a torn end is cut off, and a newer schema is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from valkyrie.search.trial import SCHEMA, Status, Trial, TrialLog
+
+
+def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:
+    return Trial(
+        key=key,
+        name=f"trial-{key}",
+        sweep="swept",
+        stage="measure",
+        status=status,
+        reason=reason,
+        overrides=["partition=fsdp"],
+        about={"partition": "fsdp", "words": "für " * 200},
+        started="2026-01-01T00:00:00+00:00",
+        wall_s=1.5,
+        results={"loss": 1.0},
+    )
+
+
+def test_a_trial_comes_back_as_it_was_written(tmp_path: Path):
+    log = TrialLog(tmp_path / "a" / "sweep")
+    log.append([trial("1"), trial("2", Status.refused, "batch=7 is odd")])
+    assert log.read() == [trial("1"), trial("2", Status.refused, "batch=7 is odd")]
+
+
+def test_a_later_line_of_a_key_replaces_an_earlier_one(tmp_path: Path):
+    log = TrialLog(tmp_path)
+    log.append([trial("1", Status.failed), trial("2")])
+    log.append([trial("1")])
+    assert log.read() == [trial("1"), trial("2")]
+    assert len(log.path.read_text().splitlines()) == 3
+
+
+def _write(folder: Path, writer: int, count: int) -> None:
+    for number in range(count):
+        TrialLog(folder).append([trial(f"{writer}-{number}")])
+
+
+def test_writers_of_several_processes_lose_nothing(tmp_path: Path):
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_write, args=(tmp_path, writer, 30)) for writer in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert {t.key for t in TrialLog(tmp_path).read()} == {f"{w}-{n}" for w in range(4) for n in range(30)}
+    assert len(TrialLog(tmp_path).path.read_text().splitlines()) == 120
+
+
+@pytest.mark.parametrize("kept", [1, 100, -1])
+def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path: Path, kept: int):
+    log = TrialLog(tmp_path)
+    log.append([trial("1"), trial("2")])
+    whole, torn, _ = log.path.read_bytes().split(b"\n")
+    log.path.write_bytes(whole + b"\n" + torn[:kept])
+    assert log.read() == [trial("1")]
+    log.append([trial("3")])
+    assert log.read() == [trial("1"), trial("3")]
+
+
+def test_a_newer_schema_is_refused_and_new_keys_are_not(tmp_path: Path):
+    log = TrialLog(tmp_path)
+    values = json.loads(trial("1").to_json())
+    log.path.write_text(json.dumps({**values, "weather": "fine"}) + "\n")
+    assert log.read() == [trial("1")]
+    log.path.write_text(json.dumps({**values, "schema": SCHEMA + 1}) + "\n")
+    with pytest.raises(ValueError, match=f"schema {SCHEMA + 1} is newer than this version of valkyrie"):
+        log.read()

@@ -1,0 +1,189 @@
+"""What goes wrong in a sweep: every fault is a row with its reason, the sweep goes on, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from runs import command
+from sweeps import Stage
+from valkyrie.search.trial import Status
+from valkyrie.search.trial_results import last_words, outcome, refusal
+
+
+def play(monkeypatch: pytest.MonkeyPatch, stage: Stage, **parts: str) -> None:
+    """Let `command`, in this process, play on a stage."""
+    stage.play(**parts)
+    monkeypatch.chdir(stage.folder)
+    for name, value in stage.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_every_fault_is_a_row_and_the_sweep_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    stage = Stage(tmp_path)
+    faults = {"dp": "fail", "fsdp": "kill", "_1d_tp": "hang", "_2d_tp": "memory", "sp": "refuse"}
+    play(monkeypatch, stage, **faults)
+    swept = "partition=dp,fsdp,1d_tp,2d_tp,sp,fsdp_tp"
+    limits = ["trial.limit_s=2", "hydra.launcher.jobs=6"]
+    began = time.monotonic()
+    assert command(*stage.arguments(swept, *limits)) == 1
+    assert time.monotonic() - began < 60
+    said, trials = capfd.readouterr().out, stage.trials()
+    assert {partition: trial.status.value for partition, trial in trials.items()} == {
+        "1d_tp": "timeout",
+        "2d_tp": "failed",
+        "dp": "failed",
+        "fsdp": "killed",
+        "fsdp_tp": "ok",
+        "sp": "refused",
+    }
+    reasons = {partition: trial.reason for partition, trial in trials.items()}
+    assert reasons["dp"] == "its process ended with status 1: ValueError: the trial was asked to fail"
+    assert reasons["fsdp"] == "its process was ended by SIGKILL: this host probably ran out of memory"
+    assert reasons["1d_tp"] == "it took longer than trial.limit_s=2 seconds and was ended"
+    assert reasons["2d_tp"] == "its process ended with status 1: MemoryError"
+    assert reasons["sp"] == "partition=x cannot be. Use another."
+    assert reasons["fsdp_tp"] is None
+    assert all(reason in said for reason in reasons.values() if reason)
+    assert "trial.retry=true" in said
+    _no_process_of(stage)
+
+    play(monkeypatch, stage)  # now all of them could
+    assert command(*stage.arguments(swept, *limits)) == 1
+    assert [p for p, t in stage.trials().items() if t.status is Status.ok] == ["fsdp_tp", "sp"], "refused: looked at"
+    assert command(*stage.arguments(swept, *limits, "trial.retry=true")) == 0
+    assert {t.status for t in stage.trials().values()} == {Status.ok}
+    assert len(stage.started()) == stage.lines() == 6 + 1 + 4
+
+
+def _no_process_of(stage: Stage) -> None:
+    """Hold that no process of the stage's trials is left."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            assert str(stage.sweep) not in (folder / "cmdline").read_text() or folder.name == str(os.getpid())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def test_a_killed_sweep_started_again_ends_with_the_same_table(tmp_path: Path):
+    """Its trial is left running without a time limit that anyone keeps: the next sweep ends it, and does it again."""
+    swept = "partition=dp,fsdp,1d_tp,sp"
+    stage, whole = Stage(tmp_path / "killed", fsdp="hang"), Stage(tmp_path / "whole")
+    sweep = stage.start(swept)
+    _wait(lambda: len(stage.started()) == 2)
+    sweep.kill()
+    sweep.communicate()
+    assert list(stage.trials()) == ["dp"]
+    stage.play()
+    for each in (stage, whole):
+        again = each.start(swept)
+        said, _ = again.communicate(timeout=60)
+        assert again.returncode == 0, said
+    rows = [{p: (t.key, t.name, t.status, t.results) for p, t in s.trials().items()} for s in (stage, whole)]
+    assert rows[0] == rows[1] and len(rows[0]) == stage.lines() == 4
+    assert len(stage.started()) == 5
+    _no_process_of(stage)
+
+
+def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
+    stage = Stage(tmp_path, **dict.fromkeys(("dp", "fsdp", "_1d_tp", "sp", "fsdp_tp"), "measure 0.7"))
+    sweeps = [stage.start("partition=dp,fsdp,1d_tp,sp,fsdp_tp", "mesh=2x2x1,1x1x3") for _ in range(2)]
+    ended = [sweep.communicate(timeout=90)[0] for sweep in sweeps]
+    assert [sweep.returncode for sweep in sweeps] == [0, 0], ended
+    started = stage.started()
+    assert len(started) == len(set(started)) == 5
+    assert all("10 trials: 5 ok, 5 refused" in said for said in ended), ended
+    names = [trial.name for trial in stage.trials().values() if trial.status is Status.ok]
+    assert sorted(names) == sorted(started)
+
+
+def _wait(happened: object, limit_s: float = 60.0) -> None:
+    assert callable(happened)
+    until = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
+    stage = Stage(tmp_path, dp="measure 60")
+    sweep = stage.start("partition=dp")
+    _wait(lambda: len(stage.started()) == 1)
+    sweep.send_signal(signal.SIGTERM)
+    said, _ = sweep.communicate(timeout=30)
+    assert sweep.returncode == 130, said
+    assert stage.trials() == {}
+    _no_process_of(stage)
+
+
+def test_a_full_disk_is_told_and_a_rerun_completes_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    """A file may not grow beyond a limit, as on a full disk: the line that did not fit is torn, and then cut off."""
+    stage = Stage(tmp_path)
+    play(monkeypatch, stage)
+    assert command(*stage.arguments("partition=dp")) == 0
+    multirun = (stage.sweep / "multirun.yaml").stat().st_size
+    record = stage.sweep / "trials.jsonl"
+    padding = json_lines_up_to(record, max(multirun, 20_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    capfd.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (record.stat().st_size + 100, hard))
+    try:
+        status = command(*stage.arguments("partition=dp,fsdp"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    said = capfd.readouterr().err.splitlines()
+    assert status != 0
+    assert len(said) == 1 and "a trial was not recorded" in said[0] and str(record) in said[0]
+    assert list(stage.trials()) == ["dp"]
+    assert command(*stage.arguments("partition=dp,fsdp")) == 0
+    assert list(stage.trials()) == ["dp", "fsdp"]
+    assert stage.lines() == padding + 2
+
+
+def json_lines_up_to(record: Path, size: int) -> int:
+    """Repeat the first line of a record until the file is as large as this; return the number of lines added."""
+    line, added = record.read_text(), 0
+    with record.open("a") as file:
+        while file.tell() < size:
+            file.write(line)
+            added += 1
+    return added
+
+
+TRACEBACK = """I0000 00:00 starting
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes.
+--------------------
+For simplicity, JAX has removed its internal frames from the traceback.
+"""
+
+
+def test_the_reason_is_the_line_that_tells(tmp_path: Path):
+    output = tmp_path / "output.log"
+    assert last_words(output) == "it said nothing"
+    output.write_text(TRACEBACK)
+    found = outcome(tmp_path, "train", 1)
+    assert found.status is Status.does_not_fit
+    assert found.reason is not None and "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes." in found.reason
+    output.write_text("F0101 00:00 thing.cc:1] Check failed: a == b\n*** Check failure stack trace: ***\n    @ 0x1\n")
+    found = outcome(tmp_path, "measure", -signal.SIGABRT)
+    assert (found.status, found.reason) == (
+        Status.killed,
+        "its process was ended by SIGABRT: F0101 00:00 thing.cc:1] Check failed: a == b",
+    )
+    output.write_text("hello\nvalkyrie-train: 2 problems\n  - one.\n  - two.\n")
+    assert refusal(output) == "one.; two."
+    assert outcome(tmp_path, "measure", 0).status is Status.failed, "no measure.json"
+    assert outcome(tmp_path, "measure", 130).status is Status.killed

@@ -1,0 +1,113 @@
+"""Decides what a sweep and its trials are called, and so which trials are the same. Imports no JAX.
+
+A sweep is a multirun; its folder is `<runs>/<sweep name>`, with one run folder per trial inside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from valkyrie.run import Run
+
+READS_A_RUN = ("eval", "generate")
+"""The modes that look at a trained run: `name=` and `resume=` name that run."""
+NUMBERED = ("compile", "measure", "train")
+"""The modes that leave numbers. A trial of another mode is done again each time it is asked for."""
+
+_FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
+_FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
+_NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
+"""What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""
+_NOT_OF_THE_TRIAL = ("name", "runs", "resume", "trial", "tracking")
+_NOT_OF_THE_MODE = ("time_limit_s", "cache", "hlo")
+_LONGEST = 120
+
+
+def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
+    """Return the arguments with the sweep's folder among them; None where they ask for one run, not a multirun.
+
+    `resume=true` is left out: a sweep does only what is missing anyway.
+    """
+    given = key_values(arguments)
+    mode = given.get("hydra.mode")
+    flagged = any(argument in ("-m", "--multirun") for argument in arguments)
+    overlay = given.get("sweep") not in (None, "null")
+    if mode == "RUN" or not (mode == "MULTIRUN" or flagged or overlay):
+        return None
+    kept = [a for a in arguments if _split(a) not in (("resume", "true"), ("resume", "null"))]
+    if "hydra.sweep.dir" in given:
+        return kept
+    folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
+    at = next((i for i, a in _overrides(kept)), len(kept))  # beside the others: Hydra wants them in one piece
+    return [*kept[:at], folder, *kept[at:]]
+
+
+def sweep_name(arguments: Sequence[str]) -> str:
+    """Return the sweep's name: `name=`, else that of its overlay, else a digest of what was asked of every trial."""
+    given = key_values(arguments)
+    name, overlay = given.get("name"), given.get("sweep")
+    if name not in (None, "null") and given.get("mode") not in READS_A_RUN:
+        return folder_name(name)
+    if overlay not in (None, "null"):
+        return folder_name(overlay)
+    asked = {key: value for key, value in given.items() if re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP}
+    return f"sweep-{_digest(asked)[:8]}"
+
+
+def trial_key(run: Run) -> str:
+    """Return the digest of everything asked for that decides the result, with the mode."""
+    values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
+    assert isinstance(values, dict)
+    asked = {key: value for key, value in values.items() if key not in _NOT_OF_THE_TRIAL}
+    asked["mode"] = {key: value for key, value in values["mode"].items() if key not in _NOT_OF_THE_MODE}
+    if run.config.mode.name in READS_A_RUN:
+        asked["resume"] = run.config.resume or run.config.name
+    return _digest(asked)[:16]
+
+
+def unread_key(overrides: Sequence[str]) -> str:
+    """Return the key of a trial whose overrides make no run."""
+    return _digest(sorted(overrides))[:16]
+
+
+def trial_name(run: Run, key: str) -> str:
+    """Return a short, stable name, fit for a folder: `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`."""
+    config = run.config
+    layout = f"{config.mesh.name}-{config.partition.name}" if run.problems() else run.layout.name
+    target = [] if config.target.name == "auto" else [config.target.name]
+    words = folder_name("-".join([run.model.name, layout, config.mode.name, *target]))
+    return f"{words[:_LONGEST]}-{key[:6]}"
+
+
+def folder_name(text: str) -> str:
+    """Return a text with everything replaced that a folder's name or Hydra's grammar might stumble over."""
+    return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "sweep"
+
+
+def key_values(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the overrides among arguments by key, without the marks of appending; of a key given twice the last."""
+    return dict(_split(argument) for _, argument in _overrides(arguments))
+
+
+def _overrides(arguments: Sequence[str]) -> list[tuple[int, str]]:
+    """Return the arguments that are overrides, with their positions."""
+    before = ["", *arguments]
+    return [
+        (i, argument)
+        for i, argument in enumerate(arguments)
+        if not argument.startswith("-") and before[i] not in _FLAGS_WITH_VALUE and "=" in argument
+    ]
+
+
+def _split(argument: str) -> tuple[str, str]:
+    key, _, value = argument.partition("=")
+    return key.lstrip("+~"), value.strip("\"'")
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

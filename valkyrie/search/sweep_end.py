@@ -1,0 +1,85 @@
+"""Decides how a multirun ends: the table, where everything is, what to do next, and the exit status.
+
+Hydra calls it in the process that the user started, whatever launcher ran the trials.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from valkyrie.search.sweep_table import NO_RESULT, ending, table
+from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.train.screen import make_console
+
+NO_RESULT_STATUS = 1
+"""Exit status where a trial was left without a result."""
+ALL_REFUSED = 2
+"""Exit status where no trial was legal."""
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Who else is told of trials."""
+
+    def log(self, trial: Trial) -> None:
+        """Take a trial that is recorded."""
+        ...
+
+    def close(self) -> None:
+        """Write what is said of the whole sweep."""
+        ...
+
+
+class SweepEnd(Callback):
+    """Gathers the trials of a multirun and tells of them at its end.
+
+    Our launcher hands them over as they come. After another launcher they are all that the folder has, and those that
+    `trials.jsonl` has gained are told to the trackers.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._before: set[tuple[str, str]] = set()
+        self._trials: dict[str, Trial] = {}
+        self._trackers: list[Tracker] = []
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Remember what the sweep's folder has already."""
+        self._folder = Path(config.hydra.sweep.dir)
+        self._before = {(trial.key, trial.started) for trial in TrialLog(self._folder).read()}
+
+    def noted(self, trial: Trial) -> None:
+        """Take a trial of this sweep that is recorded."""
+        self._trials[trial.key] = trial
+        for tracker in self._trackers:
+            tracker.log(trial)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the table and leave with the status of the sweep, if it is not 0."""
+        if not self._trials:
+            for trial in TrialLog(self._folder).read():
+                if (trial.key, trial.started) in self._before:
+                    self._trials[trial.key] = trial
+                else:
+                    self.noted(trial)
+        status = self.finish()
+        if status:
+            sys.exit(status)
+
+    def finish(self, note: str | None = None) -> int:
+        """Print the table of this sweep's trials and what there is to say, and return the exit status."""
+        console, trials = make_console(), list(self._trials.values())
+        if any(trial.status is not Status.refused for trial in trials):
+            console.print(table(trials), soft_wrap=False)
+        for line in [*([note] if note else []), *ending(trials, self._folder)]:
+            console.print(line, markup=False, highlight=False)
+        for tracker in self._trackers:
+            tracker.close()
+        if any(trial.status in NO_RESULT for trial in trials):
+            return NO_RESULT_STATUS
+        return ALL_REFUSED if trials and all(trial.status is Status.refused for trial in trials) else 0

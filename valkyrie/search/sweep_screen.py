@@ -1,0 +1,145 @@
+"""Decides what a person sees while a sweep goes on: a live table in a terminal, one line a trial elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from valkyrie.search.sweep import NUMBERED
+from valkyrie.search.sweep_table import kind, title, verdict
+from valkyrie.search.trial import Status, Trial
+from valkyrie.search.trial_results import OUTPUT, objective
+from valkyrie.train.screen import make_console
+
+if TYPE_CHECKING:
+    from valkyrie.search.trial_plan import Plan
+    from valkyrie.search.trial_process import TrialProcess
+
+_STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yellow"}
+
+
+REFUSED_LINES = 10
+"""How many refused trials get a line each; the others are counted."""
+
+
+class Lines:
+    """One line for every trial that has ended, with its place among `total`; of trials done before, the count."""
+
+    def __init__(self, console: Console | None = None, total: int = 1) -> None:
+        self.console, self.total, self.done = console or make_console(), total, 0
+        self._untold: Counter[str] = Counter()
+        self._refused = 0
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell_counts()
+
+    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+        """Say what was settled at once: a line comes when a trial has ended."""
+        self._tell_counts()
+
+    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+        """Print the trial's line; what a mode without numbers has printed comes before it."""
+        self.done += 1
+        self._refused += trial.status is Status.refused
+        if self.total > 1 and earlier:
+            self._untold["done before"] += 1
+        elif self._refused > REFUSED_LINES and trial.status is Status.refused:
+            self._untold["more refused"] += 1
+        else:
+            self._tell(plan, trial, earlier)
+
+    def _tell_counts(self) -> None:
+        for what, count in self._untold.items():
+            self.console.print(f"[{self.done}/{self.total}] {count} {what}", style="dim", markup=False, highlight=False)
+        self._untold.clear()
+
+    def _tell(self, plan: Plan, trial: Trial, earlier: bool) -> None:
+        place = f"[{self.done}/{self.total}] " if self.total > 1 else ""
+        when = " (done before)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
+        output = plan.trial_folder / OUTPUT
+        if plan.stage not in NUMBERED and trial.status is Status.ok and output.is_file():
+            self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
+        said = f"{place}{title(trial)}: {verdict(trial)}{when}"
+        self.console.print(said, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
+
+
+class LiveScreen(Lines):
+    """The lines, and under them, while it goes on, what runs, the best so far, and the time left."""
+
+    def __init__(self, console: Console, total: int, jobs: int, name: str) -> None:
+        super().__init__(console, total)
+        self._jobs, self._name, self._began = jobs, name, time.monotonic()
+        self._counts: Counter[Status] = Counter()
+        self._seconds: list[float] = []
+        self._best: Trial | None = None
+        self._processes: Sequence[TrialProcess] = ()
+        self._waiting = total
+        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
+
+    def __enter__(self) -> LiveScreen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell_counts()
+        self._live.stop()
+
+    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+        """Keep what is shown at the next refresh."""
+        super().running(processes, waiting)
+        self._processes, self._waiting = list(processes), waiting
+
+    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+        """Print the trial's line above the table, and count it."""
+        super().ended(plan, trial, earlier=earlier)
+        self._counts[trial.status] += 1
+        if not earlier and trial.wall_s:
+            self._seconds.append(trial.wall_s)
+        if objective(trial) > (objective(self._best) if self._best else 0.0):
+            self._best = trial
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds that the other trials will take, if they take what the ones before took."""
+        if not self._seconds:
+            return None
+        mean = sum(self._seconds) / len(self._seconds)
+        left = sum(max(mean - process.seconds, 0.0) for process in self._processes)
+        return (left + mean * self._waiting) / self._jobs
+
+    def _render(self) -> Group:
+        done = sum(self._counts.values())
+        left = self.seconds_left()
+        parts = [f"{done}/{self.total} done", f"{len(self._processes)} running"]
+        parts += [f"{n} {s.value.replace('_', ' ')}" for s, n in self._counts.items() if s is not Status.ok]
+        parts.append("ETA ?" if left is None else f"ETA {_duration(left)}")
+        parts.append(f"{_duration(time.monotonic() - self._began)} so far")
+        head = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
+        rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
+        if self._best is not None:
+            speed = f"{objective(self._best):,.0f} tokens/s/chip{kind(self._best)}"
+            rows.add_row("best so far", title(self._best), speed)
+        for process in self._processes:
+            limit = process.plan.limit_s
+            rows.add_row(
+                "running",
+                title(process.plan.ended(Status.ok, None, "", 0.0)),
+                f"{process.seconds:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
+            )
+        return Group(head, rows)
+
+
+def _duration(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{left:02}s" if minutes else f"{left}s"

@@ -1,0 +1,78 @@
+"""Decides that a trial runs once at a time, whatever sweeps share its folder, and that no lost process holds it.
+
+Two locks, for two questions. `.sweep` is held by the sweep that has the trial in hand: is someone at it? `.process` is
+held by the trial's process alone, which inherits it: does one run that no sweep watches any more? A sweep that was
+killed leaves such a process behind; the next sweep ends it and takes the trial over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+_PATIENCE_S = 10.0
+"""How long a process told to die by SIGKILL may take to be gone."""
+
+
+class TrialLock:
+    """A trial in hand. `process_file` is for the trial's process to inherit (`pass_fds`)."""
+
+    def __init__(self, sweep_file: IO[bytes], process_file: IO[bytes]) -> None:
+        self._sweep_file, self.process_file = sweep_file, process_file
+
+    @staticmethod
+    def take(folder: Path) -> TrialLock | None:
+        """Return the lock of a trial's folder, which is made if need be; None while another sweep has it in hand."""
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep_file = (folder / ".sweep").open("ab")
+        if not _locked(sweep_file):
+            sweep_file.close()
+            return None
+        process_file = (folder / ".process").open("a+b")
+        if not _locked(process_file) and not _end_left_behind(process_file):
+            process_file.close()
+            sweep_file.close()
+            return None
+        return TrialLock(sweep_file, process_file)
+
+    def started(self, pid: int) -> None:
+        """Say whose the process lock is from now on, and leave it to that process."""
+        self.process_file.truncate(0)
+        self.process_file.write(json.dumps({"pid": pid, "host": socket.gethostname()}).encode())
+        self.process_file.close()
+
+    def release(self) -> None:
+        """Let others have the trial."""
+        self.process_file.close()
+        self._sweep_file.close()
+
+
+def _locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _end_left_behind(file: IO[bytes]) -> bool:
+    """End the process that a dead sweep left, if it is of this host, and return whether its lock is ours now."""
+    file.seek(0)
+    with contextlib.suppress(ValueError):  # torn or not yet written: nobody to name, so only waiting helps
+        holder = json.loads(file.read())
+        if holder["host"] == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(holder["pid"], signal.SIGKILL)
+            until = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < until:
+                if _locked(file):
+                    return True
+                time.sleep(0.02)
+    return _locked(file)

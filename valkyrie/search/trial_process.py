@@ -1,0 +1,104 @@
+"""Decides how the process of a trial is started, watched and ended: a session of its own, a time limit, a log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from valkyrie.search.trial import Status, Trial
+from valkyrie.search.trial_lock import TrialLock
+from valkyrie.search.trial_plan import Plan, child_environment
+from valkyrie.search.trial_results import FILES, OUTPUT, outcome
+
+LIMIT_GRACE_S = 5.0
+"""The seconds a trial has to end by itself after its limit."""
+STOP_GRACE_S = {"train": 60.0}
+"""The seconds a trial has to end by itself after Ctrl-C, by stage: a training saves its state."""
+_STOP_GRACE_S = 5.0
+_POLL_S = 0.05
+
+
+class TrialProcess:
+    """A trial that runs."""
+
+    def __init__(self, plan: Plan, lock: TrialLock) -> None:
+        self.plan = plan
+        folder = plan.trial_folder
+        if plan.stage in FILES:  # what an earlier attempt left is none of this one's
+            (folder / FILES[plan.stage]).unlink(missing_ok=True)
+        self.started, self._began = datetime.now(UTC).isoformat(), time.monotonic()
+        self._told_at: float | None = None
+        with (folder / OUTPUT).open("wb") as output:
+            self._process = subprocess.Popen(
+                plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment(plan),
+                start_new_session=True,
+                pass_fds=(lock.process_file.fileno(),),
+            )
+        lock.started(self._process.pid)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it was started."""
+        return time.monotonic() - self._began
+
+    def poll(self) -> Trial | None:
+        """Return the trial when it has ended; None while it runs. Past its limit it is told to end, then ended."""
+        status = self._process.poll()
+        plan, limit = self.plan, self.plan.limit_s
+        if status is None and limit is not None and self.seconds > limit:
+            if self._told_at is None:
+                self.tell(signal.SIGINT)
+            elif time.monotonic() - self._told_at > LIMIT_GRACE_S:
+                self.kill()
+            return None
+        if status is None:
+            return None
+        seconds = self.seconds
+        if status != 0:
+            self.kill()  # what it has started ends with it
+        if self._told_at is not None:
+            reason = f"it took longer than trial.limit_s={limit:g} seconds and was ended"
+            return plan.ended(Status.timeout, reason, self.started, seconds)
+        found = outcome(plan.trial_folder, plan.stage, status)
+        return plan.ended(found.status, found.reason, self.started, seconds, found.results)
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started."""
+        self._told_at = self._told_at or time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End what is left of the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Return whether the process ends within some seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(seconds, _POLL_S))
+            return True
+        return False
+
+
+def stop(running: Iterable[TrialProcess]) -> None:
+    """Tell trials to end, as Ctrl-C does, and wait until they have; a second Ctrl-C ends them at once."""
+    running = list(running)
+    try:
+        for process in running:
+            process.tell(signal.SIGINT)
+        for process in running:
+            process.ends_within(STOP_GRACE_S.get(process.plan.stage, _STOP_GRACE_S))
+    finally:
+        for process in running:
+            process.kill()
