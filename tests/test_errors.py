@@ -53,7 +53,7 @@ ONE_LINE = {
         ["experiment=nix"],
         "experiment=nix is not a choice. Choices: valkyrie_1b_v4_64.",
     ),
-    "a sweep that is none": (["+sweep=nix"], "sweep=nix is not a choice. Choices: laptop_partitions."),
+    "a sweep that is none": (["+sweep=nix"], "sweep=nix is not a choice. Choices: laptop_8, "),
     "a key that is nearly one": (["stps=3"], f"stps is not a key. Did you mean steps? {TOP}"),
     "a key that is none": (["foo=3"], f"foo is not a key. {TOP}"),
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),

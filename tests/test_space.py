@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from helpers import MODELS, assembly_of, compose_config, compose_run, names
+from runs import TINY, start
 from valkyrie.axes import LOGICAL_AXES
 from valkyrie.compose import register
 from valkyrie.hardware import topology_of
@@ -30,14 +31,14 @@ from valkyrie.models.base import flatten
 from valkyrie.models.config import Activation
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, Remat, resolve_rules
+from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.search.asked import Composer, read_asked
 from valkyrie.search.layouts import Sweep, cells_of, count_line, reasons, spread
 from valkyrie.search.meshes import Same, meshes_of
-from valkyrie.search.space import Cell, Cells, Named, Shape, SpaceConfig, enumerate_space
+from valkyrie.search.space import Cells, Named, Shape, SpaceConfig, enumerate_space
 from valkyrie.search.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (44, 39), "v4_64_topology": (62, 58), "partition_by_length": (42, 34), "pa_nas_1b": (52, 52)}
@@ -503,7 +504,7 @@ WRONG = {
     ),
     "an empty list": (["hydra.sweeper.space.meshes=[]"], "hydra.sweeper.space.meshes=[] leaves no cell: name at least"),
     "a layout's key among the others": (
-        ["hydra.sweeper.space={vary:{remat:[none]}}"],
+        ["+hydra.sweeper.space.vary.remat=[none]"],
         "hydra.sweeper.space.vary.remat: a layout's own key. Write hydra.sweeper.space.remat.",
     ),
     "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): a space is made of single values."),
@@ -515,7 +516,7 @@ WRONG = {
         "seq=64: this sweep varies seq,batch together.",
     ),
     "no limit": (["hydra.sweeper.limit=0"], "hydra.sweeper.limit=0: at least 1 is needed, or null for no limit."),
-    "nothing legal": (["mesh=2x2x2", "batch=3"], "nothing to run: batch=3 is not divisible by 8; batch=3 is not "),
+    "nothing legal": (["mesh=2x2x2", "batch=3"], "nothing to run: batch=3 is not divisible by 4; batch=3 is not "),
 }
 
 
@@ -527,3 +528,47 @@ def test_errors_say_what_to_write(command: Any, tmp_path: Path, case: str):
     assert ended.status == 2
     assert said in ended.err
     assert "Traceback" not in ended.err
+
+
+# For real: a process a trial
+
+
+def rates(folder: Path) -> dict[tuple[str, int], float]:
+    """Tokens per second and chip of every measured trial, by partition and microbatches."""
+    ended = [t for t in TrialLog(folder).read() if t.status is Status.ok]
+    return {
+        (t.about["partition"], t.about["microbatches"]): t.results["step"]["tokens_per_second_per_chip"] for t in ended
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_space_is_measured_and_nothing_of_it_twice(tmp_path: Path):
+    given = [*TINY, "mode=measure", "target=cpu8", "mesh=2x2x2", "partition=dp,2d_tp", "microbatches=1,2", "name=s"]
+    for _ in range(2):
+        with start("-m", "hydra/sweeper=layouts", *given, cwd=tmp_path) as process:
+            out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert out.startswith("4 cells: 3 legal, 1 refused\n     1 refused: batch=8 is not divisible by 16\n")
+        assert set(rates(tmp_path / "runs" / "s")) == {("dp", 1), ("2d_tp", 1), ("2d_tp", 2)}
+        assert len((tmp_path / "runs" / "s" / "trials.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
+    """What is refused counts as 0; what is asked for again is not measured again."""
+    swept = [
+        "hydra.sweeper.params={partition:'choice(dp,2d_tp)',microbatches:'choice(1,2)'}",
+        "hydra.sweeper.n_trials=5",
+    ]
+    with start("-m", "+sweep=laptop_optuna", *TINY, *swept, cwd=tmp_path) as process:
+        _, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    folder = tmp_path / "runs" / "laptop_optuna"
+    found = OmegaConf.load(folder / "optimization_results.yaml")
+    best = (found.best_params.partition, int(found.best_params.microbatches))
+    assert found.best_value == pytest.approx(max(rates(folder).values()))
+    assert rates(folder)[best] == pytest.approx(found.best_value)
+    trials = TrialLog(folder).read()
+    assert len(trials) == len((folder / "trials.jsonl").read_text().splitlines()) <= 4

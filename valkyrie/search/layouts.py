@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.compose import accelerators
 from valkyrie.search.asked import Asked, Composer, read_asked, shapes_of
 from valkyrie.search.space import Cell, Cells, enumerate_space
+from valkyrie.search.summary import asked as asked_about
+from valkyrie.search.sweep import trial_key, trial_name
 from valkyrie.search.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
@@ -115,35 +115,22 @@ def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]]) -> Non
     """Append the refused cells that `trials.jsonl` does not have yet."""
     log = TrialLog(folder)
     known = {trial.key: trial.reason for trial in log.read()}
-    trials = [refused_trial(cell, overrides, folder.name) for cell, overrides in cells]
+    trials = [refused_trial(cell, overrides, folder.resolve().name) for cell, overrides in cells]
     log.append(trial for trial in trials if known.get(trial.key) != trial.reason)
 
 
 def refused_trial(cell: Cell, overrides: list[str], sweep: str) -> Trial:
-    """Return the record of a cell that is refused before any process starts."""
-    config = cell.run.config
-    key = hashlib.sha256(json.dumps(sorted(overrides)).encode()).hexdigest()[:16]
-    about = {
-        "model": cell.run.model.name,
-        "mesh": config.mesh.name,
-        "axes": dict(config.mesh.axes),
-        "mesh_placement": config.mesh.placement,
-        "partition": config.partition.name,
-        "microbatches": config.microbatches,
-        "remat": config.remat.value,
-        "target": config.target.name,
-        "batch": config.batch,
-        "seq": config.seq,
-    }
+    """Return the record of a cell that is refused before any process starts, as `run_trial` would record it."""
+    key = trial_key(cell.run)
     return Trial(
         key=key,
-        name=f"{cell.run.model.name}-{config.mesh.name}-{config.partition.name}-{key[:8]}",
+        name=trial_name(cell.run, key),
         sweep=sweep,
-        stage=config.mode.name,
+        stage=cell.run.config.mode.name,
         status=Status.refused,
-        reason="\n".join(cell.problems),
+        reason="; ".join(cell.problems),
         overrides=overrides,
-        about=about,
-        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        about=asked_about(cell.run),
+        started=datetime.now(UTC).isoformat(),
         wall_s=0.0,
     )
