@@ -392,7 +392,9 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("sweep", SAMPLED)
+@pytest.mark.parametrize(
+    "sweep", [pytest.param(s, marks=[pytest.mark.slow] if s == "pa_nas_1b" else []) for s in SAMPLED]
+)
 def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
     first = f"sweep={sweep}" if "/" not in sweep else f"{sweep}=layouts"
     with composer(first, *SAMPLED[sweep]) as (composing, task):
@@ -423,7 +425,9 @@ def test_every_enumerated_sweep_has_its_numbers_here():
     assert set(CELLS) == set(ENUMERATED)
 
 
-@pytest.mark.parametrize("name", ENUMERATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pa_nas_1b" else []) for n in ENUMERATED]
+)
 def test_every_enumerated_sweep_has_legal_cells(name: str):
     found = asked_cells(f"sweep={name}")
     assert (len(found.cells), len(found.legal)) == CELLS[name]
