@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from helpers import names
+
 TOP = (
     "Known: batch, checkpoint, data, debug, eval_batches, eval_every, log_every, mesh, microbatches, mode, model, "
     "name, optimizer, partition, precision, prompt, remat, resume, runs, sample_tokens, seed, seq, steps, target, "
@@ -53,7 +55,7 @@ ONE_LINE = {
         ["experiment=nix"],
         "experiment=nix is not a choice. Choices: valkyrie_1b_v4_64.",
     ),
-    "a sweep that is none": (["+sweep=nix"], "sweep=nix is not a choice. Choices: laptop_partitions."),
+    "a sweep that is none": (["+sweep=nix"], f"sweep=nix is not a choice. Choices: {', '.join(names('sweep'))}."),
     "a key that is nearly one": (["stps=3"], f"stps is not a key. Did you mean steps? {TOP}"),
     "a key that is none": (["foo=3"], f"foo is not a key. {TOP}"),
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),

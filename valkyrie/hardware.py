@@ -222,7 +222,8 @@ def known_chips() -> dict[str, ChipConfig]:
     return {chip.name: chip for chip, _ in read_group("target/chip", ChipConfig)}
 
 
-def known_targets() -> list[TargetConfig]:
+@cache
+def known_targets() -> tuple[TargetConfig, ...]:
     """Return every target described in `conf/target`, with its chip, by name."""
     found = []
     for target, bases in read_group("target", TargetConfig):
@@ -230,7 +231,7 @@ def known_targets() -> list[TargetConfig]:
             if base.startswith("chip/"):
                 target.chip = known_chips()[base.removeprefix("chip/").removesuffix("@chip")]
         found.append(target)
-    return found
+    return tuple(found)
 
 
 def chip_of(device_kind: str) -> ChipConfig | None:

@@ -220,13 +220,12 @@ class ValkyrieConfig:
         as twice the forward by the caller, and nothing is added for rematerialisation: model FLOPs (PaLM, app. B).
         """
         a, s5, total = self.attention, self.s5, 0.0
-        gates = {Activation.gelu: 0, Activation.half_glu1: 1, Activation.half_glu2: 1, Activation.full_glu: 2}
         attention_layer = 0
         for kind in self.kinds:
             if kind is BlockKind.s5:
                 directions = 2 if s5.bidirectional else 1
                 total += 4 * s5.states * self.embed * (1 + directions) + 8 * s5.states * directions
-                total += 2 * gates[s5.activation] * self.embed**2
+                total += 2 * _GATES[s5.activation] * self.embed**2
             else:
                 total += 4 * self.embed * a.head_dim * (a.heads + a.kv_heads)
                 if a.global_tokens:
@@ -236,6 +235,25 @@ class ValkyrieConfig:
             if kind in self.feed_forward_after:
                 total += 2 * self.embed * self.mlp * (3 if self.feed_forward.gated else 2)
         return total + 2 * self.embed * self.vocab_rows
+
+    def parameter_count(self) -> int:
+        """Return how many numbers the model learns; a test holds it against the built model."""
+        a, s5, embed = self.attention, self.s5, self.embed
+        directions = 2 if s5.bidirectional else 1
+        mixers = {
+            BlockKind.s5: 3 * s5.states
+            + 2 * s5.states * embed * (1 + directions)
+            + embed
+            + _GATES[s5.activation] * embed**2,
+            BlockKind.attention: embed * a.head_dim * a.heads
+            + embed * a.head_dim * (a.heads + 2 * a.kv_heads) * (2 if a.global_tokens else 1),
+        }
+        total = embed + (1 if self.tie_embeddings else 2) * self.vocab_rows * embed
+        for kind in self.kinds:
+            total += embed + mixers[kind]
+            if kind in self.feed_forward_after:
+                total += embed + (3 if self.feed_forward.gated else 2) * embed * self.mlp
+        return total
 
     def activation_sizes(self) -> dict[str, int]:
         """Return the length of every logical axis of an activation but batch and seq; `heads` counts head_dim too."""
@@ -285,6 +303,10 @@ class ValkyrieConfig:
         window = min(a.windows[attention_layer % len(a.windows)] or seq, -(-seq // dilation))
         one_side = window - dilation * window * (window - 1) / (2 * seq)
         return float(min(seq, (one_side if a.causal else 2 * one_side - 1) + a.global_tokens))
+
+
+_GATES = {Activation.gelu: 0, Activation.half_glu1: 1, Activation.half_glu2: 1, Activation.full_glu: 2}
+"""Square matrices of an S5 layer's gate."""
 
 
 def _tensor(name: str, axes: tuple[str | None, ...], sizes: dict[str, tuple[int, str]]) -> Tensor:

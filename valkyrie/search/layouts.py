@@ -1,0 +1,136 @@
+"""Decides what `hydra/sweeper=layouts` does: count a space, record what is refused, launch what is legal. No JAX."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from omegaconf import DictConfig, OmegaConf
+
+from valkyrie.compose import accelerators
+from valkyrie.search.asked import Asked, Composer, read_asked, shapes_of
+from valkyrie.search.space import Cell, Cells, enumerate_space
+from valkyrie.search.summary import asked as asked_about
+from valkyrie.search.sweep import trial_key, trial_name
+from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.train.screen import make_console
+
+REASONS_SHOWN = 6
+"""How many kinds of refusals are listed before a sweep starts; `trials.jsonl` has every one in full."""
+
+
+@dataclass
+class Sweep:
+    """One multirun under `hydra/sweeper=layouts`: the configuration of its jobs, and its arguments."""
+
+    config: DictConfig
+    loader: ConfigLoader
+    arguments: list[str]
+
+    def run(
+        self, space: Mapping[str, Any] | DictConfig, limit: int | None, launcher: Launcher
+    ) -> list[Sequence[JobReturn]]:
+        """Record the refused cells of a space, hand the legal ones to a launcher, and return what came of these.
+
+        ValueError where no cell is legal; an exception of a job comes up here, as Hydra's own sweeper has it.
+        """
+        if limit is not None and limit < 1:
+            raise ValueError(f"hydra.sweeper.limit={limit}: at least 1 is needed, or null for no limit.")
+        composer = Composer(self.config, self.loader)
+        asked = read_asked(space, self.arguments, composer)
+        cells = cells_of(asked, composer)
+        chosen = spread(cells.legal, limit)
+        console = make_console()
+        console.print(count_line(cells, chosen))
+        folder = Path(self.config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        record_refused(folder, [(cell, [*asked.fixed, *cell.overrides]) for cell in cells.refused])
+        if not chosen:
+            raise ValueError(f"nothing to run: {'; '.join(why for why, _ in reasons(cells)) or 'the space is empty'}.")
+        jobs = [[*asked.fixed, *cell.overrides] for cell in chosen]
+        returns = launcher.launch(jobs, initial_job_idx=0)
+        for job in returns:
+            _ = job.return_value  # raises what the job raised
+        return [returns]
+
+
+def cells_of(asked: Asked, composer: Composer) -> Cells:
+    """Return every cell of what a multirun asks for."""
+    shapes = shapes_of(asked, composer)
+    first = [*asked.fixed, *shapes[0].overrides]
+    return enumerate_space(
+        asked.space,
+        shapes,
+        composer.partitions(asked.space.partitions, first),
+        mesh_named=lambda name: composer.mesh(name, first),
+        accelerated=accelerators() > 0,
+    )
+
+
+def spread(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
+    """Return at most `limit` cells, evenly spread over the space."""
+    if limit is None or len(cells) <= limit:
+        return list(cells)
+    return [cells[i * len(cells) // limit] for i in range(limit)]
+
+
+def count_line(cells: Cells, chosen: Sequence[Cell]) -> str:
+    """Return what a person should know before a sweep starts: how many cells, and why not more."""
+    legal, refused = len(cells.legal), len(cells.refused)
+    lines = [f"{len(cells.cells)} cells: {legal} legal, {refused} refused"]
+    if len(chosen) < legal:
+        lines[0] += f"; hydra.sweeper.limit takes {len(chosen)} of the legal ones"
+    found = reasons(cells)
+    lines += [f"  {count:>4} refused: {why}" for why, count in found[:REASONS_SHOWN]]
+    if len(found) > REASONS_SHOWN:
+        rest = sum(count for _, count in found[REASONS_SHOWN:])
+        lines.append(f"  {rest:>4} refused for {len(found) - REASONS_SHOWN} other reasons; trials.jsonl has them all")
+    lines += [f"  {count:>4} left out: {why}" for why, count in cells.left_out.most_common()]
+    return "\n".join(lines)
+
+
+def reasons(cells: Cells) -> list[tuple[str, int]]:
+    """Return the kinds of refusals, each cell counted once by its first, the most frequent first.
+
+    A kind is a refusal's first clause without its partition and its mesh: `heads (4) on x=8`.
+    """
+    found: Counter[str] = Counter()
+    for cell in cells.refused:
+        clause = re.split(r"[:.] ", cell.problems[0])[0]
+        clause = re.sub(r"partition=\S+ (puts )?", "", clause)
+        found[re.sub(r" of [\w., ]+ on ", " on ", clause)] += 1
+    return found.most_common()
+
+
+def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]]) -> None:
+    """Append the refused cells that `trials.jsonl` does not have yet."""
+    log = TrialLog(folder)
+    known = {trial.key: trial.reason for trial in log.read()}
+    trials = [refused_trial(cell, overrides, folder.resolve().name) for cell, overrides in cells]
+    log.append(trial for trial in trials if known.get(trial.key) != trial.reason)
+
+
+def refused_trial(cell: Cell, overrides: list[str], sweep: str) -> Trial:
+    """Return the record of a cell that is refused before any process starts, as `run_trial` would record it."""
+    key = trial_key(cell.run)
+    return Trial(
+        key=key,
+        name=trial_name(cell.run, key),
+        sweep=sweep,
+        stage=cell.run.config.mode.name,
+        status=Status.refused,
+        reason="; ".join(cell.problems),
+        overrides=overrides,
+        about=asked_about(cell.run),
+        started=datetime.now(UTC).isoformat(),
+        wall_s=0.0,
+    )
