@@ -134,7 +134,8 @@ def _collective_times(found: dict[str, Any], console: Console) -> None:
     parts = {f"{axes} {kind}": s for axes, kinds in sent["collective_s"].items() for kind, s in kinds.items()}
     said = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
     console.print(
-        f"time in collectives{word}, waiting included, mean over devices: {duration(sum(parts.values()))} a step ({said})",
+        f"time in collectives{word}, waiting included, mean over devices: "
+        f"{duration(sum(parts.values()))} a step ({said})",
         markup=False,
     )
 
