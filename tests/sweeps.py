@@ -75,6 +75,7 @@ class Stage:
             "batch=8",
             "mesh=2x2x1",
             "mode=measure",
+            "tracking=off",
             f"runs={self.runs}",
             "name=swept",
             *arguments,

@@ -123,10 +123,10 @@ def shapes_of_three(devices: int) -> list[str]:
     return ["x".join(map(str, abc)) for abc in itertools.product(sizes, repeat=3) if math.prod(abc) == devices]
 
 
-@QUICK
+@settings(QUICK, max_examples=12)
 @given(
     drawn=DRAWN,
-    devices=st.sampled_from([1, 2, 6, 8]),
+    devices=st.sampled_from([1, 2, 4, 6]),
     batch=st.sampled_from([4, 8, 24]),
     seq=st.sampled_from([6, 16]),
     microbatches=st.sampled_from([None, [1], [1, 2], [4, 3]]),

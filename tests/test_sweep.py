@@ -18,6 +18,7 @@ from runs import SINGLE, TINY, command
 from sweeps import Stage
 from valkyrie.search.sweep import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
 from valkyrie.search.trial import Status, TrialLog
+from wandb_files import wandb_logs
 
 
 @pytest.fixture
@@ -90,15 +91,26 @@ def test_nothing_is_left_beside_the_sweep_folder(stage: Stage):
     assert sorted(path.name for path in stage.folder.iterdir()) == sorted([*before, "runs", "starts"])
     assert [path.name for path in stage.runs.iterdir()] == ["swept"]
     (trial,) = stage.trials().values()
-    assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(["multirun.yaml", "trials.jsonl", trial.name])
+    left = ["multirun.yaml", "trials.jsonl", "report.html", trial.name]
+    assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(left)
     assert trial.folder == trial.name and (stage.sweep / trial.name / "measure.json").is_file()
+
+
+def test_every_trial_is_a_run_of_one_group(stage: Stage):
+    arguments = stage.arguments("mesh=2x2x1,1x1x3", "partition=dp", "tracking=wandb")
+    for _ in range(2):  # nothing is told twice
+        assert command(*arguments) == 0
+        logs = wandb_logs(stage.sweep)
+        assert {log["run"].run_group for log in logs} == {"swept"}
+        assert sorted(log["run"].job_type for log in logs) == ["measure", "measure", "sweep"]
+        assert sorted(log["summary"].get("status", "") for log in logs) == ["", "ok", "refused"]
 
 
 def test_illegal_cells_are_rows_and_start_nothing(stage: Stage, capfd: pytest.CaptureFixture):
     assert command(*stage.arguments("mesh=2x2x1,1x1x3", "partition=dp")) == 0
     said = capfd.readouterr().out
     assert "s5_tiny 1x1x3-dp measure: refused: batch=8 is not divisible by 3" in said
-    assert "2 trials: 1 ok, 1 refused" in said and f"page: valkyrie-report {stage.sweep}" in said
+    assert "2 trials: 1 ok, 1 refused" in said and f"page: {stage.sweep / 'report.html'}" in said
     assert len(stage.started()) == 1
     for _ in range(2):  # a refusal is not written twice
         assert command(*stage.arguments("mesh=1x1x3", "partition=dp")) == 2

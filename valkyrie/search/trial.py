@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -64,8 +65,9 @@ class Trial:
     results: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the line, without its end."""
-        return json.dumps({"schema": SCHEMA, **asdict(self), "status": self.status.value})
+        """Return the line, without its end. A number that is not finite, as a diverged loss, becomes null."""
+        values = {"schema": SCHEMA, **asdict(self), "status": self.status.value}
+        return json.dumps(_finite(values), allow_nan=False)
 
     @staticmethod
     def from_json(line: str) -> Trial:
@@ -114,6 +116,14 @@ class TrialLog:
                     trial = Trial.from_json(line.decode())
                     found[trial.key] = trial
         return list(found.values())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _end_of_whole_lines(path: Path) -> int:
