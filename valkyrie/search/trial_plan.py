@@ -100,7 +100,7 @@ def plan_trial(config: DictConfig) -> Plan:
         folder=folder,
         overrides=overrides,
         about=asked(run) if illegal else about(run),
-        refusal="; ".join(refusals) or None,
+        refusal=" ".join(refusals) or None,
         command=(*child_program(), *_flags(hydra), *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
         limit_s=(None if stage == "train" else LIMIT_S) if limit is None else limit,

@@ -96,7 +96,7 @@ def refusal(output: Path) -> str:
         return last_words(output)
     first, *others = lines[starts[-1] :]
     message = [first.removeprefix("valkyrie-train: "), *(line.strip().removeprefix("- ") for line in others)]
-    return "; ".join(message[1:] if len(message) > 1 and message[0].endswith(" problems") else message)
+    return " ".join(message[1:] if len(message) > 1 and message[0].endswith(" problems") else message)
 
 
 def last_words(output: Path) -> str:
