@@ -191,6 +191,6 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
         "its process was ended by SIGABRT: F0101 00:00 thing.cc:1] Check failed: a == b",
     )
     output.write_text("hello\nvalkyrie-train: 2 problems\n  - one.\n  - two.\n")
-    assert refusal(output) == "one.; two."
+    assert refusal(output) == "one. two."
     assert outcome(tmp_path, "measure", 0).status is Status.failed, "no measure.json"
     assert outcome(tmp_path, "measure", 130).status is Status.killed

@@ -128,7 +128,7 @@ def refused_trial(cell: Cell, overrides: list[str], sweep: str) -> Trial:
         sweep=sweep,
         stage=cell.run.config.mode.name,
         status=Status.refused,
-        reason="; ".join(cell.problems),
+        reason=" ".join(cell.problems),
         overrides=overrides,
         about=asked_about(cell.run),
         started=datetime.now(UTC).isoformat(),
