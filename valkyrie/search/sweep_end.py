@@ -51,6 +51,10 @@ class SweepEnd(Callback):
         self._trials: dict[str, Trial] = {}
         self._trackers: list[Tracker] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker of another launcher may have: trackers stay in the process that the user started."""
+        return self.__dict__ | {"_trackers": []}
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Remember what the sweep's folder has already."""
         self._folder = Path(config.hydra.sweep.dir)
