@@ -6,18 +6,10 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
+from valkyrie.cli.parser import OneLineParser
 from valkyrie.data.config import DataConfig, Source
 from valkyrie.paths import cache_root
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +29,9 @@ def _complain(message: str, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="valkyrie-data", description="Prepare token shards ahead of a run, check them, look inside.")
+    parser = OneLineParser(
+        prog="valkyrie-data", description="Prepare token shards ahead of a run, check them, look inside."
+    )
     commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}", parser_class=_Parser)
     defaults = DataConfig()
 

@@ -6,17 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from valkyrie.cli.parser import OneLineParser
 from valkyrie.report.wandb import add_arguments, main_wandb
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="valkyrie-report",
         description="Rank the layouts of sweeps: one page that opens from disk, or Markdown, or CSV.",
         epilog="Example: valkyrie-report runs/laptop_8 --format md",

@@ -10,9 +10,9 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from valkyrie.hardware import GIB
 from valkyrie.search.trial import PAGE, Status, Trial
 from valkyrie.search.trial_results import objective
+from valkyrie.search.units import memory
 
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
 """What a trial came to that says nothing of its layout."""
@@ -41,7 +41,7 @@ def verdict(trial: Trial) -> str:
     if step.get("mfu"):
         parts.append(f"MFU {100 * step['mfu']:.1f}%")
     if "peak" in trial.results.get("memory", {}):
-        parts.append(memory(trial))
+        parts.append(memory(trial.results["memory"]["peak"]))
     if not step and "loss" in trial.results:
         parts.append(f"loss {trial.results['loss']:.4f}")
     return "ok" + (f": {', '.join(parts)}" if parts else "")
@@ -58,12 +58,6 @@ def kind(trial: Trial) -> str:
     if trial.results.get("simulated"):
         return " simulated"
     return " predicted" if trial.stage == "compile" else ""
-
-
-def memory(trial: Trial) -> str:
-    """Return the bytes of one device at the peak, in words."""
-    peak = trial.results["memory"]["peak"]
-    return f"{peak / GIB:.2f} GiB" if peak >= GIB / 10 else f"{peak / 2**20:.1f} MiB"
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
@@ -128,7 +122,7 @@ def _row(place: int, trial: Trial) -> dict[str, str]:
         "tokens/s": f"{step['tokens_per_second']:,.0f}" if speed else "",
         "step ms": f"{1e3 * step['step_s']:,.1f}" if speed else "",
         "MFU": f"{100 * step['mfu']:.1f}%" if step.get("mfu") else "",
-        "memory": memory(trial) if "peak" in trial.results.get("memory", {}) else "",
+        "memory": memory(trial.results["memory"]["peak"]) if "peak" in trial.results.get("memory", {}) else "",
         "loss": f"{trial.results['loss']:.4f}" if trial.stage == "train" and "loss" in trial.results else "",
         "result": (kind(trial).strip() if speed else "") or verdict,
     }
