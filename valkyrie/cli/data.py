@@ -29,10 +29,9 @@ def _complain(message: str, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="valkyrie-data", description="Prepare token shards ahead of a run, check them, look inside."
-    )
-    commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}", parser_class=_Parser)
+    about = "Prepare token shards ahead of a run, check them, look inside."
+    parser = OneLineParser(prog="valkyrie-data", description=about)
+    commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}", parser_class=OneLineParser)
     defaults = DataConfig()
 
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
