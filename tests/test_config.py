@@ -103,7 +103,7 @@ def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
-@pytest.mark.parametrize("arguments", [["-m", "+sweep="], ["sweep="]])
+@pytest.mark.parametrize("arguments", [["-m", "+sweep="], pytest.param(["sweep="], marks=pytest.mark.slow)])
 def test_every_sweep_is_a_list_of_legal_runs(
     command: Any, monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str]
 ):

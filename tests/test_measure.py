@@ -49,6 +49,7 @@ def test_the_batch_is_next_tokens_of_the_seed():
     np.testing.assert_array_equal(batch["tokens"], again["tokens"])
 
 
+@pytest.mark.slow
 def test_real_data_comes_from_the_loader_and_the_trace_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     options = ("mode=measure", "mode.data=real", "mode.trace=true", "mode.repeats=2", "mode.warmup=0", "name=m")

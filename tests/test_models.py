@@ -92,7 +92,10 @@ def test_streaming_is_the_parallel_form(model):
     np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SLOW = {"half_glu2", "full_glu", "untied_relu2", "s5_without_feed_forward"}
+
+
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in VARIANTS])
 def test_streaming_is_the_parallel_form_in_every_variant(variant):
     run, module = built("valkyrie_tiny", *VARIANTS[variant])
     tokens = tokens_of(run, seq=21)

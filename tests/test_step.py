@@ -41,7 +41,7 @@ MIXED = Numerics("float32", "bfloat16", "float32")
     ("mesh", "partition", "override"),
     [
         pytest.param("1x1x1", "dp", "microbatches=2", marks=pytest.mark.slow),
-        ("2x1x2", "2d_tp_fsdp", "microbatches=4"),
+        pytest.param("2x1x2", "2d_tp_fsdp", "microbatches=4", marks=pytest.mark.slow),
         ("1x1x1", "dp", "remat=dots"),
         pytest.param("1x1x1", "dp", "remat=full", marks=pytest.mark.slow),
         pytest.param("1x1x1", "dp", "remat=offload", marks=pytest.mark.slow),
@@ -93,6 +93,7 @@ def compiled(partition: str, *overrides: str) -> Any:
     return make_program(small_run(TINY, "mesh=2x2x2", f"partition={partition}", *overrides)).lower_step().compile()
 
 
+@pytest.mark.slow
 def test_rematerialisation_saves_memory():
     temp = {}
     for remat in ("none", "dots", "full"):

@@ -55,7 +55,7 @@ class CollectiveUse:
         """Return a use alike that has not run yet."""
         return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
 
-    def add(self, other: CollectiveUse, times: float) -> None:
+    def add(self, other: CollectiveUse, times: float | int) -> None:
         """Take in what another use came to, as if it had run `times` times."""
         self.calls += times * other.calls
         self.bytes_sent += times * other.bytes_sent
