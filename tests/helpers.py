@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
@@ -49,6 +51,11 @@ def names(group: str, pattern: str = "*") -> list[str]:
 
 MODELS = names("model", "*_tiny")
 PARTITIONS = names("partition")
+
+
+def some_quick(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return the cases of a test, those that are not `quick` marked slow: the default part keeps one of each kind."""
+    return [pytest.param(case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
 def compose_config(*overrides: str) -> DictConfig:

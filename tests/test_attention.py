@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from helpers import some_quick
 from valkyrie.ops.attention import (
     AttentionImpl,
     GlobalStep,
@@ -110,7 +111,7 @@ def assert_close(ours, expected, atol=1e-5):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=atol, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some_quick(CASES, CASES[::2]), ids=str)
 def test_dense_is_the_definition_and_chunks_equal_it(case):
     seq, window, causal, dilation, segments, count, chunk = case
     q, k, v, ids, tokens = make(seq, global_tokens=count, segments=segments)
@@ -219,7 +220,14 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "check_vma"), [*((case, True) for case in SHARDED), (SHARDED[2], False)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "check_vma"),
+    [
+        *(pytest.param(case, True, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(SHARDED)),
+        (SHARDED[2], False),
+    ],
+    ids=str,
+)
 def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma):
     """Also without varying-axes checks, as a caller with Pallas kernels inside `jax.shard_map` has to run it."""
     window, causal, dilation, segments, count = case

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import valkyrie.models.valkyrie
-from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run
+from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run, some_quick
 from valkyrie.models.base import flatten
 from valkyrie.models.layers import dropout
 from valkyrie.run import Run
@@ -31,7 +31,7 @@ def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Arra
     return jnp.asarray(np.random.default_rng(seed).integers(0, run.model.vocab_size, (rows, seq)), jnp.int32)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
 def test_causal(model):
     run, module = built(model)
     logits = jax.jit(module.logits)
@@ -92,10 +92,7 @@ def test_streaming_is_the_parallel_form(model):
     np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
 
 
-SLOW = {"half_glu2", "full_glu", "untied_relu2", "s5_without_feed_forward"}
-
-
-@pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in VARIANTS])
+@pytest.mark.parametrize("variant", some_quick(VARIANTS, ["plain", "global_tokens", "dilated_global", "full"]))
 def test_streaming_is_the_parallel_form_in_every_variant(variant):
     run, module = built("valkyrie_tiny", *VARIANTS[variant])
     tokens = tokens_of(run, seq=21)
@@ -119,7 +116,7 @@ def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
 def test_packed_documents_lose_what_they_lose_alone(model):
     lengths = (13, 11, 8)
     run, module = built(model)

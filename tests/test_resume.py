@@ -44,7 +44,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert_same_bits(saved(one), saved(other))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["plain", "microbatches and dropout", pytest.param("average", marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:

@@ -146,11 +146,19 @@ def test_several_at_once_give_the_same(stage: Stage):
     assert stage.lines() == len(stage.started()) == len(set(starts)) == 3
 
 
+LISTENING = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from valkyrie.cli.train import main\n"
+    "main()\n"
+)
+"""The command, listening to Ctrl-C even where these tests run in the background and their children would not."""
+
+
 def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Path):
     stage = Stage(tmp_path, dp="measure", fsdp="hang")
     master, slave = pty.openpty()
     sweep = subprocess.Popen(
-        [sys.executable, "-m", "valkyrie.cli.train", *stage.arguments("partition=dp,fsdp,sp")],
+        [sys.executable, "-c", LISTENING, *stage.arguments("partition=dp,fsdp,sp")],
         cwd=tmp_path,
         env={**os.environ, **stage.environment, "TERM": "xterm", "COLUMNS": "120"},
         stdin=slave,

@@ -56,6 +56,7 @@ def test_every_fault_is_a_row_and_the_sweep_goes_on(
     _no_process_of(stage)
 
 
+@pytest.mark.slow
 def test_what_had_no_result_is_tried_again_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stage = Stage(tmp_path)
     play(monkeypatch, stage, dp="fail", sp="refuse")
@@ -130,6 +131,7 @@ def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
     _no_process_of(stage)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_a_rerun_completes_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
