@@ -10,7 +10,7 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from valkyrie.search.sweep_end import SweepEnd
+from valkyrie.search.sweep_end import SweepEnd, end_of
 from valkyrie.search.sweep_screen import Lines, LiveScreen
 from valkyrie.search.trial import Trial
 from valkyrie.search.trial_plan import Plan, plan_trial
@@ -35,7 +35,7 @@ def launch(
     with console.status(f"composing {len(job_overrides)} trials"):
         composed = [_composed(context, config, overrides, first + i) for i, overrides in enumerate(job_overrides)]
         plans = [_plan(job) for job in composed]
-    end = next((c for c in context.callbacks.callbacks if isinstance(c, SweepEnd)), None)
+    end = end_of(context)
     name = plans[0].folder.resolve().name if plans else ""
     total = len(plans)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)

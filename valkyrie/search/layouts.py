@@ -20,6 +20,7 @@ from valkyrie.search.asked import Asked, Composer, read_asked, shapes_of
 from valkyrie.search.space import Cell, Cells, enumerate_space
 from valkyrie.search.summary import asked as asked_about
 from valkyrie.search.sweep import trial_key, trial_name
+from valkyrie.search.sweep_end import SweepEnd
 from valkyrie.search.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
@@ -36,10 +37,15 @@ class Sweep:
     arguments: list[str]
 
     def run(
-        self, space: Mapping[str, Any] | DictConfig, limit: int | None, launcher: Launcher
+        self,
+        space: Mapping[str, Any] | DictConfig,
+        limit: int | None,
+        launcher: Launcher,
+        end: SweepEnd | None = None,
     ) -> list[Sequence[JobReturn]]:
         """Record the refused cells of a space, hand the legal ones to a launcher, and return what came of these.
 
+        `end` is told of the refused ones, as the launcher tells it of the others.
         ValueError where no cell is legal; an exception of a job comes up here, as Hydra's own sweeper has it.
         """
         if limit is not None and limit < 1:
@@ -53,7 +59,9 @@ class Sweep:
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        record_refused(folder, [(cell, [*asked.fixed, *cell.overrides]) for cell in cells.refused])
+        for trial in record_refused(folder, [(cell, [*asked.fixed, *cell.overrides]) for cell in cells.refused]):
+            if end is not None:
+                end.take(trial)
         if not chosen:
             raise ValueError(f"nothing to run: {'; '.join(why for why, _ in reasons(cells)) or 'the space is empty'}.")
         jobs = [[*asked.fixed, *cell.overrides] for cell in chosen]
@@ -111,12 +119,13 @@ def reasons(cells: Cells) -> list[tuple[str, int]]:
     return found.most_common()
 
 
-def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]]) -> None:
-    """Append the refused cells that `trials.jsonl` does not have yet."""
+def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]]) -> list[Trial]:
+    """Append the refused cells that `trials.jsonl` does not have yet, and return the records of all of them."""
     log = TrialLog(folder)
-    known = {trial.key: trial.reason for trial in log.read()}
+    known = {(trial.key, trial.reason): trial for trial in log.read()}
     trials = [refused_trial(cell, overrides, folder.resolve().name) for cell, overrides in cells]
-    log.append(trial for trial in trials if known.get(trial.key) != trial.reason)
+    log.append(trial for trial in trials if (trial.key, trial.reason) not in known)
+    return [known.get((trial.key, trial.reason), trial) for trial in trials]
 
 
 def refused_trial(cell: Cell, overrides: list[str], sweep: str) -> Trial:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hydra.experimental.callback import Callback
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.search.sweep import NUMBERED
@@ -38,6 +39,11 @@ class Tracker(Protocol):
         ...
 
 
+def end_of(context: HydraContext) -> SweepEnd | None:
+    """Return the end of the multirun that Hydra carries out; None where its configuration has none."""
+    return next((c for c in context.callbacks.callbacks if isinstance(c, SweepEnd)), None)
+
+
 class SweepEnd(Callback):
     """Gathers the trials of a multirun and tells of them at its end.
 
@@ -50,6 +56,7 @@ class SweepEnd(Callback):
         self._before: set[tuple[str, str]] = set()
         self._trials: dict[str, Trial] = {}
         self._trackers: list[Tracker] = []
+        self._launched = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker of another launcher may have: trackers stay in the process that the user started."""
@@ -64,19 +71,24 @@ class SweepEnd(Callback):
         self._before = {(trial.key, trial.started) for trial in TrialLog(self._folder).read()}
 
     def noted(self, trial: Trial) -> None:
-        """Take a trial of this sweep that is recorded."""
+        """Take a trial of this sweep that our launcher has recorded."""
+        self._launched = True
+        self.take(trial)
+
+    def take(self, trial: Trial) -> None:
+        """Take a trial that is recorded, such as one that a sweeper refused before any launcher saw it."""
         self._trials[trial.key] = trial
         for tracker in self._trackers if trial.stage in NUMBERED else ():
             tracker.log(trial)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table and leave with the status of the sweep, if it is not 0."""
-        if not self._trials:
+        if not self._launched:
             for trial in TrialLog(self._folder).read():
                 if (trial.key, trial.started) in self._before:
                     self._trials[trial.key] = trial
                 else:
-                    self.noted(trial)
+                    self.take(trial)
         status = self.finish()
         if status:
             sys.exit(status)

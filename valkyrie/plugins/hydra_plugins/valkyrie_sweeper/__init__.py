@@ -28,8 +28,9 @@ class LayoutSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         """Return what the launcher returned for the legal cells."""
         from valkyrie.search.layouts import Sweep
+        from valkyrie.search.sweep_end import end_of
 
         assert self.config is not None and self.hydra_context is not None and self.launcher is not None
         return Sweep(self.config, self.hydra_context.config_loader, arguments).run(
-            self.space, self.limit, self.launcher
+            self.space, self.limit, self.launcher, end_of(self.hydra_context)
         )
