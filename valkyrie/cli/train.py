@@ -18,7 +18,6 @@ from yaml import YAMLError
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
 from valkyrie.search.sweep import multirun_arguments
-from valkyrie.search.trial_run import run_trial
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
@@ -61,6 +60,8 @@ def _compose() -> DictConfig | None:
 
     def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
+            from valkyrie.search.trial_run import run_trial
+
             return run_trial(config)
         composed.append(config)
         return None
