@@ -31,7 +31,7 @@ from valkyrie.train.program import StepProgram
 
 GROUPS = {"matrix", "vector", "ssm"}
 QUICK = {
-    *(("valkyrie_tiny", partition) for partition in ("1d_tp", "2d_tp", "2d_tp_fsdp", "sp")),
+    *(("valkyrie_tiny", partition) for partition in ("2d_tp", "2d_tp_fsdp", "sp")),
     ("gpt_tiny", "fsdp"),
 }
 """The pairs that the default part compiles: one model under what differs, each other under what it does not share."""

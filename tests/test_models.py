@@ -92,7 +92,7 @@ def test_streaming_is_the_parallel_form(model):
     np.testing.assert_allclose(stream(run, module, tokens), jax.jit(module.logits)(tokens), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("variant", some_quick(VARIANTS, ["plain", "global_tokens", "dilated_global", "full"]))
+@pytest.mark.parametrize("variant", some_quick(VARIANTS, ["global_tokens", "dilated_global", "full"]))
 def test_streaming_is_the_parallel_form_in_every_variant(variant):
     run, module = built("valkyrie_tiny", *VARIANTS[variant])
     tokens = tokens_of(run, seq=21)
