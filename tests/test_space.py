@@ -123,7 +123,9 @@ def shapes_of_three(devices: int) -> list[str]:
     return ["x".join(map(str, abc)) for abc in itertools.product(sizes, repeat=3) if math.prod(abc) == devices]
 
 
-@settings(QUICK, max_examples=12)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(QUICK, max_examples=60)
 @given(
     drawn=DRAWN,
     devices=st.sampled_from([1, 2, 4, 6]),
