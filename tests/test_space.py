@@ -18,7 +18,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.launcher import Launcher
 from hydra.types import RunMode
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -123,9 +123,8 @@ def shapes_of_three(devices: int) -> list[str]:
     return ["x".join(map(str, abc)) for abc in itertools.product(sizes, repeat=3) if math.prod(abc) == devices]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@settings(QUICK, max_examples=60)
+@settings(QUICK, max_examples=50)
+@example((["x", "z", "y"], ["data"] * 3, False), 4, 8, 16, None, Same.sharding, True)
 @given(
     drawn=DRAWN,
     devices=st.sampled_from([1, 2, 4, 6]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 
 from valkyrie.axes import LOGICAL_AXES
@@ -92,17 +92,24 @@ def degrees(layout: Layout) -> tuple[object, ...]:
 def sharding(layout: Layout, torus: bool) -> tuple[object, ...]:
     """Return what two layouts of a partition share exactly when every part of every array lies on the same device.
 
-    Mesh axes of one device are passed over; neighbours that stand side by side in every rule they are in split an
-    array as one axis of their product does, in the order of the devices. With equal products, rules and order, the
-    layouts are equal. The order is known of a placement that is written down, and without one where there is no torus.
-    On a torus JAX places axes by their sizes, so such a mesh is the same as itself alone; so is one under ZeRO-1, which
+    The order of mesh axes says nothing by itself: axes are taken in the order in which the rules name them, and the
+    devices with them. Axes of one device are passed over; neighbours that stand side by side in every rule they are in
+    split an array as one axis of their product does. With equal products, rules and devices, the layouts are equal.
+    Where devices stand is known of a placement that is written down, and without one where there is no torus. On a
+    torus JAX places axes by their sizes, so such a mesh is the same as itself alone; so is one under ZeRO-1, which
     takes data axes one by one.
     """
     mesh = layout.mesh
     known = not mesh.problems() and not layout.partition.zero1 and not (torus and mesh.placement is None)
     if not known:
         return ("itself", *mesh.axes.items(), *(mesh.placement or ()))
-    return ("sharding", _order(mesh), *_fused(layout))
+    rules = [
+        tuple(axis for axis in held.get(logical, ()) if mesh.axes[axis] > 1)
+        for held in (layout.parameters, layout.activations)
+        for logical in LOGICAL_AXES
+    ]
+    axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *mesh.axes]))
+    return ("sharding", _devices(mesh, axes), *_fused([a for a in axes if mesh.axes[a] > 1], mesh.axes, rules))
 
 
 def may_be_a_torus(target: TargetConfig, accelerated: bool) -> bool:
@@ -110,26 +117,20 @@ def may_be_a_torus(target: TargetConfig, accelerated: bool) -> bool:
     return target.platform is Platform.tpu or (target.platform is Platform.any and accelerated)
 
 
-def _order(mesh: MeshConfig) -> bytes:
-    """Return the devices of a placed mesh in the order of its axes, nothing for their own order."""
+def _devices(mesh: MeshConfig, axes: Sequence[str]) -> bytes:
+    """Return the devices of a placed mesh, its axes in this order; nothing for the devices' own order."""
     import numpy as np
 
-    if mesh.placement is None:
-        return b""
-    order = arrange(np.arange(mesh.size), mesh.placement, mesh.axes).ravel()
-    return b"" if (order == np.arange(mesh.size)).all() else order.tobytes()
+    own = np.arange(mesh.size)
+    placed = own.reshape([*mesh.axes.values()]) if mesh.placement is None else arrange(own, mesh.placement, mesh.axes)
+    order = placed.transpose([[*mesh.axes].index(axis) for axis in axes]).ravel()
+    return b"" if (order == own).all() else order.tobytes()
 
 
-def _fused(layout: Layout) -> tuple[object, ...]:
+def _fused(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
     """Return the sizes of axes after fusing what always stands together, and every rule in those axes by position."""
-    sizes = {axis: size for axis, size in layout.mesh.axes.items() if size > 1}
-    rules = [
-        tuple(axis for axis in held.get(logical, ()) if axis in sizes)
-        for held in (layout.parameters, layout.activations)
-        for logical in LOGICAL_AXES
-    ]
     groups: list[list[str]] = []
-    for axis in sizes:
+    for axis in axes:
         if groups and all(_side_by_side(groups[-1][-1], axis, rule) for rule in rules):
             groups[-1].append(axis)
         else:
