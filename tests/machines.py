@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.hardware import ChipConfig, Topology
 from valkyrie.parallel.topology import ENVIRONMENT
+from valkyrie.search.compiled import serialised_module
 from valkyrie.search.hlo import Module, parse
 from valkyrie.search.replay import Machine, Position
 
@@ -124,4 +125,4 @@ def compiled(
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     with without_cache():
         done = jax.jit(function).lower(*arguments).compile()
-    return parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    return parse(serialised_module(done))

@@ -57,6 +57,7 @@ def trial(
     gib: float | None = None,
     seconds: dict[str, float] | None = None,
     sent: dict[str, float] | None = None,
+    collectives: dict[str, float] | None = None,
     degrees: dict[str, int] | None = None,
     status: Status = Status.ok,
     reason: str | None = None,
@@ -68,8 +69,9 @@ def trial(
 ) -> Trial:
     """Return a trial of a layout (`2x4x1-fsdp`) of 8 chips at this many tokens/s/chip; without them it has no result.
 
-    The step's parts are given as shares of it, `p90` and `least` as multiples of the median; `price` is that of a chip
-    in an hour, `gib` the peak of a device of 16 GiB. The rest is that of the real summary.
+    The step's parts and its traced collectives by mesh axes are given as shares of it, `p90` and `least` as multiples
+    of the median; `price` is that of a chip in an hour, `gib` the peak of a device of 16 GiB. The rest is that of the
+    real summary.
     """
     mesh, _, partition = layout.partition("-")
     found = trial_of(golden(stage), stage, sweep, layout)
@@ -94,6 +96,9 @@ def trial(
         results["seconds"] = {part: share * step_s for part, share in seconds.items()}
     if sent is not None:
         results["communication"] = results["communication"] | {"bytes_by_mesh_axes": sent}
+    if collectives is not None:
+        by_axes = {axes: {"all-reduce": share * step_s} for axes, share in collectives.items()}
+        results["communication"] = results["communication"] | {"collective_s": by_axes}
     if gib is not None:
         results["memory"] = results["memory"] | {"peak": int(gib * 2**30), "usable": 16 * 2**30}
     return replace(found, results=results)

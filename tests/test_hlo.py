@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from valkyrie.search.compiled import serialised_module
 from valkyrie.search.hlo import Module, parse
 from valkyrie.search.hlo_bytes import hbm_bytes, is_elementwise
 from valkyrie.search.hlo_flops import product_flops
@@ -20,7 +21,7 @@ def module_of(function, *shapes: tuple[int, ...]) -> Module:
     """A function compiled for one CPU device."""
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     done = jax.jit(function).lower(*arguments).compile()
-    return parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    return parse(serialised_module(done))
 
 
 def loops(module: Module) -> list[int | None]:

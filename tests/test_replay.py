@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from machines import CHIPS, machine, torus
 from valkyrie.search import assumptions
+from valkyrie.search.compiled import serialised_module
 from valkyrie.search.hlo import Module, parse
 from valkyrie.search.links import Links, Transfer
 from valkyrie.search.replay import Replay, replay, traffic
@@ -175,7 +176,7 @@ def test_bytes_of_a_program_compiled_for_cpu_devices():
     a = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
     b = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=columns)
     done = jax.jit(lambda a, b: a @ b, out_shardings=rows).lower(a, b).compile()
-    module = parse(done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    module = parse(serialised_module(done))
     (use,) = traffic(module, {"x": 2, "y": 4})
     assert (use.kind, use.mesh_axes, use.calls) == ("all-reduce", ("y",), 1)
     assert use.bytes_sent == 2 * 3 / 4 * (32 * 128 * 4)

@@ -16,6 +16,7 @@ from machines import CHIPS, compiled, needs_libtpu, tpu_mesh, without_cache
 from valkyrie.models.config import BlockKind
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.search import assumptions
+from valkyrie.search.compiled import serialised_module
 from valkyrie.search.hlo import parse
 from valkyrie.search.replay import Replay, replay
 from valkyrie.train.program import StepProgram
@@ -195,7 +196,7 @@ def step(model: str, *overrides: str) -> tuple[Any, bytes]:
     program = StepProgram(run, build_mesh(run.config.mesh, list(mesh.devices.flat)), backend="tpu")
     with without_cache():
         done = program.lower_step().compile()
-    return run, done.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    return run, serialised_module(done)
 
 
 SMALL = ("model.layers=2", "model.embed=512", "model.mlp=2048", "batch=8", "seq=1024", "model.vocab_size=8192")

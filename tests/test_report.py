@@ -162,6 +162,26 @@ def test_simulated_speeds_are_compared_without_a_cause(rows):
     assert "because" not in " ".join(said)
 
 
+def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
+    fast = trial("8x1x1-fsdp", 1000, stage="measure", collectives={"x": 0.5})
+    slow = trial("2x4x1-2d_tp", 500, stage="measure", collectives={"x": 0.25, "y": 0.5})
+    found = rows_of(tmp_path, fast, slow)
+    whole, parts = 1e3 * (found[0].step_s or 0), values.parts(found)
+    assert [(p["label"], p["part"]) for p in parts] == [
+        ("8x1x1-fsdp", "no collective"),
+        ("8x1x1-fsdp", "collectives over x"),
+        ("2x4x1-2d_tp", "no collective"),
+        ("2x4x1-2d_tp", "collectives over x"),
+        ("2x4x1-2d_tp", "collectives over y"),
+    ]
+    assert [p["amount"] / whole for p in parts] == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0], rel=1e-4)
+    said = words.because(*found)
+    assert f"it spends {whole / 2:.1f} ms of a step in collectives, waiting included, not {1.5 * whole:.1f} ms" in said
+    assert "all else" not in said
+    slower = trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
+    assert [p["part"] for p in values.parts(rows_of(tmp_path / "slow", slower))] == ["collectives over x"]
+
+
 def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
     pairs = predicted_and_measured(rows)
     assert [(p.a.layout, p.a.group.stage, p.b.group.stage) for p in pairs] == [
@@ -240,7 +260,7 @@ def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
     assert found["step_us"] == whole["step_us"] == pytest.approx(max(e["ts"] + e["dur"] for e in spans), abs=0.01)
     assert found["tracks"] == whole["tracks"] and found["tracks"][0] == "compute" and "copies" in found["tracks"]
     assert sum(span[5] for span in found["spans"]) == len(spans)
-    assert any(name.startswith(values.WAITING) for name in found["names"])
+    assert any(values.axes_named(name) for name in found["names"])
 
 
 def test_torus_has_every_device_once(tmp_path: Path):

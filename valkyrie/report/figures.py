@@ -66,9 +66,11 @@ MEMORY = Figure(
 PARTS_OF_STEP = Figure(
     "parts",
     "Where the time of a step goes",
-    "A step is products of matrices, other arithmetic, operations that memory bounds, and waiting for other devices "
-    "over mesh axes: communication that nothing hides. A good layout is mostly matrix products.",
-    "Only predictions for a TPU take a step apart: valkyrie-train mode=compile target=v5e-8.",
+    "A predicted step is products of matrices, other arithmetic, operations that memory bounds, and waiting for other "
+    "devices over mesh axes: communication that nothing hides. A good layout is mostly matrix products. Of a measured "
+    "step a trace tells its collectives, waiting included.",
+    "Predictions for a TPU take a step apart (valkyrie-train mode=compile target=v5e-8), and mode=measure where the "
+    "profiler tells collectives.",
     values.parts,
     specs.stack("one step", "part", specs.part_colours),
 )

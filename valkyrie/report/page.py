@@ -18,7 +18,7 @@ from valkyrie.report.rank import Comparison, agreement, best_per_target, groups,
 from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
-from valkyrie.report.values import PART_NAMES, WAITING
+from valkyrie.report.values import PART_NAMES, axes_named
 from valkyrie.search.trial import PAGE
 from valkyrie.search.units import percent
 
@@ -100,8 +100,8 @@ def _colours(drawn: dict[str, dict[str, Any]], placed: dict[str, dict[str, Any]]
     """Return the colours of parts of a step and of mesh axes, by the words of timelines and pictures."""
     found = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
     found |= {axis: axes_colour(axis) for picture in placed.values() for axis, _ in picture["axes"]}
-    waits = {name for one in drawn.values() for name in one["names"] if name.startswith(WAITING)}
-    return found | {name: axes_colour(name.removeprefix(WAITING)) for name in waits}
+    named = {name: axes_named(name) for one in drawn.values() for name in one["names"]}
+    return found | {name: axes_colour(axes) for name, axes in named.items() if axes is not None}
 
 
 def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:

@@ -14,6 +14,11 @@ from valkyrie.search.trial import TRIALS, Status, Trial, TrialLog
 DEPTH = 2
 """How many folders below a given path a sweep is looked for."""
 
+COLLECTIVES = "collectives"
+"""What stands before the mesh axes in a part of a measured step: waiting included, hidden behind compute or not."""
+REST = "rest"
+"""The part of a measured step that is no collective."""
+
 _STAGES = {"compile": "predicted", "measure": "measured", "train": "trained"}
 _SIMULATED = ("auto", "cpu")
 
@@ -50,7 +55,8 @@ class Work(NamedTuple):
 class Row:
     """A trial, flat. Seconds, bytes of one device, tokens a second; None where it is not known.
 
-    `held` is the peak of one device, or what it would need where it does not fit; `seconds` are the parts of a step;
+    `held` is the peak of one device, or what it would need where it does not fit; `seconds` are the parts of a step,
+    of a measured one what its collectives took and the rest;
     `sent` the bytes that one device sends in a step, by mesh axes; `price` the dollars of a chip in an hour, and
     `per_million` those of a million tokens, on demand. `source` is the folder of its sweep; `folder` its run
     folder where there is one.
@@ -170,7 +176,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
         mfu=_number(step.get("mfu")),
         held=memory.get("peak") or memory.get("needed"),
         usable=memory.get("usable"),
-        seconds=_numbers(results.get("seconds")),
+        seconds=_numbers(results.get("seconds")) or _measured_parts(sent.get("collective_s"), step.get("step_s")),
         sent=_numbers(sent.get("bytes_by_mesh_axes")),
         exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
         price=price,
@@ -222,6 +228,17 @@ def _step_of(about: dict[str, Any], rate: float | None) -> float | None:
 
 def _numbers(values: dict[str, int | float] | None) -> dict[str, float]:
     return {name: float(value) for name, value in (values or {}).items()}
+
+
+def _measured_parts(collective_s: dict[str, dict[str, float]] | None, step_s: float | None) -> dict[str, float]:
+    """Return the parts of a measured step by its traced collectives; nothing where there is no trace, or no collective.
+
+    The trace is of a few steps of its own: where they were slower than the timed ones, nothing is left for the rest.
+    """
+    if not collective_s or step_s is None:
+        return {}
+    taken = {f"{COLLECTIVES} {axes}": sum(kinds.values()) for axes, kinds in collective_s.items()}
+    return taken | {REST: max(0.0, step_s - sum(taken.values()))}
 
 
 def _kind(trial: Trial) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from valkyrie.report.rank import front, memory_of, predicted_and_measured, price_of
-from valkyrie.report.records import Row
+from valkyrie.report.records import COLLECTIVES, REST, Row
 from valkyrie.search.trial import Status
 from valkyrie.search.units import duration, percent
 from valkyrie.search.units import memory as memory_text
@@ -16,10 +16,16 @@ Values = list[dict[str, Any]]
 
 BARS = 40
 """How many layouts a bar chart shows, the best ones."""
-PART_NAMES = {"matmul": "matrix products", "kernel": "kernels", "compute": "other arithmetic", "memory": "memory-bound"}
+PART_NAMES = {
+    "matmul": "matrix products",
+    "kernel": "kernels",
+    "compute": "other arithmetic",
+    "memory": "memory-bound",
+    REST: "no collective",
+}
 """Words for the parts of a step."""
-WAITING = "waiting for "
-"""What stands before the mesh axes of exposed communication."""
+BY_AXES = {"exposed ": "waiting for ", f"{COLLECTIVES} ": "collectives over "}
+"""Words that stand before the mesh axes of exposed communication, and of measured collectives."""
 FAR = 4
 """Beyond this multiple of the largest peak, the usable memory is not drawn."""
 
@@ -130,7 +136,7 @@ def memory(rows: Sequence[Row]) -> Values:
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the parts of a step of the best rows, products first and exposed communication last."""
+    """Return the parts of a step of the best rows, products first and communication last."""
     shown = [row for row in rows if row.ok and row.seconds][:BARS]
     exposed = sorted({name for row in shown for name in row.seconds if name not in PART_NAMES})
     order = [*PART_NAMES, *exposed]
@@ -141,8 +147,15 @@ def parts(rows: Sequence[Row]) -> Values:
 
 def part_name(category: str) -> str:
     """Return a part of a step in words."""
-    axes = category.removeprefix("exposed ")
-    return PART_NAMES.get(category, category) if axes == category else WAITING + axes
+    for part, words in BY_AXES.items():
+        if category.startswith(part):
+            return words + category.removeprefix(part)
+    return PART_NAMES.get(category, category)
+
+
+def axes_named(part: str) -> str | None:
+    """Return the mesh axes that the words for a part of a step end with; None where there are none."""
+    return next((part.removeprefix(words) for words in BY_AXES.values() if part.startswith(words)), None)
 
 
 def sent(rows: Sequence[Row]) -> Values:

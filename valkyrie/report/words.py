@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from valkyrie.report.rank import groups
-from valkyrie.report.records import Group, Row, Work
+from valkyrie.report.records import COLLECTIVES, REST, Group, Row, Work
 from valkyrie.search.units import duration, memory, percent, sent
 
 WORTH_SAYING = 0.15
@@ -18,7 +18,8 @@ SAME = 1.02
 NEGLIGIBLE = 0.01
 """The share of all bytes below which those over some axes are not named."""
 
-_PARTS = {"matmul": "matrix products", "kernel": "kernels", "compute": "other arithmetic"}
+_PARTS = {"matmul": "matrix products take", "kernel": "kernels take", "compute": "other arithmetic takes"}
+_PARTS |= {REST: "all else takes"}
 
 
 def answer(group: Group, rows: Sequence[Row]) -> list[str]:
@@ -65,7 +66,7 @@ def because(fast: Row, slow: Row) -> str:
     simulated = " (simulated)" if fast.group.simulated else ""
     if ratio < SAME:
         return f"{a} is as fast as {b}{simulated}, to {percent(SAME - 1)}."
-    head = f"{a} is {ratio:.{1 if ratio < 10 else 0}f}x faster than {b}{simulated}"
+    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x faster than {b}{simulated}"
     reasons, against = _reasons(fast, slow)
     if not reasons:
         return f"{head}{_differs(fast, slow)}."
@@ -136,13 +137,15 @@ def _reasons(fast: Row, slow: Row) -> tuple[list[str], list[str]]:
 
 def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, float]) -> str:
     took, takes = duration(a.get(name, 0.0)), duration(b.get(name, 0.0))
+    over = f" (a device sends {_over(fast)}, against {_over(slow)})"
     if name == "exposed":
-        over = f" (a device sends {_over(fast)}, against {_over(slow)})"
         return f"it waits {took} of a step for other devices, not {takes}{over}"
+    if name == COLLECTIVES:
+        return f"it spends {took} of a step in collectives, waiting included, not {takes}{over}"
     if name == "memory":
         shares = percent(a.get(name, 0.0) / (fast.step_s or 1)), percent(b.get(name, 0.0) / (slow.step_s or 1))
         return f"operations bound by memory take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
-    said = f"{_PARTS.get(name, name)} take {took}, not {takes}"
+    said = f"{_PARTS.get(name, f'{name} takes')} {took}, not {takes}"
     return said + _products(fast, slow) if name in ("matmul", "kernel") else said
 
 
@@ -182,10 +185,10 @@ def _over(row: Row) -> str:
 
 
 def _merged(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the parts of a step with all exposed communication as one."""
+    """Return the parts of a step with all exposed communication as one, and all collectives."""
     found: dict[str, float] = {}
     for name, part in seconds.items():
-        key = "exposed" if name.startswith("exposed ") else name
+        key = name.partition(" ")[0]
         found[key] = found.get(key, 0.0) + part
     return found
 
