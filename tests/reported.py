@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
 """A tiny model on eight devices: `compile.json` and `timeline.json` for v5e-8, `measure.json` on simulated devices."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from valkyrie.search.trial import Trial, TrialLog
+from valkyrie.sweep.trial import Trial, TrialLog
 
 ACTOR = """
 import hashlib, json, os, pathlib, resource, signal, sys, time, traceback

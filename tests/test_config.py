@@ -16,10 +16,11 @@ from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partit
 from valkyrie.hardware import known_chips, known_targets
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
-from valkyrie.search import launcher, trial_run
-from valkyrie.search.sweep import trial_key
-from valkyrie.search.trial import Status, Trial
-from valkyrie.search.trial_plan import Plan
+from valkyrie.sweep import launcher
+from valkyrie.sweep import run as trial_run
+from valkyrie.sweep.names import trial_key
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.trial import Status, Trial
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
 GROUPS = ["model", *SCHEMAS]

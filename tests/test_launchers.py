@@ -10,7 +10,7 @@ import pytest
 
 from runs import command
 from sweeps import Stage
-from valkyrie.search.trial import TrialLog
+from valkyrie.sweep.trial import TrialLog
 
 LAUNCHERS = {
     "trials": ["hydra.launcher.jobs=2"],

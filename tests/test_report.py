@@ -33,7 +33,7 @@ from valkyrie.report.rank import (
 from valkyrie.report.records import Row, find_sweeps, read_rows
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.report.trace import timeline, topology_named, torus
-from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 FSDP = trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "exposed x": 0.2, "memory": 0.1})
 TP = trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from reported import golden, sweep_folder, trial, trial_of
 from valkyrie.report.page import write_report
-from valkyrie.search.trial import Status
+from valkyrie.sweep.trial import Status
 
 pytestmark = [pytest.mark.slow]
 

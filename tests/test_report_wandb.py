@@ -13,7 +13,7 @@ import wandb
 
 from test_sweep_tracking import OK
 from valkyrie.report.wandb import add_arguments, main_wandb
-from valkyrie.search.sweep_tracking import summary_of
+from valkyrie.sweep.tracking import summary_of
 
 
 @pytest.fixture

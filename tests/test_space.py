@@ -35,11 +35,11 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
-from valkyrie.search.asked import Composer, read_asked
-from valkyrie.search.layouts import Sweep, cells_of, count_line, reasons, spread
-from valkyrie.search.meshes import Same, meshes_of
-from valkyrie.search.space import Cells, Named, Shape, SpaceConfig, enumerate_space
-from valkyrie.search.trial import Status, TrialLog
+from valkyrie.sweep.asked import Composer, read_asked
+from valkyrie.sweep.layouts import Sweep, cells_of, count_line, reasons, spread
+from valkyrie.sweep.meshes import Same, meshes_of
+from valkyrie.sweep.space import Cells, Named, Shape, SpaceConfig, enumerate_space
+from valkyrie.sweep.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (44, 39), "v4_64_topology": (62, 58), "partition_by_length": (42, 34), "pa_nas_1b": (52, 52)}
 """Of every enumerated sweep: its cells, and how many of them are legal."""

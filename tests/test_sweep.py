@@ -16,8 +16,8 @@ import pytest
 from helpers import compose_run
 from runs import SINGLE, TINY, command
 from sweeps import Stage
-from valkyrie.search.sweep import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
-from valkyrie.search.trial import Status, TrialLog
+from valkyrie.sweep.names import folder_name, multirun_arguments, sweep_name, trial_key, trial_name
+from valkyrie.sweep.trial import Status, TrialLog
 from wandb_files import wandb_logs
 
 

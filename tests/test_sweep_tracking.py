@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import wandb
 
-from valkyrie.search.sweep_tracking import COLUMNS, TOLD, SweepTracker
-from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.sweep.tracking import COLUMNS, TOLD, SweepTracker
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.tracking import TrackingConfig, WandbMode
 from wandb_files import wandb_log, wandb_logs
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from valkyrie.search.trial import SCHEMA, Status, Trial, TrialLog
+from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog
 
 
 def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:

@@ -12,8 +12,8 @@ import pytest
 
 from runs import command
 from sweeps import Stage
-from valkyrie.search.trial import Status
-from valkyrie.search.trial_results import last_words, outcome, refusal
+from valkyrie.sweep.results import last_words, outcome, refusal
+from valkyrie.sweep.trial import Status
 
 
 def play(monkeypatch: pytest.MonkeyPatch, stage: Stage, **parts: str) -> None:

@@ -51,7 +51,7 @@ def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
-    from valkyrie.search.trial import PAGE
+    from valkyrie.sweep.trial import PAGE
 
     named = arguments.compare or []
     paths = [*arguments.paths, *(Path(name) for name in named if Path(name).is_dir())]

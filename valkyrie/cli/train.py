@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
-from valkyrie.search.sweep import multirun_arguments
+from valkyrie.sweep.names import multirun_arguments
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
@@ -60,7 +60,7 @@ def _compose() -> DictConfig | None:
 
     def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            from valkyrie.search.trial_run import run_trial
+            from valkyrie.sweep.run import run_trial
 
             return run_trial(config)
         composed.append(config)

@@ -8,8 +8,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from valkyrie.search.sweep import NUMBERED
-from valkyrie.search.trial import Status, TrialLog
+from valkyrie.sweep.names import NUMBERED
+from valkyrie.sweep.trial import Status, TrialLog
 
 
 class SweepPage(Callback):

@@ -19,8 +19,8 @@ from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
 from valkyrie.report.values import PART_NAMES, axes_named
-from valkyrie.search.trial import PAGE
 from valkyrie.search.units import percent
+from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
 """Bytes that a page should not go beyond: timelines are left out until it does not."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.report.records import Group, Row
-from valkyrie.search.trial import Status
+from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.hardware import known_chips
-from valkyrie.search.trial import TRIALS, Status, Trial, TrialLog
+from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
 
 DEPTH = 2
 """How many folders below a given path a sweep is looked for."""

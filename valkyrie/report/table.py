@@ -11,8 +11,8 @@ from valkyrie.report.rank import Comparison, front, memory_of, price_of
 from valkyrie.report.records import Group, Row
 from valkyrie.report.values import labels
 from valkyrie.report.words import described
-from valkyrie.search.trial import Status
 from valkyrie.search.units import duration, memory
+from valkyrie.sweep.trial import Status
 
 
 @dataclass(frozen=True)

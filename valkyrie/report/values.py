@@ -8,9 +8,9 @@ from typing import Any
 
 from valkyrie.report.rank import front, memory_of, predicted_and_measured, price_of
 from valkyrie.report.records import COLLECTIVES, REST, Row
-from valkyrie.search.trial import Status
 from valkyrie.search.units import duration, percent
 from valkyrie.search.units import memory as memory_text
+from valkyrie.sweep.trial import Status
 
 Values = list[dict[str, Any]]
 

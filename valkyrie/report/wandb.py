@@ -1,6 +1,6 @@
 """Decides what a W&B dashboard of sweeps shows: a saved view of the project's runs, and a report that compares layouts.
 
-Both are read from the runs that `valkyrie.search.sweep_tracking` makes: its summary keys and its config.
+Both are read from the runs that `valkyrie.sweep.tracking` makes: its summary keys and its config.
 """
 
 from __future__ import annotations

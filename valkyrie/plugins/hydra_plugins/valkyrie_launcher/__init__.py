@@ -23,6 +23,6 @@ class TrialLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return what each job came to."""
-        from valkyrie.search.launcher import launch
+        from valkyrie.sweep.launcher import launch
 
         return launch(self.hydra_context, self.config, job_overrides, initial_job_idx, self.jobs)

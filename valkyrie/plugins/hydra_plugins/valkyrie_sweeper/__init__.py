@@ -27,8 +27,8 @@ class LayoutSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         """Return what the launcher returned for the legal cells."""
-        from valkyrie.search.layouts import Sweep
-        from valkyrie.search.sweep_end import end_of
+        from valkyrie.sweep.end import end_of
+        from valkyrie.sweep.layouts import Sweep
 
         assert self.config is not None and self.hydra_context is not None and self.launcher is not None
         return Sweep(self.config, self.hydra_context.config_loader, arguments).run(

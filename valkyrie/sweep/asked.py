@@ -18,7 +18,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_group
 from valkyrie.run import Run, unknown_key
-from valkyrie.search.space import ALL, SPACE, Named, Shape, SpaceConfig
+from valkyrie.sweep.space import ALL, SPACE, Named, Shape, SpaceConfig
 
 LAYOUT_KEYS = {
     "mesh": "meshes",

@@ -18,7 +18,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, Remat, resolve_rules
 from valkyrie.parallel.placement import placements
 from valkyrie.run import Run
-from valkyrie.search.meshes import Same, degrees, is_pattern, may_be_a_torus, meshes_of, sharding, unfit
+from valkyrie.sweep.meshes import Same, degrees, is_pattern, may_be_a_torus, meshes_of, sharding, unfit
 
 ALL, DEFAULT = "all", "default"
 """Words of a space: every partition or placement there is, and the placement that a mesh has without one."""

@@ -10,9 +10,9 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from valkyrie.search.trial import PAGE, Status, Trial
-from valkyrie.search.trial_results import objective
 from valkyrie.search.units import memory
+from valkyrie.sweep.results import objective
+from valkyrie.sweep.trial import PAGE, Status, Trial
 
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
 """What a trial came to that says nothing of its layout."""

@@ -13,15 +13,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from valkyrie.search.sweep import NUMBERED
-from valkyrie.search.sweep_table import kind, title, verdict
-from valkyrie.search.trial import Status, Trial
-from valkyrie.search.trial_results import OUTPUT, objective
+from valkyrie.sweep.names import NUMBERED
+from valkyrie.sweep.results import OUTPUT, objective
+from valkyrie.sweep.table import kind, title, verdict
+from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
-    from valkyrie.search.trial_plan import Plan
-    from valkyrie.search.trial_process import TrialProcess
+    from valkyrie.sweep.plan import Plan
+    from valkyrie.sweep.process import TrialProcess
 
 _STYLES = {Status.ok: "green", Status.refused: "dim", Status.does_not_fit: "yellow"}
 

@@ -16,12 +16,12 @@ from typing import Protocol, runtime_checkable
 
 from omegaconf import DictConfig
 
-from valkyrie.search.sweep_screen import Lines
-from valkyrie.search.trial import Status, Trial, TrialLog
-from valkyrie.search.trial_lock import TrialLock
-from valkyrie.search.trial_plan import Plan, plan_trial
-from valkyrie.search.trial_process import TrialProcess, stop
-from valkyrie.search.trial_results import objective
+from valkyrie.sweep.lock import TrialLock
+from valkyrie.sweep.plan import Plan, plan_trial
+from valkyrie.sweep.process import TrialProcess, stop
+from valkyrie.sweep.results import objective
+from valkyrie.sweep.screen import Lines
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 _POLL_S = 0.1
 _ELSEWHERE_POLL_S = 0.5

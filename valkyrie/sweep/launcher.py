@@ -10,13 +10,13 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from valkyrie.search.sweep_end import SweepEnd, end_of
-from valkyrie.search.sweep_screen import Lines, LiveScreen
-from valkyrie.search.trial import Trial
-from valkyrie.search.trial_plan import Plan, plan_trial
-from valkyrie.search.trial_process import TrialProcess
-from valkyrie.search.trial_results import objective
-from valkyrie.search.trial_run import carry_out, signals_interrupt
+from valkyrie.sweep.end import SweepEnd, end_of
+from valkyrie.sweep.plan import Plan, plan_trial
+from valkyrie.sweep.process import TrialProcess
+from valkyrie.sweep.results import objective
+from valkyrie.sweep.run import carry_out, signals_interrupt
+from valkyrie.sweep.screen import Lines, LiveScreen
+from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.hardware import GIB
-from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.tracking import TrackingConfig, WandbMode, compared, cut_torn_line, resolve, start_wandb
 
 TOLD = "wandb.jsonl"

@@ -16,12 +16,12 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.compose import accelerators
-from valkyrie.search.asked import Asked, Composer, read_asked, shapes_of
-from valkyrie.search.space import Cell, Cells, enumerate_space
 from valkyrie.search.summary import asked as asked_about
-from valkyrie.search.sweep import trial_key, trial_name
-from valkyrie.search.sweep_end import SweepEnd
-from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.sweep.asked import Asked, Composer, read_asked, shapes_of
+from valkyrie.sweep.end import SweepEnd
+from valkyrie.sweep.names import trial_key, trial_name
+from valkyrie.sweep.space import Cell, Cells, enumerate_space
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6

@@ -13,10 +13,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from valkyrie.search.sweep import NUMBERED
-from valkyrie.search.sweep_table import NO_RESULT, ending, table
-from valkyrie.search.sweep_tracking import SweepTracker
-from valkyrie.search.trial import Status, Trial, TrialLog
+from valkyrie.sweep.names import NUMBERED
+from valkyrie.sweep.table import NO_RESULT, ending, table
+from valkyrie.sweep.tracking import SweepTracker
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.tracking import TrackingConfig
 from valkyrie.train.screen import make_console
 

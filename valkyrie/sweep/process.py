@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from valkyrie.search.trial import Status, Trial
-from valkyrie.search.trial_lock import TrialLock
-from valkyrie.search.trial_plan import Plan, child_environment
-from valkyrie.search.trial_results import FILES, OUTPUT, outcome
+from valkyrie.sweep.lock import TrialLock
+from valkyrie.sweep.plan import Plan, child_environment
+from valkyrie.sweep.results import FILES, OUTPUT, outcome
+from valkyrie.sweep.trial import Status, Trial
 
 LIMIT_GRACE_S = 5.0
 """The seconds a trial has to end by itself after its limit."""

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.search.summary import about, asked
-from valkyrie.search.sweep import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
-from valkyrie.search.trial import Status, Trial
+from valkyrie.sweep.names import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
+from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
 from valkyrie.train.folder import find_run
 

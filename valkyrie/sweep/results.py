@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.trial import Status, Trial
+from valkyrie.sweep.trial import Status, Trial
 from valkyrie.tracking import read_metrics
 
 OUTPUT = "output.log"
