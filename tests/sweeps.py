@@ -9,9 +9,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from valkyrie.sweep.trial import Trial, TrialLog
+import pytest
+
+from valkyrie.sweep import launcher
+from valkyrie.sweep import run as trial_run
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 ACTOR = """
 import hashlib, json, os, pathlib, resource, signal, sys, time, traceback
@@ -109,3 +116,18 @@ class Stage:
     def started(self) -> list[str]:
         """Return the names of the trials whose process was started, in order."""
         return self.starts.read_text().splitlines() if self.starts.is_file() else []
+
+
+def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Plan]:
+    """The plans of every job of a multirun, none of which is carried out."""
+    plans: list[Plan] = []
+
+    def carry_out(asked: Sequence[Plan], *_: Any) -> dict[str, Trial]:
+        plans.extend(asked)
+        return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
+
+    for module in (launcher, trial_run):
+        monkeypatch.setattr(module, "carry_out", carry_out)
+    ended = command(*arguments)
+    assert ended.status == 0, ended.err
+    return plans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import compose_config, compose_run, names
+from sweeps import plans_of
 from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
 from valkyrie.hardware import known_chips, known_targets
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
-from valkyrie.sweep import launcher
-from valkyrie.sweep import run as trial_run
 from valkyrie.sweep.names import trial_key
-from valkyrie.sweep.plan import Plan
-from valkyrie.sweep.trial import Status, Trial
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
 GROUPS = ["model", *SCHEMAS]
@@ -87,20 +83,6 @@ def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spellin
     run = command(f"{spelling}valkyrie_1b_v4_64", "steps=7").run
     assert (run.model.name, run.layout.name, run.config.seq) == ("valkyrie_1b", "4x4x2-2d_tp-remat_dots", 4096)
     assert (run.config.steps, run.config.target.name) == (7, "v4-64")
-
-
-def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[Plan]:
-    """The plans of every job of a multirun, none of which is carried out."""
-    plans: list[Plan] = []
-
-    def carry_out(asked: Sequence[Plan], *_: Any) -> dict[str, Trial]:
-        plans.extend(asked)
-        return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
-
-    for module in (launcher, trial_run):
-        monkeypatch.setattr(module, "carry_out", carry_out)
-    assert command(*arguments).status == 0
-    return plans
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)

@@ -61,7 +61,15 @@ def test_a_resumed_run_keeps_its_settings_under_those_given(tmp_path: Path) -> N
 def test_flags_and_their_values_are_kept(tmp_path: Path) -> None:
     make_run(tmp_path, "one", "--config-dir", "mine", "model=own", "-cn=train")
     given = ["resume=one", f"runs={tmp_path}"]
-    assert resumed_arguments(given) == ["--config-dir", "mine", "model=own", "-cn=train", *given]
+    asked = ["--config-dir", "mine", "-cn=train", "-m", "model=own", *given]
+    assert resumed_arguments(["-m", *given]) == asked, "Hydra wants overrides in one piece"
+
+
+def test_a_run_found_by_its_path_does_not_move_where_runs_are(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "one", "model=s5_tiny", "hydra.mode=RUN", f"runs={tmp_path}")
+    given = ["mode=eval", f"resume={folder}"]
+    assert resumed_arguments(given) == ["model=s5_tiny", "hydra.mode=RUN", *given]
+    assert resumed_arguments(given, without=["hydra.mode"]) == ["model=s5_tiny", *given]
 
 
 @pytest.mark.parametrize("mode", ["eval", "generate"])

@@ -11,6 +11,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from valkyrie.sweep.end import SweepEnd, end_of
+from valkyrie.sweep.names import overrides_of_read_run
 from valkyrie.sweep.plan import Plan, plan_trial
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.results import objective
@@ -65,7 +66,7 @@ class _Both:
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
-    job = context.config_loader.load_sweep_config(config, list(overrides))
+    job = context.config_loader.load_sweep_config(config, overrides_of_read_run(overrides))
     with open_dict(job):
         job.hydra.job.id = job.hydra.job.num = number
     return job

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from valkyrie.run import Run
+from valkyrie.train.folder import key_value, parts_of, resumed_arguments
 
 READS_A_RUN = ("eval", "generate")
 """The modes that look at a trained run: `name=` and `resume=` name that run."""
 NUMBERED = ("compile", "measure", "train")
 """The modes that leave numbers. A trial of another mode is done again each time it is asked for."""
 
-_FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
-_FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""
 _NOT_OF_THE_TRIAL = ("name", "runs", "resume", "trial", "tracking")
@@ -31,7 +30,8 @@ _LONGEST = 120
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return the arguments with the sweep's folder among them; None where they ask for one run, not a multirun.
 
-    `resume=true` is left out: a sweep does only what is missing anyway.
+    `resume=true` is left out: a sweep does only what is missing anyway. Where all trials read one trained run, its own
+    arguments stand before the given ones. ValueError where there is no such run.
     """
     given = key_values(arguments)
     mode = given.get("hydra.mode")
@@ -39,12 +39,14 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     overlay = given.get("sweep") not in (None, "null")
     if mode == "RUN" or not (mode == "MULTIRUN" or flagged or overlay):
         return None
-    kept = [a for a in arguments if _split(a) not in (("resume", "true"), ("resume", "null"))]
+    kept = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
+    if given.get("mode") in READS_A_RUN and not _several(given.get("resume") or given.get("name") or ""):
+        kept = resumed_arguments(kept, without=["hydra.mode"])
     if "hydra.sweep.dir" in given:
         return kept
     folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
-    at = next((i for i, a in _overrides(kept)), len(kept))  # beside the others: Hydra wants them in one piece
-    return [*kept[:at], folder, *kept[at:]]
+    flags, overrides = parts_of(kept)
+    return [*flags, folder, *overrides]
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
@@ -91,22 +93,22 @@ def folder_name(text: str) -> str:
 
 def key_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return the overrides among arguments by key, without the marks of appending; of a key given twice the last."""
-    return dict(_split(argument) for _, argument in _overrides(arguments))
+    return dict(key_value(argument) for argument in parts_of(arguments)[1] if "=" in argument)
 
 
-def _overrides(arguments: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the arguments that are overrides, with their positions."""
-    before = ["", *arguments]
-    return [
-        (i, argument)
-        for i, argument in enumerate(arguments)
-        if not argument.startswith("-") and before[i] not in _FLAGS_WITH_VALUE and "=" in argument
-    ]
+def overrides_of_read_run(overrides: Sequence[str]) -> list[str]:
+    """Return a job's overrides with those of the trained run before them that it reads, if it does.
+
+    ValueError where there is no such run.
+    """
+    if key_values(overrides).get("mode") not in READS_A_RUN:
+        return list(overrides)
+    return parts_of(resumed_arguments(overrides, without=["hydra.mode"]))[1]
 
 
-def _split(argument: str) -> tuple[str, str]:
-    key, _, value = argument.partition("=")
-    return key.lstrip("+~"), value.strip("\"'")
+def _several(value: str) -> bool:
+    """Return whether a value is a list or a function of Hydra's grammar, each of which makes a job."""
+    return "," in value or "(" in value
 
 
 def _digest(value: object) -> str:

@@ -75,7 +75,10 @@ class Plan:
 
 
 def plan_trial(config: DictConfig) -> Plan:
-    """Return the plan of the job that Hydra has composed; a wrong or illegal run comes back as a refused plan."""
+    """Return the plan of the job that Hydra has composed; a wrong or illegal run comes back as a refused plan.
+
+    ValueError where the whole multirun asks for what only one run can do.
+    """
     hydra = HydraConfig.get()
     overrides = tuple(str(o) for o in hydra.overrides.task)
     folder = Path(hydra.sweep.dir)
@@ -85,6 +88,8 @@ def plan_trial(config: DictConfig) -> Plan:
         key = unread_key(overrides)
         stage = str(config.mode.name)
         return Plan(key, f"{folder_name(stage)}-{key[:6]}", stage, folder, overrides, {}, str(error))
+    if run.config.resume is not None and run.config.mode.name not in READS_A_RUN:
+        raise ValueError(_not_in_a_multirun(run.config.resume, run.config.mode.name))
     stage, key, limit = run.config.mode.name, trial_key(run), run.config.trial.limit_s
     name, illegal = trial_name(run, key), run.problems()
     refusals = illegal or ([] if stage in ("show", "compile") else missing_devices(run))
@@ -118,6 +123,16 @@ def child_environment(plan: Plan) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | plan.environment
 
 
+def _not_in_a_multirun(resume: str, mode: str) -> str:
+    """Return the refusal of trials that would all work in the folder of the one run that they continue."""
+    return (
+        f"resume={resume}: a multirun with mode={mode} would carry out every trial in the folder of that run, and "
+        "damage it. Leave resume out: each trial has a folder of its own, and what is done already is not done again. "
+        f"To continue the run, leave out -m: valkyrie-train resume={resume}. Only mode=eval and mode=generate read one "
+        "run in many trials."
+    )
+
+
 def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
     """Return a job's overrides for its process, in which `runs` is the sweep's folder and a run it reads has a path.
 
@@ -125,10 +140,8 @@ def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
     """
     kept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("name", "runs", "resume")]
     config = run.config
-    resume = config.resume
     if config.mode.name in READS_A_RUN:
-        resume = resume or config.name or "latest"
-    if resume is not None:
+        resume = config.resume or config.name or "latest"
         kept.append(f"resume={_quoted(find_run(Path(config.runs), resume).resolve())}")
     if config.mode.name == "train" and config.tracking.group is None:
         kept.append(f"tracking.group={sweep}")

@@ -14,6 +14,10 @@ from valkyrie.run import Run
 COMMAND = "command.json"
 """The file of a run folder with the arguments of its last training; `resume` composes from them."""
 
+_FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
+_FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
+"""The flags of Hydra whose value is the next argument."""
+
 _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -48,7 +52,7 @@ def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / "run.yaml")
     (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
-    kept = [a for a in arguments if _key_value(a)[0] not in ("resume", "mode")]
+    kept = [a for a in arguments if key_value(a)[0] not in ("resume", "mode")]
     (folder / COMMAND).write_text(json.dumps(kept) + "\n")
 
 
@@ -63,13 +67,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def resumed_arguments(arguments: Sequence[str]) -> list[str]:
+def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """Return the arguments of the run that `resume=` names, with the given ones in place of those they repeat.
 
     `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without a `resume=`. Other arguments
-    come back as they are.
+    come back as they are. Of the run's own, `runs` and the keys in `without` are left out.
+    ValueError where there is no such run.
     """
-    given = dict(_key_value(a) for a in arguments)
+    given = dict(key_value(a) for a in arguments)
     resume = given.get("resume")
     if resume in (None, "null"):
         if given.get("mode") not in ("eval", "generate"):
@@ -79,21 +84,24 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     command = folder / COMMAND
     if not command.is_file():
         return list(arguments)
-    kept, dropped = [], {*given, "resume", "name", "mode"}
-    saved = json.loads(command.read_text())
-    flag = False
-    for argument in saved:
-        takes_part = flag or argument.startswith("-")
-        flag = argument in _FLAGS_WITH_VALUE
-        if takes_part or _key_value(argument)[0] not in dropped:
-            kept.append(argument)
-    return [*kept, *arguments]
+    dropped = {*given, *without, "resume", "name", "mode", "runs"}
+    saved_flags, saved = parts_of(json.loads(command.read_text()))
+    flags, overrides = parts_of(arguments)
+    return [*saved_flags, *flags, *(a for a in saved if key_value(a)[0] not in dropped), *overrides]
 
 
-_FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
+def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags among arguments with their values, and the overrides, which Hydra wants in one piece."""
+    flags, overrides, takes_value = [], [], False
+    for argument in arguments:
+        is_flag = takes_value or argument.startswith("-")
+        (flags if is_flag else overrides).append(argument)
+        takes_value = not takes_value and argument in _FLAGS_WITH_VALUE
+    return flags, overrides
 
 
-def _key_value(argument: str) -> tuple[str, str]:
+def key_value(argument: str) -> tuple[str, str]:
+    """Return the key of an override, without the marks of appending, and its value, without quotes."""
     key, _, value = argument.partition("=")
     return key.lstrip("+~"), value.strip("\"'")
 

@@ -1,0 +1,44 @@
+"""What is decided of the trials of a multirun before anything starts: which run they are of, why they are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sweeps import plans_of
+from test_folder import make_run
+
+
+def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
+    """Both trials would continue `base`, one after the other, and write over its command."""
+    base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
+    for asked in ("mode=train", "mode=measure", "mode=compile"):
+        refused = command("-m", asked, "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
+        assert refused.status == 2
+        assert f"resume=base: a multirun with {asked} would carry out every trial in the folder of" in refused.err
+        assert "valkyrie-train resume=base" in refused.err and "Leave resume out" in refused.err
+    assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "command.json"]
+    assert not list((tmp_path / "runs").rglob("trials.jsonl"))
+
+
+@pytest.mark.parametrize("asked", [["resume=base"], ["name=base"], [], ["resume=base,other"]])
+def test_trials_that_read_a_run_are_planned_as_that_run(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: list[str]
+):
+    runs, given = tmp_path / "runs", ["mesh=1x1x1", "partition=dp", "batch=3", "hydra.mode=RUN"]
+    make_run(runs, "base", "model=s5_tiny", *given, when=20)
+    make_run(runs, "other", "model=gpt_tiny", *given, when=10)
+    plans = plans_of(command, monkeypatch, "-m", "mode=eval", *asked, "data.documents=30,31", "data=synthetic")
+    models = ["s5_tiny", "gpt_tiny"] if "other" in str(asked) else ["s5_tiny"]
+    assert [plan.refusal for plan in plans] == [None] * 2 * len(models), "batch=3 is illegal on the default mesh"
+    assert sorted({plan.about["model"] for plan in plans}) == sorted(models)
+    assert all(plan.about["layout"] == "1x1x1-dp" and plan.name.startswith(plan.about["model"]) for plan in plans)
+    assert {str(plan.folder.parent) for plan in plans} == {"runs"}
+    for plan in plans:
+        run = "base" if plan.about["model"] == "s5_tiny" else "other"
+        assert f"resume='{runs / run}'" in plan.command
+        assert (
+            command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run.model.name == plan.about["model"]
+        )
