@@ -521,7 +521,6 @@ WRONG = {
         "seq=64: this sweep varies seq,batch together.",
     ),
     "no limit": (["hydra.sweeper.limit=0"], "hydra.sweeper.limit=0: at least 1 is needed, or null for no limit."),
-    "nothing legal": (["mesh=2x2x2", "batch=3"], "nothing to run: batch=3 is not divisible by 4; batch=3 is not "),
 }
 
 

@@ -17,11 +17,14 @@ from yaml import YAMLError
 
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
+from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.names import multirun_arguments
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
-"""Exit status after a mistake of the user; 1 is ours."""
+"""Exit status after a mistake of the user."""
+OUR_ERROR = 1
+"""Exit status after a mistake of ours."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 NOBODY_READS = 141
@@ -49,6 +52,10 @@ def main() -> None:
         if show_traceback:
             raise
         fail(explain(error))
+    except SweepEndError as error:
+        if show_traceback:
+            raise
+        fail(str(error), OUR_ERROR)
     except KeyboardInterrupt:
         print("valkyrie-train: stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -71,7 +78,8 @@ def _compose() -> DictConfig | None:
     try:
         folder = register()
         _refuse_unreadable_meshes(sys.argv[1:])
-        hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
+        with multirun_ends():
+            hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
     finally:
         os.environ.pop("HYDRA_FULL_ERROR") if given is None else os.environ.update(HYDRA_FULL_ERROR=given)
     return composed[0] if composed else None
@@ -87,12 +95,12 @@ def _dispatch(run: Run, arguments: Sequence[str]) -> int:
     return modes[name](run, arguments)
 
 
-def fail(message: str) -> None:
-    """Print a user's mistake to stderr and exit; `HYDRA_FULL_ERROR=1` shows the traceback instead."""
+def fail(message: str, status: int = USER_ERROR) -> None:
+    """Print a mistake to stderr and exit; `HYDRA_FULL_ERROR=1` shows the traceback instead."""
     lines = message.splitlines() or ["unknown error"]
     head = "valkyrie-train: " if len(lines) == 1 else f"valkyrie-train: {len(lines)} problems\n  - "
     print(head + "\n  - ".join(lines), file=sys.stderr)
-    sys.exit(USER_ERROR)
+    sys.exit(status)
 
 
 def _with_choices(run: Run, problems: Sequence[str]) -> str:

@@ -26,8 +26,11 @@ def launch(
 ) -> list[JobReturn]:
     """Return what each job came to, its tokens/s/chip as the return value; ValueError for `jobs` below 1.
 
-    KeyboardInterrupt after Ctrl-C, with the table printed and everything done so far recorded.
+    KeyboardInterrupt after Ctrl-C, with everything done so far recorded.
     """
+    end = end_of(context)
+    if end is not None:
+        end.is_given_all()
     if jobs < 1:
         raise ValueError(f"hydra.launcher.jobs={jobs}: at least 1 trial at a time is needed.")
     setup_globals()
@@ -36,17 +39,11 @@ def launch(
     with console.status(f"composing {len(job_overrides)} trials"):
         composed = [_composed(context, config, overrides, first + i) for i, overrides in enumerate(job_overrides)]
         plans = [_plan(job) for job in composed]
-    end = end_of(context)
     name = plans[0].folder.resolve().name if plans else ""
     total = len(plans)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
-    try:
-        with signals_interrupt(), screen:
-            trials = carry_out(plans, jobs, _Both(screen, end))
-    except KeyboardInterrupt:
-        if end is not None:
-            end.finish("stopped: what is done is kept; the same command does the rest")
-        raise
+    with signals_interrupt(), screen:
+        trials = carry_out(plans, jobs, _Both(screen, end))
     return [_returned(job, trials[plan.key]) for job, plan in zip(composed, plans, strict=True)]
 
 
@@ -62,7 +59,7 @@ class _Both:
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
         self._screen.ended(plan, trial, earlier=earlier)
         if self._end is not None:
-            self._end.noted(trial)
+            self._end.take(trial)
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:

@@ -45,8 +45,8 @@ class Sweep:
     ) -> list[Sequence[JobReturn]]:
         """Record the refused cells of a space, hand the legal ones to a launcher, and return what came of these.
 
-        `end` is told of the refused ones, as the launcher tells it of the others.
-        ValueError where no cell is legal; an exception of a job comes up here, as Hydra's own sweeper has it.
+        `end` is told of the refused ones, as the launcher tells it of the others; where all are, nothing is launched.
+        ValueError where there is no cell; an exception of a job comes up here, as Hydra's own sweeper has it.
         """
         if limit is not None and limit < 1:
             raise ValueError(f"hydra.sweeper.limit={limit}: at least 1 is needed, or null for no limit.")
@@ -62,8 +62,12 @@ class Sweep:
         for trial in record_refused(folder, [(cell, [*asked.fixed, *cell.overrides]) for cell in cells.refused]):
             if end is not None:
                 end.take(trial)
+        if not cells.cells:
+            raise ValueError("nothing to run: the space is empty.")
         if not chosen:
-            raise ValueError(f"nothing to run: {'; '.join(why for why, _ in reasons(cells)) or 'the space is empty'}.")
+            if end is not None:
+                end.is_given_all()
+            return []
         jobs = [[*asked.fixed, *cell.overrides] for cell in chosen]
         returns = launcher.launch(jobs, initial_job_idx=0)
         for job in returns:
