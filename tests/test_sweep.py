@@ -59,6 +59,14 @@ def test_a_sweep_is_called_by_its_name_its_overlay_or_what_it_asks():
     assert measured != sweep_name(["-m", "mesh=2x2x1,4x1x1", "partition=fsdp"])
 
 
+def test_two_spaces_are_two_sweeps_and_more_of_one_is_the_same():
+    spaces = [["hydra.sweeper.space.meshes=[AxB]"], ["hydra.sweeper.space.meshes=[AxBxC]"], []]
+    names = [sweep_name(["-m", "hydra/sweeper=layouts", "mode=compile", *space]) for space in spaces]
+    assert len(set(names)) == 3
+    more = ["hydra.sweeper.limit=3", "hydra.launcher.jobs=2", "mode=measure"]
+    assert sweep_name(["-m", "hydra/sweeper=layouts", *spaces[0], *more]) == names[0]
+
+
 def test_names_are_fit_for_folders_and_for_hydra():
     assert folder_name("a b/c,d=${e}") == "a-b-c-d-e"
     assert folder_name("..") == "sweep"
@@ -70,9 +78,34 @@ def test_names_are_fit_for_folders_and_for_hydra():
 def test_the_key_is_of_what_decides_the_result():
     key = trial_key(compose_run(*TINY, *SINGLE))
     same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "mode.cache=false", "seed=0"]
+    same += ["log_every=3", "prompt=b", "top_k=7", "checkpoint.every=9", "mode.repeats=3"]
     assert trial_key(compose_run(*TINY, *SINGLE, *same)) == key
-    for change in ("batch=4", "seed=1", "mode=measure", "microbatches=2", "model.embed=32", "target=cpu"):
+    for change in (
+        "batch=4",
+        "seed=1",
+        "mode=measure",
+        "microbatches=2",
+        "model.embed=32",
+        "target=cpu",
+        "eval_every=9",
+    ):
         assert trial_key(compose_run(*TINY, *SINGLE, change)) != key, change
+
+
+@pytest.mark.parametrize(
+    ("mode", "same", "other"),
+    [
+        ("compile", ["mode.hlo=true", "mode.repeats=3", "eval_batches=3", "data.documents=9", "seed=3"], "steps=9"),
+        ("measure", ["mode.trace=true", "eval_batches=3", "data.documents=9"], "mode.repeats=3"),
+        ("measure", ["mode.trace=true"], "mode.data=real"),
+        ("generate", ["trial.retry=true"], "prompt=b"),
+        ("eval", ["trial.retry=true"], "resume=other"),
+    ],
+)
+def test_each_stage_has_a_key_of_what_shapes_its_result(mode: str, same: list[str], other: str):
+    key = trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}"))
+    assert trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}", *same, "log_every=1")) == key
+    assert trial_key(compose_run(*TINY, *SINGLE, f"mode={mode}", other)) != key
 
 
 def test_only_what_is_missing_is_done(stage: Stage, capfd: pytest.CaptureFixture):

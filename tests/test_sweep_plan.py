@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from helpers import some_quick
 from sweeps import plans_of
 from test_folder import make_run
+from valkyrie.sweep.plan import PREDICTED_BY
+from valkyrie.sweep.trial import Status
 
 
 def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
@@ -45,3 +48,22 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
         assert (
             command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run.model.name == plan.about["model"]
         )
+
+
+def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    asked = ["-m", "mode=compile", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "target=cpu"]
+    (plan,) = plans_of(command, monkeypatch, *asked)
+    done = plan.ended(Status.ok, None, "", 1.0)
+    assert plan.settled_by(done) and not plan.settled_by(None)
+    (with_hlo,) = plans_of(command, monkeypatch, *asked, "mode.hlo=true")
+    assert with_hlo.key == plan.key and not with_hlo.settled_by(done), "the module was not left"
+    with_hlo.trial_folder.mkdir(parents=True)
+    for name in with_hlo.leaves:
+        (with_hlo.trial_folder / name).touch()
+    assert with_hlo.settled_by(done)
+    by_others = replace(done, about=done.about | {PREDICTED_BY: "an older jax"})
+    assert not plan.settled_by(by_others)
+    (measured,) = plans_of(command, monkeypatch, *asked, "mode=measure")
+    assert PREDICTED_BY not in measured.about, "a measurement stays what it was"

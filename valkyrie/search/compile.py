@@ -33,8 +33,8 @@ _SHAPING += ("search/child.py", "search/compiled.py", "search/alternatives.py")
 _SHAPING_FOLDERS = ("models", "ops", "parallel", "train")
 """The sources that decide what is compiled. A change of any of them compiles again."""
 
-_SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
-_SHAPING_KEYS += ("microbatches", "remat")
+SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
+SHAPING_KEYS += ("microbatches", "remat")
 """The keys of a run that decide what is compiled."""
 
 Progress = Callable[[str], None]
@@ -97,7 +97,7 @@ def program_key(run: Run) -> str:
 
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
     assert isinstance(values, dict)
-    asked = {key: values[key] for key in _SHAPING_KEYS}
+    asked = {key: values[key] for key in SHAPING_KEYS}
     text = json.dumps([asked, versions(), source_digest()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

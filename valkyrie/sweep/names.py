@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from omegaconf import OmegaConf
 
-from valkyrie.run import Run
+from valkyrie.run import MeasuredData, Run
+from valkyrie.search.compile import SHAPING_KEYS
 from valkyrie.train.folder import key_value, parts_of, resumed_arguments
 
 READS_A_RUN = ("eval", "generate")
@@ -22,8 +24,14 @@ NUMBERED = ("compile", "measure", "train")
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""
-_NOT_OF_THE_TRIAL = ("name", "runs", "resume", "trial", "tracking")
-_NOT_OF_THE_MODE = ("time_limit_s", "cache", "hlo")
+_OF_THE_SPACE = ("hydra/sweeper", "hydra.sweeper.")
+_NOT_OF_THE_SPACE = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
+"""How much of a space is looked at, and how fast: more of it is the same sweep."""
+
+_NOT_OF_THE_TRIAL = {"name", "runs", "resume", "trial", "tracking"}
+_NOT_OF_A_TRAINING = {"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"}
+_OF_A_MEASUREMENT = (*SHAPING_KEYS, "seed", "debug")
+_OF_MEASURING = ("warmup", "repeats", "data")
 _LONGEST = 120
 
 
@@ -57,7 +65,7 @@ def sweep_name(arguments: Sequence[str]) -> str:
         return folder_name(name)
     if overlay not in (None, "null"):
         return folder_name(overlay)
-    asked = {key: value for key, value in given.items() if re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP}
+    asked = {key: value for key, value in given.items() if _is_of_the_sweep(key)}
     return f"sweep-{_digest(asked)[:8]}"
 
 
@@ -65,11 +73,19 @@ def trial_key(run: Run) -> str:
     """Return the digest of everything asked for that decides the result, with the mode."""
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
     assert isinstance(values, dict)
-    asked = {key: value for key, value in values.items() if key not in _NOT_OF_THE_TRIAL}
-    asked["mode"] = {key: value for key, value in values["mode"].items() if key not in _NOT_OF_THE_MODE}
-    if run.config.mode.name in READS_A_RUN:
-        asked["resume"] = run.config.resume or run.config.name
-    return _digest(asked)[:16]
+    mode = run.config.mode
+    keys: Iterable[Any] = [key for key in values if key not in _NOT_OF_THE_TRIAL]
+    extra: dict[str, Any] = {"mode": mode.name}
+    if mode.name == "compile":
+        keys = SHAPING_KEYS
+    elif mode.name == "measure":
+        keys = _OF_A_MEASUREMENT if mode.data is MeasuredData.random else (*_OF_A_MEASUREMENT, "data")
+        extra |= {f"mode.{key}": values["mode"][key] for key in _OF_MEASURING}
+    elif mode.name == "train":
+        keys = [key for key in keys if key not in _NOT_OF_A_TRAINING]
+    elif mode.name in READS_A_RUN:
+        extra["resume"] = run.config.resume or run.config.name
+    return _digest({key: values[key] for key in keys} | extra)[:16]
 
 
 def unread_key(overrides: Sequence[str]) -> str:
@@ -104,6 +120,12 @@ def overrides_of_read_run(overrides: Sequence[str]) -> list[str]:
     if key_values(overrides).get("mode") not in READS_A_RUN:
         return list(overrides)
     return parts_of(resumed_arguments(overrides, without=["hydra.mode"]))[1]
+
+
+def _is_of_the_sweep(key: str) -> bool:
+    if key.startswith(_OF_THE_SPACE):
+        return key not in _NOT_OF_THE_SPACE
+    return re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP
 
 
 def _several(value: str) -> bool:

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from valkyrie import search
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
+from valkyrie.search.child import MODULE, TEXT
+from valkyrie.search.compile import source_digest
+from valkyrie.search.modes import TRACE
 from valkyrie.search.summary import about, asked
 from valkyrie.sweep.names import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-from valkyrie.train.folder import find_run
+from valkyrie.train.folder import find_run, versions
 
 LIMIT_S = 3600.0
 """The seconds a trial may take where `trial.limit_s` does not say; a training may take as long as it needs."""
 
 
+PREDICTED_BY = "predicted_by"
+"""The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A trial before it runs. `refusal` says why it cannot; `folder` is the sweep's, `command` its process."""
+    """A trial before it runs. `refusal` says why it cannot; `folder` is the sweep's, `command` its process.
+
+    `leaves` are files that it was asked to leave in its folder beside its numbers.
+    """
 
     key: str
     name: str
@@ -39,6 +53,7 @@ class Plan:
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float | None = LIMIT_S
     retry: bool = False
+    leaves: tuple[str, ...] = ()
 
     @property
     def trial_folder(self) -> Path:
@@ -67,9 +82,14 @@ class Plan:
     def settled_by(self, trial: Trial | None) -> bool:
         """Return whether an earlier record leaves nothing to do.
 
-        What was refused is looked at again: it takes no time, and the machine may have changed.
+        What was refused is looked at again, for the machine may have changed: at once where this plan refuses it, else
+        by another process. What other code or another compiler has predicted is predicted again.
         """
         if trial is None or self.stage not in NUMBERED or trial.status is Status.refused:
+            return False
+        if trial.about.get(PREDICTED_BY) != self.about.get(PREDICTED_BY):
+            return False
+        if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.leaves):
             return False
         return not self.retry or trial.status in (Status.ok, Status.does_not_fit)
 
@@ -104,12 +124,13 @@ def plan_trial(config: DictConfig) -> Plan:
         stage=stage,
         folder=folder,
         overrides=overrides,
-        about=asked(run) if illegal else about(run),
+        about=_about(run, legal=not illegal),
         refusal=" ".join(refusals) or None,
         command=(*child_program(), *_flags(hydra), *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
         limit_s=(None if stage == "train" else LIMIT_S) if limit is None else limit,
         retry=run.config.trial.retry,
+        leaves=_leaves(run),
     )
 
 
@@ -121,6 +142,28 @@ def child_program() -> tuple[str, ...]:
 def child_environment(plan: Plan) -> dict[str, str]:
     """Return the environment of a trial's process: ours, without Hydra's wish for tracebacks, and the job's own."""
     return {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | plan.environment
+
+
+def _about(run: Run, *, legal: bool) -> dict[str, Any]:
+    """Return what is said of a trial; of a compile with a digest of the code and versions that predict."""
+    predicted = {PREDICTED_BY: _predictor()} if legal and run.config.mode.name == "compile" else {}
+    return (about(run) if legal else asked(run)) | predicted
+
+
+def _leaves(run: Run) -> tuple[str, ...]:
+    mode = run.config.mode
+    if mode.name == "compile" and mode.hlo:
+        return (MODULE, TEXT)
+    return (TRACE,) if mode.name == "measure" and mode.trace else ()
+
+
+@cache
+def _predictor() -> str:
+    """Return a digest of what decides a prediction beside what is asked: versions, the program, and the replay."""
+    digest = hashlib.sha256(json.dumps([versions(), source_digest()]).encode())
+    for file in sorted(Path(search.__path__[0]).glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _not_in_a_multirun(resume: str, mode: str) -> str:

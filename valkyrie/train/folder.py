@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -58,6 +59,11 @@ def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
     found = {}
     for package in _PACKAGES:
         try:
