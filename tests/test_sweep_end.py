@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from valkyrie.sweep import end, launcher
-from valkyrie.sweep import run as trial_run
-from valkyrie.sweep.plan import Plan
-from valkyrie.sweep.run import Watcher
+from sweeps import play
+from valkyrie.sweep import end
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 ASKED = ["-m", "model=s5_tiny", "batch=8", "mesh=2x2x1", "mode=measure", "name=swept"]
@@ -40,31 +38,11 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
     assert made.closed == 1
 
 
-@pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function from partitions to what becomes of their trials, none of which is a process."""
-
-    def call(**parts: Status | BaseException) -> None:
-        def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
-            found = {}
-            for plan in plans:
-                part = parts[plan.about["partition"]]
-                if isinstance(part, BaseException):
-                    raise part
-                found[plan.key] = plan.ended(part, None if part is Status.ok else "so it was", plan.key, 1.0)
-                TrialLog(plan.folder).append([found[plan.key]])
-                watcher.ended(plan, found[plan.key], earlier=False)
-            return found
-
-        for module in (launcher, trial_run):
-            monkeypatch.setattr(module, "carry_out", carry_out)
-
-    return call
-
-
 @pytest.mark.parametrize("runs", LAUNCHERS)
-def test_ctrl_c_is_told_as_an_end_whoever_runs_the_trials(command: Any, play: Any, tracker: Tracker, runs: str):
-    play(dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
+def test_ctrl_c_is_told_as_an_end_whoever_runs_the_trials(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
+):
+    play(monkeypatch, dp=Status.ok, fsdp=KeyboardInterrupt(), sp=Status.ok)
     ended = command(*ASKED, "partition=dp,fsdp,sp", f"hydra/launcher={runs}")
     assert ended.status == 130
     assert "s5_tiny 2x2x1-dp measure" in ended.out and end.STOPPED in ended.out and "1 trial: 1 ok" in ended.out
@@ -73,9 +51,11 @@ def test_ctrl_c_is_told_as_an_end_whoever_runs_the_trials(command: Any, play: An
 
 @pytest.mark.parametrize("runs", LAUNCHERS)
 def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
-    command: Any, play: Any, tracker: Tracker, runs: str
+    command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
 ):
-    play(dp=Status.ok, fsdp=OSError(28, "No space left on device: a trial was not recorded", "trials.jsonl"))
+    play(
+        monkeypatch, dp=Status.ok, fsdp=OSError(28, "No space left on device: a trial was not recorded", "trials.jsonl")
+    )
     ended = command(*ASKED, "partition=dp,fsdp", f"hydra/launcher={runs}")
     assert ended.status == 2 and "a trial was not recorded" in ended.err.splitlines()[-1]
     assert "1 trial: 1 ok" in ended.out and "the same command does the rest" in ended.out
@@ -83,14 +63,14 @@ def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
 
 
 def test_what_fails_at_the_end_is_an_exit_status_of_its_own(
-    command: Any, play: Any, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+    command: Any, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
 ):
     """Hydra makes a warning of what a callback raises, and the status would be 0."""
 
     def broken(*_: object) -> None:
         raise KeyError("mesh")
 
-    play(dp=Status.failed)
+    play(monkeypatch, dp=Status.failed)
     monkeypatch.setattr(end, "table", broken)
     ended = command(*ASKED, "partition=dp")
     assert ended.status == 1

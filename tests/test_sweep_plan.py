@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 
 from helpers import some_quick
-from sweeps import plans_of
+from sweeps import plans_of, play
 from test_folder import make_run
-from valkyrie.sweep.plan import PREDICTED_BY
-from valkyrie.sweep.trial import Status
+from valkyrie.sweep import launcher
+from valkyrie.sweep import plan as plan_module
+from valkyrie.sweep.plan import GIVEN_FULL_ERROR, PREDICTED_BY, Plan, child_environment
+from valkyrie.sweep.trial import Status, Trial
 
 
 def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
@@ -67,3 +71,56 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     assert not plan.settled_by(by_others)
     (measured,) = plans_of(command, monkeypatch, *asked, "mode=measure")
     assert PREDICTED_BY not in measured.about, "a measurement stays what it was"
+
+
+def test_a_search_path_of_the_command_line_reaches_the_trials(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "own" / "optimizer").mkdir(parents=True)
+    (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
+    path = "hydra.searchpath=[valkyrie://groups,file://own]"
+    (plan,) = plans_of(command, monkeypatch, "-m", path, "optimizer=mine", "mesh=1x1x1", "partition=dp")
+    child = command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :])
+    assert child.err == "" and child.run.config.optimizer.name == "mine"
+
+
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_a_trial_has_the_users_wish_for_tracebacks(command: Any, monkeypatch: pytest.MonkeyPatch, given: str | None):
+    """The command sets HYDRA_FULL_ERROR for itself while it composes, and a trial must not take that for the user's."""
+    found: list[str | None] = []
+
+    def carry_out(plans: Sequence[Plan], *_: Any) -> dict[str, Trial]:
+        found.extend(child_environment(plan).get("HYDRA_FULL_ERROR") for plan in plans)
+        return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in plans}
+
+    monkeypatch.setattr(launcher, "carry_out", carry_out)
+    if given is not None:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", given)
+    assert command("-m", "mesh=1x1x1", "partition=dp").status == 0
+    assert found == [given] and os.environ.get("HYDRA_FULL_ERROR") == given
+    assert GIVEN_FULL_ERROR not in os.environ
+
+
+def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_module, "libtpu_missing", lambda target: f"{target.name} needs libtpu.")
+    asked = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp"]
+    (compiled,) = plans_of(command, monkeypatch, *asked, "mode=compile")
+    assert compiled.refusal == "v4-8 needs libtpu."
+    (shown,) = plans_of(command, monkeypatch, *asked, "mode=show")
+    assert shown.refusal is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "warned"),
+    [
+        (["mode=measure", "hydra.launcher.jobs=2"], True),
+        (["mode=measure"], False),
+        (["mode=compile", "hydra.launcher.jobs=2"], False),
+    ],
+)
+def test_trials_that_disturb_each_other_are_warned_of(
+    command: Any, monkeypatch: pytest.MonkeyPatch, asked: list[str], warned: bool
+):
+    play(monkeypatch, dp=Status.ok, fsdp=Status.ok)
+    ended = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
+    assert (ended.status, ended.out.count("MEASURED SIDE BY SIDE")) == (0, int(warned))

@@ -19,6 +19,7 @@ from valkyrie.compose import explain, register
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.names import multirun_arguments
+from valkyrie.sweep.plan import FULL_ERROR, GIVEN_FULL_ERROR
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2
@@ -33,7 +34,7 @@ NOBODY_READS = 141
 
 def main() -> None:
     """Run `valkyrie-train` with the arguments of the process; a user's mistake is a message and exit status 2."""
-    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = _plain(sys.argv[1:])
     try:
         arguments = multirun_arguments(arguments) or resumed_arguments(arguments)
@@ -73,15 +74,18 @@ def _compose() -> DictConfig | None:
         composed.append(config)
         return None
 
-    given = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises, and the words of an error are ours
+    given = os.environ.get(FULL_ERROR)
+    if given is not None:
+        os.environ[GIVEN_FULL_ERROR] = given  # for trials, whoever starts them
+    os.environ[FULL_ERROR] = "1"  # so that Hydra raises, and the words of an error are ours
     try:
         folder = register()
         _refuse_unreadable_meshes(sys.argv[1:])
         with multirun_ends():
             hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
     finally:
-        os.environ.pop("HYDRA_FULL_ERROR") if given is None else os.environ.update(HYDRA_FULL_ERROR=given)
+        os.environ.pop(GIVEN_FULL_ERROR, None)
+        os.environ.pop(FULL_ERROR) if given is None else os.environ.update({FULL_ERROR: given})
     return composed[0] if composed else None
 
 

@@ -20,6 +20,12 @@ from valkyrie.sweep.screen import Lines, LiveScreen
 from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
 
+SIDE_BY_SIDE = (
+    "MEASURED SIDE BY SIDE: hydra.launcher.jobs={jobs} trials at a time share this machine and disturb each other's "
+    "times. For times to compare, leave hydra.launcher.jobs out."
+)
+"""The loud line over a sweep whose times tell of the contention of trials too."""
+
 
 def launch(
     context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int, jobs: int
@@ -41,6 +47,8 @@ def launch(
         plans = [_plan(job) for job in composed]
     name = plans[0].folder.resolve().name if plans else ""
     total = len(plans)
+    if min(jobs, total) > 1 and any(plan.stage == "measure" for plan in plans):
+        console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
     with signals_interrupt(), screen:
         trials = carry_out(plans, jobs, _Both(screen, end))

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from valkyrie import search
+from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.search.child import MODULE, TEXT
@@ -25,12 +26,14 @@ from valkyrie.search.summary import about, asked
 from valkyrie.sweep.names import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-from valkyrie.train.folder import find_run, versions
+from valkyrie.train.folder import find_run, key_value, versions
 
 LIMIT_S = 3600.0
 """The seconds a trial may take where `trial.limit_s` does not say; a training may take as long as it needs."""
 
 
+FULL_ERROR, GIVEN_FULL_ERROR = "HYDRA_FULL_ERROR", "VALKYRIE_GIVEN_HYDRA_FULL_ERROR"
+"""What makes Hydra raise, which the command always wants, and what the user had given for it, if anything."""
 PREDICTED_BY = "predicted_by"
 """The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
 
@@ -112,7 +115,7 @@ def plan_trial(config: DictConfig) -> Plan:
         raise ValueError(_not_in_a_multirun(run.config.resume, run.config.mode.name))
     stage, key, limit = run.config.mode.name, trial_key(run), run.config.trial.limit_s
     name, illegal = trial_name(run, key), run.problems()
-    refusals = illegal or ([] if stage in ("show", "compile") else missing_devices(run))
+    refusals = illegal or _missing(run)
     own = []
     try:
         own = _own_overrides(run, overrides, folder_name(folder.resolve().name))
@@ -140,8 +143,20 @@ def child_program() -> tuple[str, ...]:
 
 
 def child_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment of a trial's process: ours, without Hydra's wish for tracebacks, and the job's own."""
-    return {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | plan.environment
+    """Return the environment of a trial's process: the user's, and the job's own."""
+    kept = {k: v for k, v in os.environ.items() if k not in (FULL_ERROR, GIVEN_FULL_ERROR)}
+    if GIVEN_FULL_ERROR in os.environ:
+        kept[FULL_ERROR] = os.environ[GIVEN_FULL_ERROR]
+    return kept | plan.environment
+
+
+def _missing(run: Run) -> list[str]:
+    """Return what this machine lacks for a legal run, as far as files tell."""
+    stage = run.config.mode.name
+    if stage == "compile":
+        missing = libtpu_missing(run.config.target)
+        return [missing] if missing else []
+    return [] if stage == "show" else missing_devices(run)
 
 
 def _about(run: Run, *, legal: bool) -> dict[str, Any]:
@@ -181,7 +196,7 @@ def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
 
     A training tells W&B of itself, in the group of the sweep unless it has one.
     """
-    kept = [o for o in overrides if o.partition("=")[0].lstrip("+~") not in ("name", "runs", "resume")]
+    kept = [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
     config = run.config
     if config.mode.name in READS_A_RUN:
         resume = config.resume or config.name or "latest"
@@ -192,7 +207,7 @@ def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
 
 
 def _flags(hydra: Any) -> list[str]:
-    """Return the flags by which the configuration was found, for another process to find it by."""
+    """Return the flags and overrides by which the configuration was found, for another process to find it by."""
     flags = []
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
@@ -200,7 +215,8 @@ def _flags(hydra: Any) -> list[str]:
         elif source.provider == "main" and Path(source.path) != conf_dir():
             flags += ["--config-path", source.path]
     name = hydra.job.config_name
-    return flags if name in (None, "train") else [*flags, "--config-name", name]
+    flags += [] if name in (None, "train") else ["--config-name", name]
+    return flags + [o for o in hydra.overrides.hydra if key_value(o)[0] == "hydra.searchpath"]
 
 
 def _quoted(path: Path) -> str:
