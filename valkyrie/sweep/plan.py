@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
-from valkyrie.search.summary import about, asked
 from valkyrie.sweep.names import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
@@ -99,7 +98,7 @@ def plan_trial(config: DictConfig) -> Plan:
         stage=stage,
         folder=folder,
         overrides=overrides,
-        about=asked(run) if illegal else about(run),
+        about=run.asked() if illegal else run.about(),
         refusal=" ".join(refusals) or None,
         command=(*child_program(), *_flags(hydra), *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
