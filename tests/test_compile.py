@@ -122,13 +122,18 @@ def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch:
     assert "needs a CUDA backend" in refused.outcome["reason"]
 
 
-def test_a_killed_command_takes_its_compiler_along(tmp_path: Path):
+@pytest.mark.parametrize("lived_s", [0, 3])
+def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int):
+    """However early it died: its compiler may still be importing, and finds another parent from the start."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     program = (
         "import os, subprocess, sys, time\n"
         "child = 'import time; from valkyrie.search import child; child._outcome = lambda f: time.sleep(60); '\n"
         "child += 'child.main()'\n"
-        "print(subprocess.Popen([sys.executable, '-c', child, '.'], start_new_session=True).pid, flush=True)\n"
-        "time.sleep(3)\n"
+        "command = [sys.executable, '-c', child, 'scratch', str(os.getpid())]\n"
+        "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
+        f"time.sleep({lived_s})\n"
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -137,3 +142,4 @@ def test_a_killed_command_takes_its_compiler_along(tmp_path: Path):
     while child.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not child.exists()
+    assert not scratch.exists()

@@ -383,13 +383,25 @@ def test_placements_of_the_command_line():
     )
     assert [cell.run.config.mesh.placement for cell in found.legal] == [["z", "x", "y"], None]
     assert found.legal[0].overrides[-1] == "mesh.placement=[z,x,y]"
+    split = ["target=v4-64", "mesh=4x4x2", "partition=dp", "batch=32", "mesh.placement=[x:2,y,x:2,z]"]
+    found = asked_cells("hydra/sweeper=layouts", *split)
+    assert [cell.run.config.mesh.placement for cell in found.legal] == [["x:2", "y", "x:2", "z"]]
 
 
 VARIED = ("microbatches=1,2", "remat=none,dots", "hydra.sweeper.space.placements=[default,'z,y,x']")
 SAMPLED = {
     "laptop_8": VARIED,
     "pa_nas_1b": ("model.layers=18,24", "hydra.sweeper.space.vary={model.s5.state_size:1024}"),
-    "hydra/sweeper": ("model=s5_tiny,gpt_tiny", "target=v5e-8,cpu8", "mesh=single,AxBx2", "precision=bf16"),
+    "hydra/sweeper": (
+        *("model=s5_tiny,gpt_tiny", "target=v5e-8,cpu8", "mesh=single,AxBx2", "precision=bf16"),
+        "+hydra.sweeper.space.vary={prompt:['def f(a, b)','null']}",
+    ),
+    "partition_by_length": (
+        "partition=fsdp,dp",
+        "partition.zero1=true,false",
+        "mesh=2x4x1",
+        "prompt='a (b), c','null'",
+    ),
 }
 
 

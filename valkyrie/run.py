@@ -133,6 +133,37 @@ class Run:
         """FLOPs of the model in one training step; a backward pass takes twice its forward pass (PaLM, appendix B)."""
         return 3.0 * self.model.flops_per_token(self.config.seq) * self.config.batch * self.config.seq
 
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order in which documents are read: the data's own, else the run's."""
+        own = self.config.data.shuffle_seed
+        return self.config.seed if own is None else own
+
+    def asked(self) -> dict[str, Any]:
+        """Return what was asked for, in the words of the command line; also of a run whose layout is illegal."""
+        c = self.config
+        return {
+            "model": self.model.name,
+            "mesh": c.mesh.name,
+            "axes": dict(c.mesh.axes),
+            "mesh_placement": c.mesh.placement,
+            "partition": c.partition.name,
+            "microbatches": c.microbatches,
+            "remat": c.remat.value,
+            "target": c.target.name,
+            "described": c.target.describe(),
+            "chip": None if c.target.chip is None else c.target.chip.name,
+            "chips": None if c.target.chips is None else c.target.chips * c.target.slices,
+            "batch": c.batch,
+            "seq": c.seq,
+            "precision": c.precision.name,
+        }
+
+    def about(self) -> dict[str, Any]:
+        """Return what was asked for, and what the layout makes of it; ValueError where that is illegal."""
+        layout = self.layout
+        return self.asked() | {"layout": layout.name, "roles": layout.describe_roles(), "degrees": layout.degrees}
+
     @staticmethod
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""

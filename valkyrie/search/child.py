@@ -1,7 +1,8 @@
 """Decides what the child process of a compile does: build the run's step for its target, compile it, write what came.
 
-`python -m valkyrie.search.child FOLDER` reads FOLDER/run.yaml and leaves FOLDER/outcome.json, with the optimised module
-in FOLDER/module.hlo.pb. It is a process of its own because the compiler of another chip may abort, or never return.
+`python -m valkyrie.search.child FOLDER PARENT` reads FOLDER/run.yaml and leaves FOLDER/outcome.json, with the optimised
+module in FOLDER/module.hlo.pb. It is a process of its own because the compiler of another chip may abort, or never
+return; with the process PARENT gone it ends, and its folder with it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -26,19 +28,20 @@ _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 
 
 def main() -> None:
-    """Compile the run in the folder named by the first argument."""
-    folder = Path(sys.argv[1])
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    """Compile the run in the folder named by the first argument, for the process named by the second."""
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     outcome = _outcome(folder)
     scratch = folder / f"{OUTCOME}.part"
     scratch.write_text(json.dumps(outcome))
     scratch.replace(folder / OUTCOME)
 
 
-def _end_with(parent: int) -> None:
-    """End this process once its parent is gone: whoever was killed cannot tell the compiler to stop."""
+def _end_with(parent: int, folder: Path) -> None:
+    """End this process once its parent is gone: whoever was killed cannot tell the compiler to stop, nor clean up."""
     while os.getppid() == parent:
         time.sleep(1)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -125,7 +125,7 @@ def _keep(scratch: Path, folder: Path) -> None:
 
 def _in_child(run: Run, folder: Path, limit_s: float | int, progress: Progress) -> dict[str, Any]:
     run.save(folder / "run.yaml")
-    command = [sys.executable, "-m", "valkyrie.search.child", str(folder)]
+    command = [sys.executable, "-m", "valkyrie.search.child", str(folder), str(os.getpid())]
     began = time.perf_counter()
     with (folder / "compiler.log").open("wb") as log:
         # A session of its own, so that the compiler's threads and whatever it starts end with it.

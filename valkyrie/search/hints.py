@@ -7,6 +7,7 @@ from typing import Any
 
 from valkyrie.hardware import GIB
 from valkyrie.search.summary import short_cause, short_source
+from valkyrie.search.units import percent
 
 WORTH_SAYING = 0.15
 """The share of a step from which a cost is pointed out."""
@@ -31,7 +32,7 @@ def _largest(found: dict[str, Any]) -> str:
     if not others:
         return "Nothing stands out: the step is matrix products alone."
     name, seconds = max(others.items(), key=lambda item: item[1])
-    share = _percent(seconds / found["step"]["step_s"])
+    share = percent(seconds / found["step"]["step_s"])
     return f"Nothing stands out: beside matrix products the largest part is {name}, {share} of the step."
 
 
@@ -46,7 +47,7 @@ def _exposed(found: dict[str, Any]) -> list[str]:
         worst = max(causes, key=lambda c: c["exposed_s"], default=None)
         by = f", most of it {_cause(worst)}" if worst else ""
         held = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
-        said.append(f"Exposed communication over {axes} is {_percent(seconds / step)} of the step{by}. {held}.")
+        said.append(f"Exposed communication over {axes} is {percent(seconds / step)} of the step{by}. {held}.")
     return said
 
 
@@ -72,7 +73,7 @@ def _recomputation(found: dict[str, Any]) -> list[str]:
         return []
     change, needs = fitting[0]["change"], fitting[0]["needs"]
     return [
-        f"The chip executes {_percent(extra)} more FLOPs than the model has, mostly recomputation; {change} should "
+        f"The chip executes {percent(extra)} more FLOPs than the model has, mostly recomputation; {change} should "
         f"need {needs / GIB:.1f} GiB of the {headroom / GIB:.1f} GiB that are free."
     ]
 
@@ -82,7 +83,7 @@ def _memory_bound(found: dict[str, Any]) -> list[str]:
     if share < 2 * WORTH_SAYING:
         return []
     return [
-        f"Operations bound by memory are {_percent(share)} of the step: each chip works on few tokens for the bytes it "
+        f"Operations bound by memory are {percent(share)} of the step: each chip works on few tokens for the bytes it "
         "moves. A larger batch, or fewer splits of the batch, spreads them."
     ]
 
@@ -92,14 +93,10 @@ def _narrow(found: dict[str, Any]) -> list[str]:
     if products < WORTH_SAYING * step["step_s"] or not step["product_rate"] or step["product_rate"] >= LOW_PRODUCT_RATE:
         return []
     return [
-        f"Matrix products run at {_percent(step['product_rate'])} of peak: their shards are narrow. "
+        f"Matrix products run at {percent(step['product_rate'])} of peak: their shards are narrow. "
         "Splitting weights over fewer devices makes them wider."
     ]
 
 
 def _cause(use: dict[str, Any]) -> str:
     return f"{use['kind']} for {short_cause(use['cause'])} ({short_source(use['source'])})"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f}%"

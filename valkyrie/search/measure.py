@@ -20,7 +20,7 @@ from valkyrie.run import MeasuredData, Run
 from valkyrie.search.compiled import compiled_memory, serialised_module
 from valkyrie.search.hlo import parse
 from valkyrie.search.profile import collective_times
-from valkyrie.search.summary import SCHEMA, about, communication, memory_split
+from valkyrie.search.summary import SCHEMA, communication, memory_split
 from valkyrie.search.uses import traffic
 from valkyrie.train.devices import Devices
 from valkyrie.train.folder import versions
@@ -41,7 +41,7 @@ def measure(run: Run, devices: Devices, trace: Path | None = None) -> dict[str, 
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "stage": "measure",
-        "about": about(run),
+        "about": run.about(),
         "versions": versions(),
         "simulated": devices.simulated,
         "devices": f"{len(devices.devices)} x {devices.devices[0].device_kind}",
@@ -100,7 +100,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         "train",
         batch=config.batch,
         seq=config.seq,
-        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+        seed=run.order_seed,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         repeat=True,
@@ -126,7 +126,6 @@ def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
     """Return median, 90th percentile and least seconds of a step, and the rates by the median."""
     config, chip = run.config, devices.chip
     tokens, median = config.batch * config.seq, statistics.median(seconds)
-    chips = len(devices.devices) / (chip.devices if chip else 1)
     peak = None if chip is None else chip.peak_flops(config.precision.compute)
     return {
         "step_s": median,
@@ -134,8 +133,8 @@ def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
         "min_s": min(seconds),
         "seconds": seconds,
         "tokens_per_second": tokens / median,
-        "tokens_per_second_per_chip": tokens / median / chips,
-        "mfu": None if peak is None else run.step_flops / median / (chips * peak),
+        "tokens_per_second_per_chip": tokens / median / devices.chips,
+        "mfu": None if peak is None else run.step_flops / median / (devices.chips * peak),
         "mfu_denominator": None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
     }
 

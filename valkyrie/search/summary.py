@@ -35,7 +35,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     outcome = compiled.outcome
     found: dict[str, Any] = {
         "schema": SCHEMA,
-        "about": about(run),
+        "about": run.about(),
         "status": compiled.status,
         "reason": outcome.get("reason"),
         "versions": versions(),
@@ -60,33 +60,6 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
         ]
         found["notes"] = list(replay.notes)
     return found
-
-
-def about(run: Run) -> dict[str, Any]:
-    """Return what was asked for, in the words of the command line, and what the layout makes of it."""
-    layout = run.layout
-    return asked(run) | {"layout": layout.name, "roles": layout.describe_roles(), "degrees": layout.degrees}
-
-
-def asked(run: Run) -> dict[str, Any]:
-    """Return what was asked for, in the words of the command line; also of a run whose layout is illegal."""
-    config = run.config
-    return {
-        "model": run.model.name,
-        "mesh": config.mesh.name,
-        "axes": dict(config.mesh.axes),
-        "mesh_placement": config.mesh.placement,
-        "partition": config.partition.name,
-        "microbatches": config.microbatches,
-        "remat": config.remat.value,
-        "target": config.target.name,
-        "described": config.target.describe(),
-        "chip": None if config.target.chip is None else config.target.chip.name,
-        "chips": None if config.target.chips is None else config.target.chips * config.target.slices,
-        "batch": config.batch,
-        "seq": config.seq,
-        "precision": config.precision.name,
-    }
 
 
 def positions(places: Sequence[Sequence[Any]]) -> list[str]:

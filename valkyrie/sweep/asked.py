@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -129,7 +130,7 @@ def read_asked(given: Mapping[str, Any] | DictConfig, arguments: Sequence[str], 
             )
         if override.is_sweep_override():
             vary.pop(key, None)
-            vary[override.get_key_element()] = [_Text(value) for value in values]
+            vary[override.get_key_element()] = [_Written(value) for value in values]
         else:
             vary.pop(key, None)
             fixed.append(line)
@@ -158,8 +159,8 @@ def shapes_of(asked: Asked, composer: Composer) -> list[Shape]:
     return shapes
 
 
-class _Text(str):
-    """A value in the words of the command line already."""
+class _Written(str):
+    """A value as the command line has it, quoted where it has to be."""
 
 
 def _values(override: Override) -> list[str]:
@@ -175,7 +176,8 @@ def _values(override: Override) -> list[str]:
 
 def _set(space: Any, key: str, values: Sequence[str]) -> None:
     name = LAYOUT_KEYS[key]
-    plain = ["default" if name == "placements" and v == "null" else v.strip("[]") for v in values]
+    plain = [re.sub(r"\\(.)", r"\1", value) for value in values]  # Hydra writes x:2 as x\:2
+    plain = ["default" if name == "placements" and v == "null" else v.strip("[]") for v in plain]
     try:
         OmegaConf.update(space, name, plain, merge=False)
     except OmegaConfBaseException as error:
@@ -208,4 +210,10 @@ def _text(value: Any) -> str:
         return f"[{','.join(_text(v) for v in value)}]"
     if isinstance(value, dict):
         return f"{{{','.join(f'{k}:{_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, str) and not isinstance(value, _Written):
+        return value if _PLAIN.fullmatch(value) else QuotedString(value, Quote.single).with_quotes()
     return str(value)
+
+
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
+"""A text that Hydra reads as itself without quotes."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.compose import accelerators
-from valkyrie.search.summary import asked as asked_about
 from valkyrie.sweep.asked import Asked, Composer, read_asked, shapes_of
 from valkyrie.sweep.end import SweepEnd
 from valkyrie.sweep.names import trial_key, trial_name
-from valkyrie.sweep.space import Cell, Cells, enumerate_space
+from valkyrie.sweep.space import Cell, Cells, Shape, enumerate_space
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
 
@@ -76,16 +76,26 @@ class Sweep:
 
 
 def cells_of(asked: Asked, composer: Composer) -> Cells:
-    """Return every cell of what a multirun asks for."""
-    shapes = shapes_of(asked, composer)
-    first = [*asked.fixed, *shapes[0].overrides]
-    return enumerate_space(
-        asked.space,
-        shapes,
-        composer.partitions(asked.space.partitions, first),
-        mesh_named=lambda name: composer.mesh(name, first),
-        accelerated=accelerators() > 0,
-    )
+    """Return every cell of what a multirun asks for.
+
+    Meshes and partitions are composed once for all shapes that change the same keys of them, as `partition.zero1=true`.
+    """
+    alike: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
+    for shape in shapes_of(asked, composer):
+        alike[tuple(o for o in shape.overrides if o.lstrip("+~").startswith(("mesh.", "partition.")))].append(shape)
+    found = Cells([], Counter())
+    for changes, shapes in alike.items():
+        named = [*asked.fixed, *changes]
+        cells = enumerate_space(
+            asked.space,
+            shapes,
+            composer.partitions(asked.space.partitions, named),
+            mesh_named=partial(composer.mesh, asked=named),
+            accelerated=accelerators() > 0,
+        )
+        found.cells.extend(cells.cells)
+        found.left_out.update(cells.left_out)
+    return found
 
 
 def spread(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
@@ -143,7 +153,7 @@ def refused_trial(cell: Cell, overrides: list[str], sweep: str) -> Trial:
         status=Status.refused,
         reason=" ".join(cell.problems),
         overrides=overrides,
-        about=asked_about(cell.run),
+        about=cell.run.asked(),
         started=datetime.now(UTC).isoformat(),
         wall_s=0.0,
     )

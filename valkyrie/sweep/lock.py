@@ -40,11 +40,11 @@ class TrialLock:
             process_file.close()
             sweep_file.close()
             return None
+        process_file.truncate(0)  # the process it names is gone, and its number may be another's by now
         return TrialLock(sweep_file, process_file)
 
     def started(self, pid: int) -> None:
-        """Say whose the process lock is from now on, and leave it to that process."""
-        self.process_file.truncate(0)
+        """Say whose the process lock is from now on, and leave it to that process; OSError where the disk is full."""
         self.process_file.write(json.dumps({"pid": pid, "host": socket.gethostname()}).encode())
         self.process_file.close()
 

@@ -22,7 +22,6 @@ from valkyrie.run import Run
 from valkyrie.search.child import MODULE, TEXT
 from valkyrie.search.compile import source_digest
 from valkyrie.search.modes import TRACE
-from valkyrie.search.summary import about, asked
 from valkyrie.sweep.names import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
@@ -162,7 +161,7 @@ def _missing(run: Run) -> list[str]:
 def _about(run: Run, *, legal: bool) -> dict[str, Any]:
     """Return what is said of a trial; of a compile with a digest of the code and versions that predict."""
     predicted = {PREDICTED_BY: _predictor()} if legal and run.config.mode.name == "compile" else {}
-    return (about(run) if legal else asked(run)) | predicted
+    return (run.about() if legal else run.asked()) | predicted
 
 
 def _leaves(run: Run) -> tuple[str, ...]:

@@ -15,11 +15,8 @@ from valkyrie.sweep.plan import Plan, child_environment
 from valkyrie.sweep.results import FILES, OUTPUT, outcome
 from valkyrie.sweep.trial import Status, Trial
 
-LIMIT_GRACE_S = 5.0
-"""The seconds a trial has to end by itself after its limit."""
-STOP_GRACE_S = {"train": 60.0}
-"""The seconds a trial has to end by itself after Ctrl-C, by stage: a training saves its state."""
-_STOP_GRACE_S = 5.0
+_GRACE_S = {"train": 60.0}
+_SHORT_GRACE_S = 5.0
 _POLL_S = 0.05
 
 
@@ -43,12 +40,21 @@ class TrialProcess:
                 start_new_session=True,
                 pass_fds=(lock.process_file.fileno(),),
             )
-        lock.started(self._process.pid)
+        try:
+            lock.started(self._process.pid)
+        except BaseException:
+            self.kill()  # nobody would watch it, and no later sweep could tell whose it is
+            raise
 
     @property
     def seconds(self) -> float:
         """The seconds since it was started."""
         return time.monotonic() - self._began
+
+    @property
+    def grace_s(self) -> float:
+        """The seconds it has to end by itself after it was told to: a training saves its state."""
+        return _GRACE_S.get(self.plan.stage, _SHORT_GRACE_S)
 
     def poll(self) -> Trial | None:
         """Return the trial when it has ended; None while it runs. Past its limit it is told to end, then ended."""
@@ -57,7 +63,7 @@ class TrialProcess:
         if status is None and limit is not None and self.seconds > limit:
             if self._told_at is None:
                 self.tell(signal.SIGINT)
-            elif time.monotonic() - self._told_at > LIMIT_GRACE_S:
+            elif time.monotonic() - self._told_at > self.grace_s:
                 self.kill()
             return None
         if status is None:
@@ -98,7 +104,7 @@ def stop(running: Iterable[TrialProcess]) -> None:
         for process in running:
             process.tell(signal.SIGINT)
         for process in running:
-            process.ends_within(STOP_GRACE_S.get(process.plan.stage, _STOP_GRACE_S))
+            process.ends_within(process.grace_s)
     finally:
         for process in running:
             process.kill()

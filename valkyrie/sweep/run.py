@@ -82,22 +82,25 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, T
 
 def _settle(plans: Sequence[Plan], found: dict[str, Trial], watcher: Watcher) -> list[Plan]:
     """Return the plans that need a process; the others are recorded already, or refused and recorded now."""
-    waiting, refused = [], []
-    for folder in {plan.folder for plan in plans}:
-        recorded = {trial.key: trial for trial in TrialLog(folder).read()}
-        for plan in (plan for plan in plans if plan.folder == folder):
-            before = recorded.get(plan.key)
-            if before is not None and plan.settled_by(before):
-                _note(plan, before, found, watcher, earlier=True)
-            elif plan.refusal is None:
-                waiting.append(plan)
-            elif plan.key not in found:
-                trial = plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)
-                if before is None or before.reason != plan.refusal:
-                    refused.append(trial)
-                _note(plan, trial, found, watcher)
-        TrialLog(folder).append(refused)
-        refused.clear()
+    if not plans:
+        return []
+    log = TrialLog(plans[0].folder)
+    recorded = {trial.key: trial for trial in log.read()}
+    waiting: list[Plan] = []
+    refused: dict[str, tuple[Plan, Trial]] = {}
+    for plan in plans:
+        before = recorded.get(plan.key)
+        if before is not None and plan.settled_by(before):
+            _note(plan, before, found, watcher, earlier=True)
+        elif plan.refusal is None:
+            waiting.append(plan)
+        else:
+            refused[plan.key] = plan, plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)
+    log.append(
+        trial for key, (_, trial) in refused.items() if key not in recorded or recorded[key].reason != trial.reason
+    )
+    for plan, trial in refused.values():
+        _note(plan, trial, found, watcher)
     return waiting
 
 
@@ -111,6 +114,7 @@ def _start_next(
     for plan in waiting:
         if plan.key in found:  # asked for twice
             waiting.remove(plan)
+            _note(plan, found[plan.key], found, watcher, earlier=True)
             return True
         lock = None if plan.key in running else TrialLock.take(plan.trial_folder)
         if lock is None:

@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from valkyrie.tracking import cut_torn_line
+
 SCHEMA = 1
 """The version of a line; it grows when a key changes its meaning. Keys may be added without it."""
 
@@ -96,9 +98,7 @@ class TrialLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            whole = _end_of_whole_lines(self.path)
-            if whole != self.path.stat().st_size:
-                file.truncate(whole)
+            cut_torn_line(self.path)
             try:
                 while body:
                     body = body[file.write(body) :]
@@ -124,7 +124,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _end_of_whole_lines(path: Path) -> int:
-    return path.read_bytes().rfind(b"\n") + 1

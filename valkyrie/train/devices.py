@@ -23,6 +23,11 @@ class Devices:
     simulated: bool
 
     @property
+    def chips(self) -> float:
+        """How many chips they are; a simulated device counts as one."""
+        return len(self.devices) / (1 if self.chip is None else self.chip.devices)
+
+    @property
     def note(self) -> str:
         """The loud line about what the run runs on."""
         count = len(self.devices)

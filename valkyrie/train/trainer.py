@@ -65,7 +65,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         loader = stack.enter_context(
-            make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=_order_seed(run), repeat=True)
+            make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
         with ends_at_once():
             start, state = _begin(program, checkpoints, loader)
@@ -173,42 +173,24 @@ def _opening(start: int, steps: int, compile_s: float | None) -> str:
     return f"compiled the step in {compile_s:.1f} s; training steps {start + 1} to {steps}"
 
 
-def _order_seed(run: Run) -> int:
-    own = run.config.data.shuffle_seed
-    return run.config.seed if own is None else own
-
-
 def _meter(run: Run, devices: Devices) -> Meter:
     tokens = run.config.batch * run.config.seq
-    chips = len(devices.devices) / (devices.chip.devices if devices.chip else 1)
+    chips = devices.chips
     peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
     return Meter(tokens, chips, run.step_flops, None if peak is None else peak * chips)
 
 
 def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
-    """Return the fields by which runs are compared: layout, roles, model, target, chips, and MFU's denominator."""
-    layout = run.layout
-    peak = None if devices.chip is None else devices.chip.peak_flops(run.config.precision.compute)
-    return {
+    """Return the fields by which runs are compared: what was asked, the layout, the devices, and MFU's denominator."""
+    chip = devices.chip
+    return run.about() | {
         "stage": "train",
-        "layout": layout.name,
-        "mesh": layout.mesh.name,
-        "axes": dict(layout.mesh.axes),
-        "degrees": layout.degrees,
-        "partition": layout.partition.name,
-        "roles": layout.describe_roles(),
-        "microbatches": layout.microbatches,
-        "remat": layout.remat.value,
-        "model": run.model.name,
-        "target": run.config.target.name,
-        "chip": devices.chip.name if devices.chip is not None else devices.devices[0].device_kind,
-        "chips": len(devices.devices),
+        "chip": devices.devices[0].device_kind if chip is None else chip.name,
+        "chips": devices.chips,
         "simulated": devices.simulated,
-        "batch": run.config.batch,
-        "seq": run.config.seq,
         "steps": run.config.steps,
         "flops_per_token": run.step_flops / (run.config.batch * run.config.seq),
-        "mfu_denominator_flops_per_chip": peak,
+        "mfu_denominator_flops_per_chip": None if chip is None else chip.peak_flops(run.config.precision.compute),
     }
 
 

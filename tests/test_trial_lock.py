@@ -1,0 +1,57 @@
+"""A trial's process is known to whoever has the trial in hand, and nobody else's process is ever ended for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from valkyrie.sweep.lock import TrialLock
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.process import TrialProcess
+
+SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
+
+
+def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
+    """Its number may be a stranger's when a later sweep dies before it has noted its own."""
+    stranger = subprocess.Popen(SLEEP, start_new_session=True)
+    try:
+        earlier = TrialLock.take(tmp_path)
+        assert earlier is not None
+        earlier.started(stranger.pid)
+        earlier.release()
+        died = TrialLock.take(tmp_path)
+        assert died is not None
+        died._sweep_file.close()  # its process lives and holds the other lock; nothing says who it is
+        assert TrialLock.take(tmp_path) is None
+        assert stranger.poll() is None
+        died.process_file.close()
+        after = TrialLock.take(tmp_path)
+        assert after is not None
+        after.release()
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plan = Plan("k", "trial", "show", tmp_path, (), {}, command=SLEEP)
+    lock = TrialLock.take(plan.trial_folder)
+    assert lock is not None
+    noted: list[int] = []
+
+    def full(pid: int) -> None:
+        noted.append(pid)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock, "started", full)
+    with pytest.raises(OSError, match="No space left"):
+        TrialProcess(plan, lock)
+    lock.release()
+    with pytest.raises(ProcessLookupError):
+        os.kill(noted[0], 0)
