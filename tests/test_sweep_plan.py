@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from helpers import some_quick
 from sweeps import plans_of, play
@@ -124,3 +125,19 @@ def test_trials_that_disturb_each_other_are_warned_of(
     play(monkeypatch, dp=Status.ok, fsdp=Status.ok)
     ended = command("-m", "model=s5_tiny", "batch=8", "mesh=1x1x1", "partition=dp,fsdp", "tracking=off", *asked)
     assert (ended.status, ended.out.count("MEASURED SIDE BY SIDE")) == (0, int(warned))
+
+
+def test_a_run_that_a_sweeper_has_at_hand_is_planned_as_if_composed(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A sweeper of layouts has checked every run: Hydra would take a quarter of a second more for each."""
+    asked = ["-m", "+sweep=laptop_8", "partition=dp,fsdp", "seq=32,64", "mode.trace=true", "hydra.sweeper.limit=3"]
+    asked += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
+    at_hand = plans_of(command, monkeypatch, *asked)
+    load, composed = ConfigLoaderImpl.load_sweep_config, []
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *a: composed.append(a) or load(*a))
+    launch = launcher.launch
+    monkeypatch.setattr(launcher, "launch", lambda *given: launch(*given[:-1], {}))
+    assert plans_of(command, monkeypatch, *asked) == at_hand
+    assert len(composed) >= len(at_hand) == 3
+    assert [plan.environment for plan in at_hand] == [{"NUMBER": str(i)} for i in range(3)]

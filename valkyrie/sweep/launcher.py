@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEnd, end_of
-from valkyrie.sweep.names import overrides_of_read_run
-from valkyrie.sweep.plan import Plan, plan_trial
+from valkyrie.sweep.names import NUMBERED, overrides_of_read_run
+from valkyrie.sweep.plan import Plan, plan_run, plan_trial
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.run import carry_out, signals_interrupt
@@ -28,10 +28,16 @@ SIDE_BY_SIDE = (
 
 
 def launch(
-    context: HydraContext, config: DictConfig, job_overrides: Sequence[Sequence[str]], first: int, jobs: int
+    context: HydraContext,
+    config: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first: int,
+    jobs: int,
+    runs: Mapping[tuple[str, ...], Run],
 ) -> list[JobReturn]:
     """Return what each job came to, its tokens/s/chip as the return value; ValueError for `jobs` below 1.
 
+    `runs` are those that a sweeper has at hand, by their overrides: composing one takes Hydra a quarter of a second.
     KeyboardInterrupt after Ctrl-C, with everything done so far recorded.
     """
     end = end_of(context)
@@ -43,8 +49,11 @@ def launch(
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     console = make_console()
     with console.status(f"composing {len(job_overrides)} trials"):
-        composed = [_composed(context, config, overrides, first + i) for i, overrides in enumerate(job_overrides)]
-        plans = [_plan(job) for job in composed]
+        made = [
+            _planned(context, config, overrides, number, runs.get(tuple(overrides)))
+            for number, overrides in enumerate(job_overrides, first)
+        ]
+    plans = [plan for plan, _ in made]
     name = plans[0].folder.resolve().name if plans else ""
     total = len(plans)
     if min(jobs, total) > 1 and any(plan.stage == "measure" for plan in plans):
@@ -52,7 +61,9 @@ def launch(
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
     with signals_interrupt(), screen:
         trials = carry_out(plans, jobs, _Both(screen, end))
-    return [_returned(job, trials[plan.key]) for job, plan in zip(composed, plans, strict=True)]
+    for plan, returned in made:
+        returned.return_value = objective(trials[plan.key])
+    return [returned for _, returned in made]
 
 
 class _Both:
@@ -70,25 +81,25 @@ class _Both:
             self._end.take(trial)
 
 
-def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
+def _planned(
+    context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int, run: Run | None
+) -> tuple[Plan, JobReturn]:
+    """Return the plan of a job, and what is returned of it; of a run at hand without its configuration."""
+    returned = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
+    if run is not None and run.config.mode.name in NUMBERED:
+        _number(config, number)
+        return plan_run(run, config.hydra, overrides), returned
     job = context.config_loader.load_sweep_config(config, overrides_of_read_run(overrides))
-    with open_dict(job):
-        job.hydra.job.id = job.hydra.job.num = number
-    return job
-
-
-def _plan(job: DictConfig) -> Plan:
+    _number(job, number)
+    returned.cfg = OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"])
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(job)
     try:
-        return plan_trial(job)
+        return plan_trial(job), returned
     finally:
         HydraConfig.instance().cfg = before
 
 
-def _returned(job: DictConfig, trial: Trial) -> JobReturn:
-    overrides: Any = OmegaConf.to_container(job.hydra.overrides.task)
-    task = OmegaConf.masked_copy(job, [str(key) for key in job if key != "hydra"])
-    returned = JobReturn(overrides=overrides, cfg=task, status=JobStatus.COMPLETED)
-    returned.return_value = objective(trial)
-    return returned
+def _number(config: DictConfig, number: int) -> None:
+    with open_dict(config):
+        config.hydra.job.id = config.hydra.job.num = number

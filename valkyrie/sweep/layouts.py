@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.compose import accelerators
 from valkyrie.sweep.asked import Asked, Composer, read_asked, shapes_of
 from valkyrie.sweep.end import SweepEnd
-from valkyrie.sweep.names import trial_key, trial_name
+from valkyrie.sweep.plan import illegal_plan
 from valkyrie.sweep.space import Cell, Cells, Shape, enumerate_space
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.screen import make_console
@@ -69,6 +69,8 @@ class Sweep:
                 end.is_given_all()
             return []
         jobs = [[*asked.fixed, *cell.overrides] for cell in chosen]
+        # Our own launcher need not compose them again: that takes Hydra a quarter of a second each.
+        getattr(launcher, "runs", {}).update({tuple(job): cell.run for job, cell in zip(jobs, chosen, strict=True)})
         returns = launcher.launch(jobs, initial_job_idx=0)
         for job in returns:
             _ = job.return_value  # raises what the job raised
@@ -137,23 +139,8 @@ def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]]) -> lis
     """Append the refused cells that `trials.jsonl` does not have yet, and return the records of all of them."""
     log = TrialLog(folder)
     known = {(trial.key, trial.reason): trial for trial in log.read()}
-    trials = [refused_trial(cell, overrides, folder.resolve().name) for cell, overrides in cells]
+    now = datetime.now(UTC).isoformat()
+    plans = [illegal_plan(cell.run, cell.problems, folder, overrides) for cell, overrides in cells]
+    trials = [plan.ended(Status.refused, plan.refusal, now, 0.0) for plan in plans]
     log.append(trial for trial in trials if (trial.key, trial.reason) not in known)
     return [known.get((trial.key, trial.reason), trial) for trial in trials]
-
-
-def refused_trial(cell: Cell, overrides: list[str], sweep: str) -> Trial:
-    """Return the record of a cell that is refused before any process starts, as `run_trial` would record it."""
-    key = trial_key(cell.run)
-    return Trial(
-        key=key,
-        name=trial_name(cell.run, key),
-        sweep=sweep,
-        stage=cell.run.config.mode.name,
-        status=Status.refused,
-        reason=" ".join(cell.problems),
-        overrides=overrides,
-        about=cell.run.asked(),
-        started=datetime.now(UTC).isoformat(),
-        wall_s=0.0,
-    )

@@ -9,9 +9,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from valkyrie.run import MeasuredData, Run
 from valkyrie.search.compile import SHAPING_KEYS
@@ -71,9 +70,7 @@ def sweep_name(arguments: Sequence[str]) -> str:
 
 def trial_key(run: Run) -> str:
     """Return the digest of everything asked for that decides the result, with the mode."""
-    values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
-    assert isinstance(values, dict)
-    mode = run.config.mode
+    values, mode = asdict(run.config), run.config.mode
     keys: Iterable[Any] = [key for key in values if key not in _NOT_OF_THE_TRIAL]
     extra: dict[str, Any] = {"mode": mode.name}
     if mode.name == "compile":
@@ -93,10 +90,13 @@ def unread_key(overrides: Sequence[str]) -> str:
     return _digest(sorted(overrides))[:16]
 
 
-def trial_name(run: Run, key: str) -> str:
-    """Return a short, stable name, fit for a folder: `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`."""
+def trial_name(run: Run, key: str, layout: str | None = None) -> str:
+    """Return a short, stable name, fit for a folder: `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
+
+    `layout` is the name of the run's layout; None where that is illegal.
+    """
     config = run.config
-    layout = f"{config.mesh.name}-{config.partition.name}" if run.problems() else run.layout.name
+    layout = layout or f"{config.mesh.name}-{config.partition.name}"
     target = [] if config.target.name == "auto" else [config.target.name]
     words = folder_name("-".join([run.model.name, layout, config.mode.name, *target]))
     return f"{words[:_LONGEST]}-{key[:6]}"

@@ -103,19 +103,27 @@ def plan_trial(config: DictConfig) -> Plan:
     """
     hydra = HydraConfig.get()
     overrides = tuple(str(o) for o in hydra.overrides.task)
-    folder = Path(hydra.sweep.dir)
     try:
         run = Run.from_config(config)
     except ValueError as error:
-        key = unread_key(overrides)
-        stage = str(config.mode.name)
-        return Plan(key, f"{folder_name(stage)}-{key[:6]}", stage, folder, overrides, {}, str(error))
-    if run.config.resume is not None and run.config.mode.name not in READS_A_RUN:
-        raise ValueError(_not_in_a_multirun(run.config.resume, run.config.mode.name))
-    stage, key, limit = run.config.mode.name, trial_key(run), run.config.trial.limit_s
-    name, illegal = trial_name(run, key), run.problems()
-    refusals = illegal or _missing(run)
-    own = []
+        key, stage = unread_key(overrides), str(config.mode.name)
+        return Plan(key, f"{folder_name(stage)}-{key[:6]}", stage, Path(hydra.sweep.dir), overrides, {}, str(error))
+    return plan_run(run, hydra, overrides)
+
+
+def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
+    """Return the plan of a job's run, an illegal one refused; `hydra` is the configuration's part of that name.
+
+    ValueError where the whole multirun asks for what only one run can do.
+    """
+    config, folder = run.config, Path(hydra.sweep.dir)
+    if config.resume is not None and config.mode.name not in READS_A_RUN:
+        raise ValueError(_not_in_a_multirun(config.resume, config.mode.name))
+    if illegal := run.problems():
+        return illegal_plan(run, illegal, folder, overrides)
+    stage, key, limit = config.mode.name, trial_key(run), config.trial.limit_s
+    refusals, own, about = _missing(run), [], run.about()
+    name = trial_name(run, key, about["layout"])
     try:
         own = _own_overrides(run, overrides, folder_name(folder.resolve().name))
     except ValueError as error:
@@ -125,15 +133,21 @@ def plan_trial(config: DictConfig) -> Plan:
         name=name,
         stage=stage,
         folder=folder,
-        overrides=overrides,
-        about=_about(run, legal=not illegal),
+        overrides=tuple(overrides),
+        about=about | ({PREDICTED_BY: _predictor()} if stage == "compile" else {}),
         refusal=" ".join(refusals) or None,
         command=(*child_program(), *_flags(hydra), *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
         limit_s=(None if stage == "train" else LIMIT_S) if limit is None else limit,
-        retry=run.config.trial.retry,
+        retry=config.trial.retry,
         leaves=_leaves(run),
     )
+
+
+def illegal_plan(run: Run, problems: Sequence[str], folder: Path, overrides: Sequence[str]) -> Plan:
+    """Return the plan of a run that is refused for its problems, in a sweep's folder."""
+    key, reason = trial_key(run), " ".join(problems)
+    return Plan(key, trial_name(run, key), run.config.mode.name, folder, tuple(overrides), run.asked(), reason)
 
 
 def child_program() -> tuple[str, ...]:
@@ -156,12 +170,6 @@ def _missing(run: Run) -> list[str]:
         missing = libtpu_missing(run.config.target)
         return [missing] if missing else []
     return [] if stage == "show" else missing_devices(run)
-
-
-def _about(run: Run, *, legal: bool) -> dict[str, Any]:
-    """Return what is said of a trial; of a compile with a digest of the code and versions that predict."""
-    predicted = {PREDICTED_BY: _predictor()} if legal and run.config.mode.name == "compile" else {}
-    return (run.about() if legal else run.asked()) | predicted
 
 
 def _leaves(run: Run) -> tuple[str, ...]:
