@@ -16,7 +16,8 @@ from sweeps import plans_of, play
 from test_folder import make_run
 from valkyrie.sweep import launcher
 from valkyrie.sweep import plan as plan_module
-from valkyrie.sweep.plan import GIVEN_FULL_ERROR, PREDICTED_BY, Plan, child_environment
+from valkyrie.sweep.names import GIVEN_FULL_ERROR
+from valkyrie.sweep.plan import PREDICTED_BY, Plan, child_environment
 from valkyrie.sweep.trial import Status, Trial
 
 

@@ -18,8 +18,7 @@ from yaml import YAMLError
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
-from valkyrie.sweep.names import multirun_arguments
-from valkyrie.sweep.plan import FULL_ERROR, GIVEN_FULL_ERROR
+from valkyrie.sweep.names import FULL_ERROR, GIVEN_FULL_ERROR, multirun_arguments
 from valkyrie.train.folder import resumed_arguments
 
 USER_ERROR = 2

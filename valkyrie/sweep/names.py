@@ -20,6 +20,8 @@ READS_A_RUN = ("eval", "generate")
 """The modes that look at a trained run: `name=` and `resume=` name that run."""
 NUMBERED = ("compile", "measure", "train")
 """The modes that leave numbers. A trial of another mode is done again each time it is asked for."""
+FULL_ERROR, GIVEN_FULL_ERROR = "HYDRA_FULL_ERROR", "VALKYRIE_GIVEN_HYDRA_FULL_ERROR"
+"""What makes Hydra raise, which the command always wants, and what the user had given for it, if anything."""
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""

@@ -22,7 +22,16 @@ from valkyrie.run import Run
 from valkyrie.search.child import MODULE, TEXT
 from valkyrie.search.compile import source_digest
 from valkyrie.search.modes import TRACE
-from valkyrie.sweep.names import NUMBERED, READS_A_RUN, folder_name, trial_key, trial_name, unread_key
+from valkyrie.sweep.names import (
+    FULL_ERROR,
+    GIVEN_FULL_ERROR,
+    NUMBERED,
+    READS_A_RUN,
+    folder_name,
+    trial_key,
+    trial_name,
+    unread_key,
+)
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
 from valkyrie.train.folder import find_run, key_value, versions
@@ -31,8 +40,6 @@ LIMIT_S = 3600.0
 """The seconds a trial may take where `trial.limit_s` does not say; a training may take as long as it needs."""
 
 
-FULL_ERROR, GIVEN_FULL_ERROR = "HYDRA_FULL_ERROR", "VALKYRIE_GIVEN_HYDRA_FULL_ERROR"
-"""What makes Hydra raise, which the command always wants, and what the user had given for it, if anything."""
 PREDICTED_BY = "predicted_by"
 """The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
 

@@ -133,7 +133,7 @@ class LiveScreen(Lines):
             limit = process.plan.limit_s
             rows.add_row(
                 "running",
-                title(process.plan.ended(Status.ok, None, "", 0.0)),
+                title(process.plan),
                 f"{process.seconds:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
             )
         return Group(head, rows)

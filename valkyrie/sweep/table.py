@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -14,13 +14,16 @@ from valkyrie.search.units import memory
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.trial import PAGE, Status, Trial
 
+if TYPE_CHECKING:
+    from valkyrie.sweep.plan import Plan
+
 NO_RESULT = (Status.failed, Status.killed, Status.timeout)
 """What a trial came to that says nothing of its layout."""
 _REASON = 160
 
 
-def title(trial: Trial) -> str:
-    """Return what was tried, in few words."""
+def title(trial: Trial | Plan) -> str:
+    """Return what was tried, or is to be, in few words."""
     about = trial.about
     if not about:
         return " ".join(trial.overrides)

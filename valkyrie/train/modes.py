@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.run import Run
-from valkyrie.train.devices import missing_devices, prepare_devices
+from valkyrie.train.devices import acquire, configure_jax, missing_devices, prepare_devices
 from valkyrie.train.folder import find_run, run_folder
 from valkyrie.train.screen import make_console
 
@@ -114,7 +114,8 @@ def _prepare(run: Run) -> tuple[Console, Prepared, Tokenizer, Devices]:
         f"to judge by ({prepared.tokenizer})",
         highlight=False,
     )
-    devices = prepare_devices(run)
+    configure_jax(run)
+    devices = acquire(run)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return console, prepared, _tokenizer(run), devices
 
