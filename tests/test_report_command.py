@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from reported import sweep_folder, trial
 from test_report import FSDP, RAN, RAN_TP, TP
 from valkyrie.cli.report import main
-from valkyrie.sweep.trial import TrialLog
+from valkyrie.report.callback import SweepPage
+from valkyrie.sweep.trial import PAGE, TrialLog
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -103,3 +105,20 @@ def test_a_report_needs_no_jax(tmp_path: Path):
     command = [sys.executable, "-c", script, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"2 trials: {folder}/report.html\n\n"
+
+
+def test_a_page_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    folder, asked = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    SweepPage().on_multirun_end(asked)
+    assert (folder / PAGE).is_file() and list(folder.glob(".*")) == []
+
+    def fail(rows: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("valkyrie.report.page.page", fail)
+    SweepPage().on_multirun_end(asked)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "No space left" in told and f"valkyrie-report {folder}" in told
+    assert "was removed" in told and not (folder / PAGE).exists()
+    SweepPage().on_multirun_end(asked)
+    assert "removed" not in capsys.readouterr().err

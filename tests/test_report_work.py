@@ -60,6 +60,15 @@ def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path
     assert {row.work.varied for row in found} == {()}
 
 
+def test_a_precision_is_told_where_one_kind_of_speed_has_two(tmp_path: Path):
+    half, whole = (trial("8x1x1-fsdp", 9, asked=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
+    whole = replace(whole, about=whole.about | {"precision": "float32"})
+    ran = trial("8x1x1-fsdp", 9, stage="measure")
+    assert list(values.labels(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
+    both = list(values.labels(rows_of(tmp_path / "two", half, whole)).values())
+    assert both == ["8x1x1-fsdp bf16_mixed", "8x1x1-fsdp float32"]
+
+
 def test_keys_of_equal_ends_are_told_whole(tmp_path: Path):
     asked = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]

@@ -55,12 +55,16 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
     Beyond `LIMIT` timelines are left out, those of the best layouts last.
     """
-    data = _data(rows)
-    parts = _parts(rows, comparison) | {"data": _json(data)}
-    while sum(map(_size, parts.values())) > LIMIT - _size(_asset("page.html")) and data["timelines"]:
+    data, parts = _data(rows), _parts(rows, comparison)
+    text = _filled(parts | {"data": _json(data)})
+    while len(text.encode()) > LIMIT and data["timelines"]:
         kept = list(data["timelines"].items())
         data["timelines"] = dict(kept[: len(kept) // 2])
-        parts["data"] = _json(data)
+        text = _filled(parts | {"data": _json(data)})
+    return text
+
+
+def _filled(parts: dict[str, str]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
@@ -169,10 +173,6 @@ def _order(rows: Sequence[Row]) -> str:
     if word:
         said += " Threads of one processor are no chips with links: little can be expected of such a comparison."
     return f"<p>{said}</p>"
-
-
-def _size(text: str) -> int:
-    return len(text.encode())
 
 
 def _json(data: dict[str, Any]) -> str:

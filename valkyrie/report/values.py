@@ -34,10 +34,12 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
     """Return a text for each row by its id: the layout, and what else tells it from rows of the same layout."""
     told = {row.id: _told(row) for row in rows}
     varies = [len(set(column)) > 1 for column in zip(*told.values(), strict=True)]
+    precise = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
     found: dict[str, str] = {}
     for row in rows:
-        more = [text for text, shown in zip(told[row.id], varies, strict=True) if shown and text]
-        found[row.id] = " ".join([row.layout, *more])
+        more = [text for text, shown in zip(told[row.id], varies, strict=True) if shown]
+        more += [row.work.precision] * precise
+        found[row.id] = " ".join([row.layout, *more, *row.work.varied])
     for more in (lambda row: row.sweep, lambda row: str(row.source), lambda row: row.trial.name):
         counts: Counter[tuple[str, object]] = Counter((found[row.id], row.group) for row in rows)
         twice = [row for row in rows if counts[(found[row.id], row.group)] > 1]
@@ -46,9 +48,8 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
     return found
 
 
-def _told(row: Row) -> tuple[str, ...]:
-    work = row.work
-    return work.model, f"batch {work.batch}", f"{work.seq} long", work.precision, " ".join(work.varied)
+def _told(row: Row) -> tuple[str, str, str]:
+    return row.work.model, f"batch {row.work.batch}", f"{row.work.seq} long"
 
 
 def bars(rows: Sequence[Row]) -> Values:
