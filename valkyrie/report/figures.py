@@ -50,7 +50,7 @@ HEAT = Figure(
     "N devices are split three ways: MP1 splits the width of every matrix, MP2 the vectors between them, DP the batch "
     "(fully sharded data counts as DP: it splits the batch too). A cell is the best layout with those three numbers, "
     "in tokens/s/chip; darker is faster.",
-    "No layout here says how it splits the devices.",
+    "No layout here has a speed and says how it splits the devices.",
     values.cells,
     specs.heat,
 )

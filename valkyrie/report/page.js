@@ -133,7 +133,9 @@
     const empty = node.parentElement.querySelector(".empty");
     if (empty) empty.hidden = Boolean(spec);
     if (!spec) return node.replaceChildren();
-    views.set(node, await window.vegaEmbed(node, structuredClone(spec), OPTIONS));
+    const shown = structuredClone(spec);
+    shown.config.axis.labelLimit = Math.min(720, Math.max(160, 0.62 * node.clientWidth));
+    views.set(node, await window.vegaEmbed(node, shown, OPTIONS));
   };
   const drawGroup = (index) =>
     Object.entries(data.figures).map(([id, specs]) => draw(document.querySelector(`[data-figure="${id}"]`), specs[index]));

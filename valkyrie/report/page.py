@@ -19,7 +19,7 @@ from valkyrie.report.rank import Comparison, agreement, best_per_target, groups,
 from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
-from valkyrie.report.values import PART_NAMES, axes_named
+from valkyrie.report.values import PART_NAMES, axes_named, labels
 from valkyrie.search.units import percent
 from valkyrie.sweep.trial import PAGE
 
@@ -29,6 +29,8 @@ TIMELINES = 8
 """Of how many layouts a page holds the timeline, the best of every kind of speed first."""
 TORUSES = 60
 """Of how many layouts a page holds the picture on the torus."""
+LONG = 44
+"""Letters of a layout and what tells it apart, beyond which figures take the whole width."""
 
 
 def write_report(folder: Path) -> Path:
@@ -71,6 +73,7 @@ def _filled(parts: dict[str, str]) -> str:
 def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, str]:
     """Return what stands in the places of the page's frame, without the data of its script."""
     sweeps = list(dict.fromkeys(row.sweep for row in rows))
+    wide = max(map(len, labels(rows).values())) > LONG
     title = ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else "")
     return {
         "title": html.escape(title),
@@ -78,8 +81,8 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, str]
         "notice": _notice(rows),
         "answers": _answers(rows),
         "best": table.best(best_per_target(rows)),
-        "figures": "".join(map(_figure, OF_A_GROUP)),
-        "together": "".join(map(_figure, of_all(rows))),
+        "figures": "".join(_figure(figure, wide) for figure in OF_A_GROUP),
+        "together": "".join(_figure(figure, False) for figure in of_all(rows)),
         "order": _order(rows),
         "compared": "" if comparison is None else table.compared(comparison),
         "refused": table.refused(refusals(rows)),
@@ -153,9 +156,9 @@ def _answers(rows: Sequence[Row]) -> str:
     return "".join([*said, *(f"<p>{html.escape(line)}</p>" for line in words.price_lines(rows))])
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: Figure, wide: bool) -> str:
     return (
-        f'<section class="figure" id="{figure.id}" aria-labelledby="{figure.id}-title">'
+        f'<section class="figure{" wide" * wide}" id="{figure.id}" aria-labelledby="{figure.id}-title">'
         f'<h3 id="{figure.id}-title">{html.escape(figure.title)}</h3><p class="words">{html.escape(figure.words)}</p>'
         f'<div class="chart" data-figure="{figure.id}"></div>'
         f'<p class="empty" hidden>{html.escape(figure.empty)}</p></section>'

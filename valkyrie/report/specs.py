@@ -50,7 +50,7 @@ CONFIG: Spec = {
 _LABELS: Spec = {"field": "label", "type": "nominal", "sort": None, "title": None}
 _BARS: Spec = {**_LABELS, "axis": {"ticks": False, "domain": False}}
 _WORK: Spec = {"field": "work", "type": "nominal"}
-_PARTITION: Spec = {"field": "partition", "type": "nominal", "title": "partition", "legend": {"orient": "top"}}
+_PARTITION: Spec = {"field": "partition", "type": "nominal", "legend": {"orient": "top", "columns": 4}}
 
 
 _WHITE_FROM = 0.74
@@ -89,6 +89,7 @@ def bars(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     return {
         "width": "container",
         "height": _height(found),
+        "padding": {"left": 5, "top": 5, "right": 24, "bottom": 5},
         "encoding": {"y": _BARS},
         "layer": [
             {"mark": {"type": "bar", "height": 15}, "encoding": {"x": x, "color": _PARTITION, "tooltip": tip}},
@@ -252,6 +253,7 @@ def stack(
         unit, word = found[0]["unit"], _word(simulated and times)
         domain = list(dict.fromkeys(v["part"] for v in sorted(found, key=lambda v: v["order"])))
         scale = {"domain": domain, "range": colours(domain)}
+        columns = 2 if max(map(len, domain)) > 16 else 3
         return {
             "width": "container",
             "height": _height(found),
@@ -264,7 +266,7 @@ def stack(
                     "type": "nominal",
                     "title": part,
                     "scale": scale,
-                    "legend": {"orient": "top", "columns": 3, "symbolType": "square"},
+                    "legend": {"orient": "top", "columns": columns, "symbolType": "square"},
                 },
                 "order": {"field": "order", "type": "quantitative"},
                 "tooltip": _tip(

@@ -119,7 +119,7 @@ def best(rows: Sequence[Row]) -> str:
         full = f" of {memory(row.usable)}" if row.usable is not None else ""
         price = f"{row.per_million:.3g} $" if row.per_million else ""
         body.append(
-            f"<tr><td>{_text(row.group.label)}</td><td>{_text(of)}</td><td>{_text(row.layout)}</td>"
+            f'<tr><td>{_text(row.group.label)}</td><td class="work">{_text(of)}</td><td>{_text(row.layout)}</td>'
             f'<td class="number">{row.rate_per_chip:,.0f}{word}</td>'
             f'<td class="number">{duration(row.step_s)}{word}</td>'
             f'<td class="number">{memory(row.held)}{full}</td><td class="number">{price}</td></tr>'
