@@ -182,7 +182,8 @@ def test_real_devices_at_hand_are_named(tmp_path: Path):
 
 
 def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
-    (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=["sweep=laptop_8", "model.block_pattern=[s5,attention]"]))
+    asked = ["name=mine", "runs=elsewhere", "sweep=laptop_8", "model.block_pattern=[s5,attention]"]
+    (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=asked))
     said = "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
     assert command(row) == f"{said} hydra.mode=RUN"
 

@@ -47,6 +47,8 @@ COLUMNS = [
 ]
 """The columns of the ranked table, in order."""
 _DIGITS = 6
+_OF_THE_SWEEP = ("name", "runs", "resume")
+"""Overrides of a trial that name its sweep's folder."""
 
 
 def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
@@ -103,8 +105,9 @@ def details(row: Row) -> dict[str, Any]:
 
 
 def command(row: Row) -> str:
-    """Return the command that does a trial again, as one run, for a shell."""
-    return shlex.join(["valkyrie-train", *row.trial.overrides, "hydra.mode=RUN"])
+    """Return the command that does a trial again, for a shell: as one run, in a folder that is not the sweep's."""
+    kept = [o for o in row.trial.overrides if o.partition("=")[0].lstrip("+") not in _OF_THE_SWEEP]
+    return shlex.join(["valkyrie-train", *kept, "hydra.mode=RUN"])
 
 
 def best(rows: Sequence[Row]) -> str:
