@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from reported import sweep_folder, trial
-from test_report import data_of, rows, rows_of
+from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
 from valkyrie.report import figures, specs
 from valkyrie.report.page import LIMIT, page, write_report
 from valkyrie.sweep.trial import Status, Trial
-
-__all__ = ["rows"]
 
 
 def luminance(colour: str) -> float:
@@ -74,8 +72,8 @@ def test_timelines_are_left_out_until_a_page_is_small_enough(tmp_path: Path, mon
         assert len(asked) == len(set(asked))
 
 
-def test_a_page_names_no_address_to_load_from(rows):
-    text = page(rows)
+def test_a_page_names_no_address_to_load_from(tmp_path: Path):
+    text = page(rows_of(tmp_path, FSDP, LARGE, WRONG, RAN))
     outside = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href|action)\s*=\s*[\"']?(https?:)?//", outside)
     assert "default-src 'none'" in text
