@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_a_damaged_line_is_named_with_its_file_once(tmp_path: Path, capsys, line
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, count: int):
     sweep_folder(tmp_path, [trial(f"8x1x{i}-fsdp", 1000) for i in range(count)])
     command = [sys.executable, "-m", "valkyrie.cli.report", str(tmp_path), "--format", "csv"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
