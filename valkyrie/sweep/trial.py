@@ -108,13 +108,19 @@ class TrialLog:
                 raise OSError(error.errno, said, str(self.path)) from error
 
     def read(self) -> list[Trial]:
-        """Return the newest line of every key, in the order in which keys first came."""
+        """Return the newest line of every key, in the order in which keys first came.
+
+        ValueError names the file and the line that is no trial, or one of a newer schema.
+        """
         found: dict[str, Trial] = {}
-        if self.path.is_file():
-            for line in self.path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    trial = Trial.from_json(line.decode())
-                    found[trial.key] = trial
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                trial = Trial.from_json(line.decode())
+            except (ValueError, KeyError, TypeError) as error:
+                said = error if isinstance(error, ValueError) else "it lacks keys that every trial has"
+                raise ValueError(f"{self.path}, line {number}, cannot be read: {said}.") from error
+            found[trial.key] = trial
         return list(found.values())
 
 
