@@ -49,8 +49,8 @@ class Trial:
     of a refused trial what is known of it. `folder` is its run folder, relative to the file.
 
     `results` is what the stage found: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
-    `seconds`, `communication` without its causes, `placement`, `compile`, `simulated`, `loss`, `hints`; of a training
-    run `step` and `loss`. Empty where there is no result.
+    `seconds`, `communication` without its causes, `placement`, `compile`, `devices`, `simulated`, `loss`, `hints`; of
+    a training run `step` and `loss`. Empty where there is no result.
     """
 
     key: str
