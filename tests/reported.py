@@ -9,22 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from valkyrie.sweep.results import kept_results
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
 """A tiny model on eight devices: `compile.json` and `timeline.json` for v5e-8, `measure.json` on simulated devices."""
 
-KEPT = (
-    *("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss", "hints"),
-)
-"""What a trial keeps of a stage's summary."""
-
 
 def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return the line that a stage's summary becomes."""
-    results = {key: summary[key] for key in KEPT if key in summary}
-    if "communication" in results:
-        results["communication"] = {k: v for k, v in results["communication"].items() if k != "causes"}
     about = summary["about"]
     return Trial(
         key=f"{stage}:{name}",
@@ -38,7 +31,7 @@ def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Tria
         started="2026-01-01T00:00:00+00:00",
         wall_s=9.5,
         folder=name,
-        results=results,
+        results=kept_results(summary),
     )
 
 
@@ -63,6 +56,8 @@ def trial(
     reason: str | None = None,
     price: float | None = None,
     batch: int | None = None,
+    described: str | None = None,
+    asked: Sequence[str] = (),
     p90: float = 1.25,
     least: float = 0.8,
     **step: float,
@@ -70,16 +65,18 @@ def trial(
     """Return a trial of a layout (`2x4x1-fsdp`) of 8 chips at this many tokens/s/chip; without them it has no result.
 
     The step's parts and its traced collectives by mesh axes are given as shares of it, `p90` and `least` as multiples
-    of the median; `price` is that of a chip in an hour, `gib` the peak of a device of 16 GiB. The rest is that of the
-    real summary.
+    of the median; `price` is that of a chip in an hour, `gib` the peak of a device of 16 GiB, `asked` further
+    overrides. The rest is that of the real summary.
     """
     mesh, _, partition = layout.partition("-")
     found = trial_of(golden(stage), stage, sweep, layout)
-    about = found.about | {"layout": layout, "mesh": mesh, "partition": partition}
+    about: dict[str, Any] = found.about | {"layout": layout, "mesh": mesh, "partition": partition}
     about |= {"degrees": degrees} if degrees else {}
-    about |= {"target": target, "described": target} if target else {}
+    about |= {"target": target, "described": described or target} if target else {}
     about |= {"batch": batch} if batch else {}
-    found = replace(found, key=f"{stage}:{target}:{layout}:{batch}", about=about, status=status, reason=reason)
+    key = ":".join([stage, described or str(target), layout, str(batch), *asked])
+    found = replace(found, key=key, about=about, status=status, reason=reason)
+    found = replace(found, overrides=[*found.overrides, *asked])
     if per_chip is None:
         held = {"needed": int(gib * 2**30), "usable": 16 * 2**30} if gib is not None else None
         return replace(found, folder=None, results={"memory": held} if held else {})

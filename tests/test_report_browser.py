@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from reported import golden, sweep_folder, trial, trial_of
+from test_report_work import for_a_cpu
 from valkyrie.report.page import write_report
 from valkyrie.sweep.trial import Status
 
@@ -60,9 +61,14 @@ class Opened:
     asked: list[str] = field(default_factory=list)
 
     def column(self, name: str) -> list[str]:
-        heads = self.page.locator("#table thead th").all_inner_texts()
-        cells = self.page.locator(f"#table tbody tr td:nth-child({heads.index(name) + 1})")
-        return [text.strip() for text in cells.all_inner_texts()]
+        """Return the cells of a column, row by row; "" where the row has none, because its reason stands there."""
+        column = self.page.locator("#table thead").get_by_role("columnheader", name=name, exact=True)
+        cell = f"[data-id={column.get_attribute('data-id')}]"
+        found = self.page.evaluate(
+            "cell => [...document.querySelectorAll('#table tbody tr')].map((r) => r.querySelector(cell)?.innerText)",
+            cell,
+        )
+        return [(text or "").strip() for text in found]
 
     def sort(self, name: str) -> str | None:
         head = self.page.locator("#table").get_by_role("columnheader", name=name, exact=True)
@@ -110,14 +116,27 @@ def test_every_simulated_speed_bears_the_word(opened: Opened):
 
 def test_sort(opened: Opened):
     assert opened.sort("memory") == "ascending"
-    sizes = [text for text in opened.column("memory") if text]
-    assert sizes[-3:] == ["4.0 GiB", "12.0 GiB", "12.0 GiB"] or sizes[-1] == "12.0 GiB"
-    assert "MiB" in sizes[0]
+    sizes = ["5.9 MiB", "13.9 MiB", "4.0 GiB", "4.0 GiB", "12.0 GiB", "12.0 GiB", "20.0 GiB"]
+    assert opened.column("memory") == [*sizes, ""]
     assert opened.sort("memory") == "descending"
-    assert opened.column("memory")[0] == "12.0 GiB"
+    assert opened.column("memory") == [*reversed(sizes), ""]
     assert opened.sort("tokens/s/chip") == "descending"
     assert opened.column("layout")[:2] == ["2x4x1-fsdp", "2x2x2-2d_tp"]
-    assert opened.page.locator('#table th[aria-sort="none"]').count() == opened.page.locator("#table th").count() - 1
+    heads = opened.page.locator("#table thead th").count()
+    assert opened.page.locator('#table th[aria-sort="none"]').count() == heads - 1
+
+
+def test_a_reason_stands_where_nothing_is_known(opened: Opened):
+    row = opened.page.locator("#table tbody tr", has_text="1x1x8-dp")
+    assert row.locator("td.reason").inner_text() == "needs 20.0 GiB of 16.0 GiB usable"
+    assert row.locator("td[data-id=held]").inner_text() == "20.0 GiB"
+    refused = opened.page.locator("#table tbody tr", has_text="3x1x1-dp")
+    spans = refused.locator("td, th").evaluate_all("cells => cells.map((cell) => cell.colSpan)")
+    assert sum(spans) == opened.page.locator("#table thead th").count() and spans.count(1) == len(spans) - 1
+
+
+def test_a_layout_heads_its_row(opened: Opened):
+    assert opened.page.get_by_role("rowheader", name="8x1x1-dp", exact=True).count() == 2
 
 
 def test_filter(opened: Opened):
@@ -161,9 +180,9 @@ def test_keyboard_alone(opened: Opened):
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert page.evaluate(outline) == "solid"
     page.keyboard.press("Enter")
-    assert page.locator("#table th[data-id=layout]").get_attribute("aria-sort") == "ascending"
+    assert page.locator("#table thead th[data-id=layout]").get_attribute("aria-sort") == "ascending"
     page.keyboard.press("Space")
-    assert page.locator("#table th[data-id=layout]").get_attribute("aria-sort") == "descending"
+    assert page.locator("#table thead th[data-id=layout]").get_attribute("aria-sort") == "descending"
 
 
 def brightness(opened: Opened, what: str) -> float:
@@ -177,7 +196,9 @@ def test_dark_and_light(opened: Opened):
     assert (brightness(opened, "backgroundColor") < brightness(opened, "color")) == dark
     label = "getComputedStyle(document.querySelector('#speed svg .role-axis-label text')).fill"
     assert opened.page.evaluate(label) == opened.page.evaluate("getComputedStyle(document.body).color")
-    opened.page.locator("#theme").click()
+    theme = opened.page.locator("#theme")
+    assert theme.inner_text() == ("Light page" if dark else "Dark page") and theme.get_attribute("aria-pressed") is None
+    theme.click()
     assert (brightness(opened, "backgroundColor") < brightness(opened, "color")) != dark
     assert opened.page.evaluate(label) == opened.page.evaluate("getComputedStyle(document.body).color")
     opened.page.emulate_media(media="print")
@@ -189,6 +210,29 @@ def test_dark_and_light(opened: Opened):
 @pytest.mark.parametrize("opened", [{"viewport": {"width": 400, "height": 800}}], indirect=True)
 def test_narrow_screens_do_not_scroll_sideways(opened: Opened):
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def opened_at(browser: Browser, report: Path) -> Opened:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(report.as_uri())
+    page.wait_for_selector("body[data-ready]", timeout=30_000)
+    return Opened(page)
+
+
+def test_a_sweep_without_timelines_opens_on_the_best_layout(browser: Browser, tmp_path: Path):
+    opened = opened_at(browser, write_report(sweep_folder(tmp_path, TRIALS)))
+    assert opened.page.locator("#chosen").input_value() == "0"
+    opened.page.close()
+
+
+def test_a_sweep_without_speeds_shows_memory_and_bytes(browser: Browser, tmp_path: Path):
+    found = [for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6)]
+    opened = opened_at(browser, write_report(sweep_folder(tmp_path, found)))
+    assert opened.column("memory") == ["2.0 GiB", "4.0 GiB"] and opened.column("sent") == ["9.00 MB", "4.00 MB"]
+    assert opened.page.locator("#memory svg .mark-rect path").count() == 2
+    assert opened.page.locator("#sent svg .mark-rect path").count() == 2
+    assert opened.page.locator("#table td.reason").count() == 0
+    opened.page.close()
 
 
 def test_without_javascript_the_answers_are_there(browser: Browser, report: Path):

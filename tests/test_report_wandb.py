@@ -66,7 +66,7 @@ def test_the_report_sets_what_was_predicted_beside_what_was_measured(dry: dict[s
     grids = [block for block in dry["report"]["blocks"] if block["type"] == "panel-grid"]
     assert len(grids) == 4
     for grid in grids:
-        assert [runs["name"] for runs in grid["runSets"]] == ["measured", "predicted by compiling", "trained"]
+        assert [runs["name"] for runs in grid["runSets"]] == ["measured", "predicted", "trained"]
         assert all("laptop_8" in runs["filters"] and "stage" in runs["filters"] for runs in grid["runSets"])
         assert grid["panels"]
 

@@ -1,9 +1,14 @@
-"""Decides how a command that is no Hydra program tells a wrong argument."""
+"""Decides what our commands have in common: how a wrong argument is told, and how one ends that nobody reads."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import NoReturn
+
+NOBODY_READS = 141
+"""Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -12,3 +17,9 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def leave_unread() -> NoReturn:
+    """Exit after a BrokenPipeError: whoever read our output has gone, as `head` does, and no more is written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(NOBODY_READS)

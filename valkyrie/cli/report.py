@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser
+from valkyrie.cli.parser import OneLineParser, leave_unread
 from valkyrie.report.wandb import add_arguments, main_wandb
 
 
@@ -15,11 +15,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
     arguments = _parser().parse_args(argv)
     try:
+        _refuse_what_says_nothing(arguments)
         if arguments.wandb is not None:
             sys.exit(main_wandb(arguments.wandb, arguments.group, arguments.dry_run))
-        if arguments.group is not None or arguments.dry_run:
-            raise ValueError("--group and --dry-run go with --wandb ENTITY/PROJECT.")
         _report(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_unread()
     except (ValueError, OSError) as error:
         print(f"valkyrie-report: {error}", file=sys.stderr)
         sys.exit(2)
@@ -39,15 +41,29 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="the file to write instead of report.html in the first PATH; - for the screen, where md and csv go anyway",
     )
-    parser.add_argument("--format", choices=("html", "md", "csv"), default="html")
+    parser.add_argument("--format", choices=("html", "md", "csv"), help="html by default")
     add_arguments(parser)
     both = "two sweeps side by side, by name or folder"
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=both)
     return parser
 
 
+def _refuse_what_says_nothing(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that what was asked for would not look at."""
+    if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
+        raise ValueError("--group and --dry-run go with --wandb ENTITY/PROJECT.")
+    if arguments.wandb is not None:
+        given = {"PATH": arguments.paths, "--format": arguments.format, "--output": arguments.output}
+        given |= {"--compare": arguments.compare}
+        unread = [name for name, value in given.items() if value]
+        if unread:
+            raise ValueError(f"--wandb builds a dashboard of what W&B has: leave out {', '.join(unread)}.")
+    if arguments.compare and arguments.format == "csv":
+        raise ValueError("--compare has no place in csv, a line for each trial. Use --format html or --format md.")
+
+
 def _report(arguments: argparse.Namespace) -> None:
-    from valkyrie.report.page import page
+    from valkyrie.report.page import page, write_whole
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
@@ -59,20 +75,18 @@ def _report(arguments: argparse.Namespace) -> None:
         asked = f"--compare {' '.join(named)} names no folder here" if named else "no path was given"
         raise ValueError(f"{asked}. Give a sweep's folder, or a folder of them: valkyrie-report runs")
     rows = read_rows(paths)
-    comparison = None
-    if named:
-        comparison = compare(rows, *named)
-    if arguments.format == "html":
+    comparison = compare(rows, *named) if named else None
+    kind = arguments.format or "html"
+    if kind == "html":
         text = page(rows, comparison)
     else:
-        text = as_csv(rows) if arguments.format == "csv" else as_markdown(rows, comparison)
-    to_screen = str(arguments.output) == "-" or (arguments.output is None and arguments.format != "html")
+        text = as_csv(rows) if kind == "csv" else as_markdown(rows, comparison)
+    to_screen = str(arguments.output) == "-" or (arguments.output is None and kind != "html")
     if to_screen:
         sys.stdout.write(text)
         return
     output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
-    output.write_text(text, encoding="utf-8")
-    print(f"{len(rows)} trials: {output}")
+    print(f"{len(rows)} trials: {write_whole(text, output)}")
 
 
 if __name__ == "__main__":

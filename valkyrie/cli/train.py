@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from valkyrie.cli.parser import leave_unread
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
@@ -27,8 +28,6 @@ OUR_ERROR = 1
 """Exit status after a mistake of ours."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-NOBODY_READS = 141
-"""Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
 
 
 def main() -> None:
@@ -45,9 +44,8 @@ def main() -> None:
             if problems:
                 raise ValueError(_with_choices(run, problems))
             sys.exit(_dispatch(run, arguments))
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(NOBODY_READS)
+    except BrokenPipeError:
+        leave_unread()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,32 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from valkyrie.sweep.names import NUMBERED
-from valkyrie.sweep.trial import Status, TrialLog
+from valkyrie.sweep.trial import PAGE, Status, TrialLog
 
 
 class SweepPage(Callback):
     """Writes `report.html` into the sweep's folder, unless no trial there has numbers."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the page."""
+        """Write the page; where that fails, remove one of before and say why on stderr: it lacks the new trials."""
         folder = Path(config.hydra.sweep.dir)
-        if any(t.stage in NUMBERED and t.status is not Status.refused for t in TrialLog(folder).read()):
+        if not any(t.stage in NUMBERED and t.status is not Status.refused for t in TrialLog(folder).read()):
+            return
+        try:
             from valkyrie.report.page import write_report
 
             write_report(folder)
+        except Exception as error:  # Hydra would make a warning of it, and keep the page of before
+            said = f"the page could not be written ({type(error).__name__}: {error})"
+            print(f"{said}{_removed(folder / PAGE)}. Once it can be: valkyrie-report {folder}", file=sys.stderr)
+
+
+def _removed(page: Path) -> str:
+    """Remove the page of an earlier end, and return what to say of it."""
+    if not page.exists():
+        return ""
+    try:
+        page.unlink()
+    except OSError:
+        return f"; {page} is of an earlier sweep and lacks the newest trials"
+    return "; the one of before, which lacks the newest trials, was removed"

@@ -50,16 +50,18 @@ HEAT = Figure(
     "N devices are split three ways: MP1 splits the width of every matrix, MP2 the vectors between them, DP the batch "
     "(fully sharded data counts as DP: it splits the batch too). A cell is the best layout with those three numbers, "
     "in tokens/s/chip; darker is faster.",
-    "No layout here says how it splits the devices.",
+    "No layout here has a speed and says how it splits the devices.",
     values.cells,
     specs.heat,
 )
 MEMORY = Figure(
     "memory",
     "Memory against speed",
-    "Up is faster, left needs less memory. The dashed line joins the layouts that no other beats in both. Right of the "
-    "red line a program needs more than a device has: crosses there are layouts that do not fit.",
-    "No layout here has both a speed and a peak of memory.",
+    "Up is faster, left needs less memory. The dashed line joins the layouts that no other of the same "
+    "work beats in both. Right of the "
+    "red line a program needs more than a device has: crosses there are layouts that do not fit. Where there is no "
+    "speed, bars are the memory alone.",
+    "No layout here that fits says its peak of memory.",
     values.memory,
     specs.memory,
 )
@@ -72,7 +74,7 @@ PARTS_OF_STEP = Figure(
     "Predictions for a TPU take a step apart (valkyrie-train mode=compile target=v5e-8), and mode=measure where the "
     "profiler tells collectives.",
     values.parts,
-    specs.stack("one step", "part", specs.part_colours),
+    specs.stack("one step", "part", specs.part_colours, times=True),
 )
 SENT = Figure(
     "sent",
@@ -81,7 +83,7 @@ SENT = Figure(
     "axes at once. Bytes are exact: they stand in the compiled program.",
     "No layout here sends anything between devices, or none says what.",
     values.sent,
-    specs.stack("sent by one device in a step", "mesh axes", specs.axes_colours),
+    specs.stack("sent by one device in a step", "mesh axes", specs.axes_colours, times=False),
 )
 PAIRS = Figure(
     "pairs",
@@ -95,12 +97,15 @@ PAIRS = Figure(
 PRICE = Figure(
     "price",
     "Price against speed",
-    "Up is faster, left is cheaper. The dashed line joins what no other beats in both.",
+    "Up is faster, left is cheaper. The dashed line joins what no other of the same work beats in both.",
     "All layouts with a price cost the same an hour, so the fastest is also the cheapest.",
     values.prices,
     specs.price,
 )
 OF_A_GROUP = [SPEED, HEAT, PARTS_OF_STEP, SENT, MEMORY]
 """Figures of trials whose speeds are of one kind."""
-OF_ALL = [PAIRS, PRICE]
-"""Figures of all trials together."""
+
+
+def of_all(rows: Sequence[Row]) -> list[Figure]:
+    """Return the figures of all trials together; that of prices only where there is a price."""
+    return [PAIRS, PRICE] if any(row.ok and row.price for row in rows) else [PAIRS]

@@ -27,6 +27,7 @@
     share: (v) => `${(100 * v).toFixed(v < 0.0995 ? 1 : 0)}%`,
     dollars: (v) => `${Number(v.toPrecision(3))} $`,
   };
+  const missing = (value) => value === null || value === "";
   const ABOUT = ["rank", "layout", "seen", "status", "partition", "mesh"];
   const TIMED = ["speed", "seconds"];
 
@@ -34,14 +35,17 @@
   let order = { column: null, down: false };
   const cell = (row, column, index) => {
     const value = row[at[column.id]];
-    const td = make("td", { class: column.kind === "text" || column.kind === "layout" ? column.id : "number" });
-    if (value === null || value === "") return td;
+    const kind = column.kind === "text" || column.kind === "layout" ? column.id : "number";
+    const td = column.kind === "layout"
+      ? make("th", { scope: "row", class: kind, "data-id": column.id })
+      : make("td", { class: kind, "data-id": column.id });
+    if (missing(value)) return td;
     if (column.kind === "layout") {
       const button = make("button", { type: "button" }, value);
       button.addEventListener("click", () => choose(index, true));
       td.append(button);
     } else if (column.id === "status") {
-      td.append(make("span", { class: `badge ${value === "ok" ? "ok" : ""}` }, value));
+      td.append(make("span", { class: `badge ${value === "ok" ? "ok" : ""}`, title: row[at.reason] || "" }, value));
     } else if (column.kind === "text") {
       td.append(value);
     } else {
@@ -58,18 +62,26 @@
     );
   };
   const compared = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+  // The longest run of neighbouring columns in which a row has nothing: its reason stands there.
+  const gap = (row) => {
+    let best = [0, 0], start = 0;
+    columns.forEach((column, i) => {
+      if (ABOUT.includes(column.id) || !missing(row[at[column.id]])) start = i + 1;
+      else if (i + 1 - start > best[1] - best[0]) best = [start, i + 1];
+    });
+    return best;
+  };
   const cells = (row, index) => {
-    const text = row[at.reason];
-    if (!text || row[at.per_chip] !== null) return columns.map((column) => cell(row, column, index));
-    const few = columns.filter((column) => ABOUT.includes(column.id));
-    const reason = make("td", { class: "reason", colspan: columns.length - few.length, title: text }, make("div", {}, text));
-    return [...few.map((column) => cell(row, column, index)), reason];
+    const text = row[at.reason], [start, end] = gap(row);
+    const made = columns.map((column) => cell(row, column, index));
+    if (!text || row[at.per_chip] !== null || start === end) return made;
+    made.splice(start, end - start, make("td", { class: "reason", colspan: end - start, title: text }, make("div", {}, text)));
+    return made;
   };
   const fillTable = () => {
     const shown = data.rows.map((row, i) => [row, i]).filter(([row]) => wanted(row));
     if (order.column) {
       const i = at[order.column];
-      const missing = (value) => value === null || value === "";
       shown.sort(([a], [b]) => {
         if (missing(a[i]) || missing(b[i])) return missing(a[i]) - missing(b[i]);
         return (order.down ? -1 : 1) * compared(a[i], b[i]);
@@ -88,7 +100,7 @@
     }
     fillTable();
   };
-  const columns = data.columns.filter((column) => column.id !== "reason" && data.rows.some((row) => row[at[column.id]] !== null && row[at[column.id]] !== ""));
+  const columns = data.columns.filter((column) => column.id !== "reason" && data.rows.some((row) => !missing(row[at[column.id]])));
   const head = make("tr");
   for (const column of columns) {
     const button = make("button", { type: "button", title: column.help }, column.label);
@@ -121,7 +133,9 @@
     const empty = node.parentElement.querySelector(".empty");
     if (empty) empty.hidden = Boolean(spec);
     if (!spec) return node.replaceChildren();
-    views.set(node, await window.vegaEmbed(node, structuredClone(spec), OPTIONS));
+    const shown = structuredClone(spec);
+    shown.config.axis.labelLimit = Math.min(720, Math.max(160, 0.62 * node.clientWidth));
+    views.set(node, await window.vegaEmbed(node, shown, OPTIONS));
   };
   const drawGroup = (index) =>
     Object.entries(data.figures).map(([id, specs]) => draw(document.querySelector(`[data-figure="${id}"]`), specs[index]));
@@ -136,7 +150,7 @@
   // ---- one layout
   const NAMES = {
     seen: "speed is", status: "status", reason: "reason", per_chip: "tokens/s/chip", step: "step", held: "memory",
-    roles: "what each mesh axis does", on: "hardware", work: "work", command: "command", folder: "run folder",
+    roles: "what each mesh axis does", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
     memory: "memory holds", reported: "devices report a peak of", compiled: "compiled in", placement: "on the torus", hints: "hints",
   };
   const fact = (name, value) => {
@@ -151,7 +165,7 @@
     const facts = [];
     for (const id of ["seen", "status", "reason", "per_chip", "step", "held"]) {
       const column = data.columns[at[id]], value = row[at[id]];
-      if (value === null || value === "") continue;
+      if (missing(value)) continue;
       const word = TIMED.includes(column.kind) && simulated[row[at.seen]] ? " simulated" : "";
       facts.push(...fact(id, (written[column.kind] || String)(value) + word));
     }
@@ -267,8 +281,7 @@
   const paint = () => {
     const now = asked ? asked === "dark" : dark.matches;
     document.documentElement.dataset.theme = now ? "dark" : "light";
-    byId("theme").textContent = now ? "Light" : "Dark";
-    byId("theme").setAttribute("aria-pressed", String(now));
+    byId("theme").textContent = now ? "Light page" : "Dark page";
   };
   dark.addEventListener("change", paint);
   byId("theme").addEventListener("click", () => {
@@ -280,7 +293,8 @@
 
   paint();
   fillTable();
-  choose(Math.min(data.rows.length - 1, ...Object.keys(data.timelines).map(Number)), false);
+  const first = Math.min(...Object.keys(data.timelines).map(Number));
+  choose(Number.isFinite(first) ? first : 0, false);
   Promise.all([...drawGroup(0), ...Object.entries(data.together).map(([id, spec]) => draw(document.querySelector(`[data-figure="${id}"]`), spec))])
     .then(() => { document.body.dataset.ready = "true"; });
 })();

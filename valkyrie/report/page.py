@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,12 +14,12 @@ from typing import Any
 
 from valkyrie.paths import cache_root
 from valkyrie.report import table, words
-from valkyrie.report.figures import OF_A_GROUP, OF_ALL, Figure, specification
+from valkyrie.report.figures import OF_A_GROUP, Figure, of_all, specification
 from valkyrie.report.rank import Comparison, agreement, best_per_target, groups, predicted_and_measured, refusals
 from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
-from valkyrie.report.values import PART_NAMES, axes_named
+from valkyrie.report.values import PART_NAMES, axes_named, labels
 from valkyrie.search.units import percent
 from valkyrie.sweep.trial import PAGE
 
@@ -28,56 +29,82 @@ TIMELINES = 8
 """Of how many layouts a page holds the timeline, the best of every kind of speed first."""
 TORUSES = 60
 """Of how many layouts a page holds the picture on the torus."""
+LONG = 44
+"""Letters of a layout and what tells it apart, beyond which figures take the whole width."""
 
 
 def write_report(folder: Path) -> Path:
     """Write the page of a sweep's folder, or of a folder of sweeps, into it; return where it is."""
-    path = folder / PAGE
-    path.write_text(page(read_rows([folder])))
+    return write_whole(page(read_rows([folder])), folder / PAGE)
+
+
+def write_whole(text: str, path: Path) -> Path:
+    """Write a file in one piece, so that a reader sees the one before or this one; return its path."""
+    if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
+        path.write_text(text, encoding="utf-8")
+        return path
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
-    """Return the page of these trials; `comparison` adds two sweeps side by side."""
-    drawn = TIMELINES
-    while True:
-        text = _page(rows, comparison, drawn)
-        if len(text.encode()) <= LIMIT or drawn == 0:
-            return text
-        drawn //= 2
+    """Return the page of these trials; `comparison` adds two sweeps side by side.
+
+    Beyond `LIMIT` timelines are left out, those of the best layouts last.
+    """
+    data, parts = _data(rows), _parts(rows, comparison)
+    text = _filled(parts | {"data": _json(data)})
+    while len(text.encode()) > LIMIT and data["timelines"]:
+        kept = list(data["timelines"].items())
+        data["timelines"] = dict(kept[: len(kept) // 2])
+        text = _filled(parts | {"data": _json(data)})
+    return text
 
 
-def _page(rows: Sequence[Row], comparison: Comparison | None, timelines: int) -> str:
+def _filled(parts: dict[str, str]) -> str:
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, str]:
+    """Return what stands in the places of the page's frame, without the data of its script."""
     sweeps = list(dict.fromkeys(row.sweep for row in rows))
+    wide = max(map(len, labels(rows).values())) > LONG
     title = ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else "")
-    parts = {
+    return {
         "title": html.escape(title),
         "summary": html.escape(words.summary(rows)),
         "notice": _notice(rows),
         "answers": _answers(rows),
         "best": table.best(best_per_target(rows)),
-        "figures": "".join(_figure(figure, rows) for figure in OF_A_GROUP),
-        "together": "".join(_figure(figure, rows) for figure in OF_ALL),
+        "figures": "".join(_figure(figure, wide) for figure in OF_A_GROUP),
+        "together": "".join(_figure(figure, False) for figure in of_all(rows)),
         "order": _order(rows),
         "compared": "" if comparison is None else table.compared(comparison),
         "refused": table.refused(refusals(rows)),
         "version": html.escape(version("valkyrie-jax")),
         "css": _asset("page.css"),
-        "data": _json(_data(rows, timelines)),
         "vega": _in_script(_vega()),
         "js": _in_script(_asset("page.js")),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
-def _data(rows: Sequence[Row], timelines: int) -> dict[str, Any]:
-    """Return what the script of the page reads: table, figures by kind of speed, and details of layouts."""
+def _data(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the script of the page reads: table, figures by kind of speed, and details of layouts.
+
+    Timelines are in the order of `_best_first`.
+    """
     kinds = groups(rows)
     ordered = [row for members in kinds.values() for row in members]
     timed = _best_first(list(kinds.values()))
+    place = {row.id: i for i, row in enumerate(ordered)}
     drawn: dict[str, dict[str, Any]] = {}
     for row in timed:
-        if len(drawn) >= timelines:
+        if len(drawn) >= TIMELINES:
             break
         if (found := timeline(row)) is not None:
             drawn[row.id] = found
@@ -85,12 +112,12 @@ def _data(rows: Sequence[Row], timelines: int) -> dict[str, Any]:
     return {
         "groups": [{"label": group.label, "simulated": group.simulated} for group in kinds],
         "figures": {figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
-        "together": {figure.id: specification(figure, ordered) for figure in OF_ALL},
+        "together": {figure.id: specification(figure, ordered) for figure in of_all(rows)},
         "columns": [vars(column) for column in table.COLUMNS],
         "rows": table.cells(kinds),
         "details": [table.details(row) for row in ordered],
-        "timelines": {i: drawn[row.id] for i, row in enumerate(ordered) if row.id in drawn},
-        "toruses": {i: placed[row.id] for i, row in enumerate(ordered) if row.id in placed},
+        "timelines": {place[id]: found for id, found in drawn.items()},
+        "toruses": {place[id]: found for id, found in placed.items()},
         "timeline": timeline_spec(),
         "colours": _colours(drawn, placed),
     }
@@ -126,13 +153,12 @@ def _answers(rows: Sequence[Row]) -> str:
         first, *others = words.answer(group, members)
         listed = "".join(f"<li>{html.escape(line)}</li>" for line in others)
         said.append(f'<div class="answer"><p class="lead">{html.escape(first)}</p><ul>{listed}</ul></div>')
-    price = words.price_line(rows)
-    return "".join(said) + (f"<p>{html.escape(price)}</p>" if price else "")
+    return "".join([*said, *(f"<p>{html.escape(line)}</p>" for line in words.price_lines(rows))])
 
 
-def _figure(figure: Figure, rows: Sequence[Row]) -> str:
+def _figure(figure: Figure, wide: bool) -> str:
     return (
-        f'<section class="figure" id="{figure.id}" aria-labelledby="{figure.id}-title">'
+        f'<section class="figure{" wide" * wide}" id="{figure.id}" aria-labelledby="{figure.id}-title">'
         f'<h3 id="{figure.id}-title">{html.escape(figure.title)}</h3><p class="words">{html.escape(figure.words)}</p>'
         f'<div class="chart" data-figure="{figure.id}"></div>'
         f'<p class="empty" hidden>{html.escape(figure.empty)}</p></section>'
@@ -173,7 +199,5 @@ def _vega() -> str:
     kept = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{id(kept)}.partial")
-        partial.write_text(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"), encoding="utf-8")
-        partial.replace(kept)
+        write_whole(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"), kept)
     return kept.read_text(encoding="utf-8")

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from valkyrie.report.records import Group, Row
+from valkyrie.report.records import AT_HAND, Group, Row, Work
 from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
+"""What is said of a trial that has no result and no reason."""
 
 
 def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
@@ -53,6 +54,14 @@ def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> lis
     return found
 
 
+def unbeaten(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
+    """Return the ids of the rows that no other of the same work beats."""
+    by_work: dict[Work, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_work[row.work].append(row)
+    return {row.id for members in by_work.values() for row in front(members, cost)}
+
+
 def memory_of(row: Row) -> int | None:
     """Return the bytes of one device at its peak."""
     return row.held
@@ -78,42 +87,62 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sweeps: the layouts of both, kind by kind, and the rows that only one has. `median` is of the ratios."""
+    """Two sweeps: the layouts of both, kind by kind, and the rows that only one has. `median` is of the ratios.
+
+    `again` are rows left out because their own sweep has a faster one of the same layout and work.
+    """
 
     a: str
     b: str
     pairs: list[Pair]
     only_a: list[Row]
     only_b: list[Row]
+    again: list[Row]
 
     @property
     def median(self) -> float | None:
         """Return the middle of b's speeds over a's, over layouts that both ran."""
         return statistics.median(ratios) if (ratios := [p.ratio for p in self.pairs if p.ratio]) else None
 
+    @property
+    def said(self) -> str:
+        """Return in a few sentences what is in both, what in one alone, and what was left out."""
+        found = f"Layouts of one work that are in both: {len(self.pairs)}"
+        found += f"; in the middle {self.b} is {self.median:.2f}x as fast as {self.a}" if self.median else ""
+        found += f". Only {self.a} has {len(self.only_a)} trials, only {self.b} {len(self.only_b)}."
+        if self.again:
+            found += (
+                f" Left out, because the same sweep has a faster trial of their layout and work: {len(self.again)}."
+            )
+        return found
+
 
 def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
     """Return two sweeps, by name or by folder, side by side; ValueError names the sweeps that there are.
 
-    A pair has the same layout, model, batch and length, told by the same stage on the same target.
+    A pair has the same layout and work, told by the same stage on the same target. Of several such trials in a sweep
+    the fastest is taken.
     """
-    found = []
+    found: list[dict[tuple[object, ...], Row]] = []
+    again: list[Row] = []
     for name in (a, b):
         members = [row for row in rows if name == row.sweep or Path(name).resolve() == row.source.resolve()]
         if not members:
             known = ", ".join(dict.fromkeys(f"{row.sweep} ({row.source})" for row in rows))
             raise ValueError(f"--compare {a} {b}: there is no sweep {name} here. There are: {known}.")
-        found.append({_same(row): row for row in members})
+        best: dict[tuple[object, ...], Row] = {}
+        again += [row for row in ranked(members) if best.setdefault((row.group, row.layout, row.work), row) is not row]
+        found.append(best)
     left, right = found
     pairs = [Pair(row, right[key]) for key, row in left.items() if key in right]
     pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
     only_a = ranked(row for key, row in left.items() if key not in right)
     only_b = ranked(row for key, row in right.items() if key not in left)
-    return Comparison(a, b, pairs, only_a, only_b)
+    return Comparison(a, b, pairs, only_a, only_b, again)
 
 
 def predicted_and_measured(rows: Iterable[Row]) -> list[Pair]:
-    """Return layouts that were both compiled for a time and run, of one work; the prediction first.
+    """Return layouts that were both compiled for a time and run, of one work in whatever precision; predictions first.
 
     What ran on a named target is held against predictions for that target, what ran on simulated devices or on those
     at hand against all of them.
@@ -122,23 +151,23 @@ def predicted_and_measured(rows: Iterable[Row]) -> list[Pair]:
     rows = [row for row in rows if row.ok]
     for row in rows:
         if row.group.stage == "compile":
-            told[(row.layout, *row.work[:3])].append(row)
+            told[(row.layout, row.work.step)].append(row)
     ran = (row for row in rows if row.group.stage != "compile")
-    pairs = [Pair(prediction, row) for row in ran for prediction in told[(row.layout, *row.work[:3])]]
-    return [p for p in pairs if p.b.group.simulated or p.b.group.target in ("auto", p.a.group.target)]
+    pairs = [Pair(prediction, row) for row in ran for prediction in told[(row.layout, row.work.step)]]
+    return [p for p in pairs if _may_meet(p)]
 
 
 def agreement(pairs: Sequence[Pair]) -> float | None:
-    """Return the share of two layouts that the prediction puts into the order that was measured; None for fewer.
+    """Return the share of two layouts of one work that the prediction puts into the order that was measured.
 
-    Kendall's concordance, ties left out.
+    Kendall's concordance, ties left out; None where no two layouts have the same work.
     """
     agree = total = 0
     for i, one in enumerate(pairs):
         for other in pairs[:i]:
             told = _rate(one.a) - _rate(other.a)
             ran = _rate(one.b) - _rate(other.b)
-            if one.a.group == other.a.group and one.b.group == other.b.group and told and ran:
+            if _kind(one) == _kind(other) and told and ran:
                 total += 1
                 agree += (told > 0) == (ran > 0)
     return agree / total if total else None
@@ -158,8 +187,14 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
     return [(status, members[0].reason or UNKNOWN, members) for (status, _), members in listed]
 
 
-def _same(row: Row) -> tuple[object, ...]:
-    return (row.group, row.layout, *row.work)
+def _may_meet(pair: Pair) -> bool:
+    """Return whether what was run says something of what was predicted: the same target, or no one target at all."""
+    at_hand = pair.b.trial.about.get("target") == AT_HAND
+    return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
+
+
+def _kind(pair: Pair) -> tuple[object, ...]:
+    return pair.a.group, pair.b.group, pair.a.work, pair.b.work
 
 
 def _rate(row: Row) -> float:

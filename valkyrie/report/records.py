@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.hardware import known_chips
+from valkyrie.report.varied import target_of, varied_of
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
 
 DEPTH = 2
@@ -19,12 +20,19 @@ COLLECTIVES = "collectives"
 REST = "rest"
 """The part of a measured step that is no collective."""
 
-_STAGES = {"compile": "predicted", "measure": "measured", "train": "trained"}
-_SIMULATED = ("auto", "cpu")
+STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
+"""How each stage tells a speed."""
+AT_HAND = "auto"
+"""The target that is whatever devices there are."""
+_SIMULATED = (AT_HAND, "cpu")
 
 
 class Group(NamedTuple):
-    """Trials whose speeds are of one kind: told by one stage, on one target, simulated or not."""
+    """Trials whose speeds are of one kind: told by one stage, on one target, simulated or not.
+
+    `target` has the topology and the slices with it where they were asked for, and is the devices themselves where a
+    measurement took those at hand.
+    """
 
     stage: str
     target: str
@@ -33,22 +41,38 @@ class Group(NamedTuple):
     @property
     def label(self) -> str:
         """Return it in words: `predicted for v5e-8`, `measured on simulated devices`."""
-        verb = _STAGES.get(self.stage, self.stage)
+        verb = STAGES.get(self.stage, self.stage)
         if self.stage == "compile":
             return f"{verb} for {self.target}"
         if not self.simulated:
-            return f"{verb} on {self.target}"
+            return f"{verb} on {'the devices at hand' if self.target == AT_HAND else self.target}"
         which = "" if self.target in _SIMULATED else f" ({self.target})"
         return f"{verb} on simulated devices{which}"
 
 
 class Work(NamedTuple):
-    """What a step does, whatever the layout: two speeds are compared in words only where this is the same."""
+    """What a step does, whatever the layout: two speeds are compared in words only where this is the same.
+
+    `varied` is what the sweep varies beside the layout and the other fields: `("layers=12", "state_size=1024")`.
+    """
 
     model: str
     batch: int | None
     seq: int | None
     precision: str
+    varied: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return it in a few words, without the precision."""
+        return ", ".join(
+            [self.model, f"{self.batch} x {self.seq} tokens", *([" ".join(self.varied)] * bool(self.varied))]
+        )
+
+    @property
+    def step(self) -> tuple[object, ...]:
+        """What is computed, in whatever precision: by this a prediction and a measurement meet."""
+        return self.model, self.batch, self.seq, self.varied
 
 
 @dataclass(frozen=True)
@@ -98,6 +122,11 @@ class Row:
         return self.trial.sweep
 
     @property
+    def status(self) -> str:
+        """What became of it, in words."""
+        return self.trial.status.value.replace("_", " ")
+
+    @property
     def ok(self) -> bool:
         """Whether it has a speed to be ranked by."""
         return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
@@ -109,15 +138,17 @@ class Row:
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Return the trials under these paths, sweep by sweep; ValueError where there is none."""
-    rows: list[Row] = []
-    for folder in find_sweeps(paths):
-        try:
-            trials = TrialLog(folder).read()
-        except ValueError as error:
-            raise ValueError(f"{folder / TRIALS} cannot be read: {error}.") from error
-        said = {_kind(t): t.results["simulated"] for t in trials if "simulated" in t.results}
-        rows += [row_of(t, folder, _is_simulated(t, said.get(_kind(t)))) for t in trials]
+    """Return the trials under these paths, sweep by sweep; ValueError where there is none, or a file is damaged."""
+    sweeps = {folder: TrialLog(folder).read() for folder in find_sweeps(paths)}
+    varied, rows = varied_of(sweeps), []
+    for folder, trials in sweeps.items():
+        simulated = _said(trials, "simulated")
+        devices = _said(trials, "devices")
+        for trial in trials:
+            kind = _kind(trial)
+            told = {"devices": devices.get(kind)} | trial.results
+            row = row_of(trial, folder, _is_simulated(trial, simulated.get(kind)), told["devices"])
+            rows.append(replace(row, work=row.work._replace(varied=varied[folder, trial.key])))
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: there is no trial yet. Wait until the first one has ended.")
     return rows
@@ -147,9 +178,13 @@ _ADVICE = (
 )
 
 
-def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
-    """Return a trial of this sweep folder as a row; `simulated` says that its devices are no accelerators."""
-    about, results = trial.about, trial.results
+def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None = None) -> Row:
+    """Return a trial of this sweep folder as a row; `simulated` says that its devices are no accelerators.
+
+    `devices` are what a measurement on whatever devices there are took: `8 x NVIDIA H100`. What its sweep varies is
+    not known here: `work.varied` is empty.
+    """
+    about, results, target = trial.about, trial.results, target_of(trial.about)
     step, memory = results.get("step") or {}, results.get("memory") or {}
     sent = results.get("communication") or {}
     chips = about.get("chips")
@@ -159,7 +194,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool) -> Row:
     return Row(
         trial=trial,
         source=folder,
-        group=Group(trial.stage, str(about.get("target") or "unknown target"), simulated),
+        group=Group(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
         work=Work(
             str(about.get("model") or "?"), about.get("batch"), about.get("seq"), str(about.get("precision") or "")
         ),
@@ -239,6 +274,11 @@ def _measured_parts(collective_s: dict[str, dict[str, float]] | None, step_s: fl
         return {}
     taken = {f"{COLLECTIVES} {axes}": sum(kinds.values()) for axes, kinds in collective_s.items()}
     return taken | {REST: max(0.0, step_s - sum(taken.values()))}
+
+
+def _said(trials: Sequence[Trial], key: str) -> dict[tuple[str, str], Any]:
+    """Return what the trials of each stage and target say of this, the last of them that says it."""
+    return {_kind(trial): trial.results[key] for trial in trials if key in trial.results}
 
 
 def _kind(trial: Trial) -> tuple[str, str]:

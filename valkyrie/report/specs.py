@@ -48,7 +48,13 @@ CONFIG: Spec = {
 """How figures look, light or dark: text and lines take the colour of the page around them."""
 
 _LABELS: Spec = {"field": "label", "type": "nominal", "sort": None, "title": None}
-_PARTITION: Spec = {"field": "partition", "type": "nominal", "title": "partition", "legend": {"orient": "top"}}
+_BARS: Spec = {**_LABELS, "axis": {"ticks": False, "domain": False}}
+_WORK: Spec = {"field": "work", "type": "nominal"}
+_PARTITION: Spec = {"field": "partition", "type": "nominal", "legend": {"orient": "top", "columns": 4}}
+
+
+_WHITE_FROM = 0.74
+"""From this share of the fastest, white is read better on a cell of the map than black; both have a contrast of 4.5."""
 
 
 def _word(simulated: bool) -> str:
@@ -83,7 +89,8 @@ def bars(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     return {
         "width": "container",
         "height": _height(found),
-        "encoding": {"y": {**_LABELS, "axis": {"ticks": False, "domain": False}}},
+        "padding": {"left": 5, "top": 5, "right": 24, "bottom": 5},
+        "encoding": {"y": _BARS},
         "layer": [
             {"mark": {"type": "bar", "height": 15}, "encoding": {"x": x, "color": _PARTITION, "tooltip": tip}},
             {
@@ -108,7 +115,7 @@ def heat(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
         ("layout", "best layout"), ("text", f"tokens/s/chip{word}"), ("tried", "layouts tried"), ("said", "why none")
     )
     top = max(v["rate"] for v in found if v["rate"] is not None)
-    middle = 0.55 * top
+    middle = _WHITE_FROM * top
     missing = "datum.rate === null"
     axis = {"labelAngle": 0, "ticks": False, "domain": False}
     colour = {"field": "rate", "type": "quantitative", "scale": {"scheme": "blues", "domain": [0, top]}, "legend": None}
@@ -157,11 +164,17 @@ def heat(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
 
 
 def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
-    """Return points of memory and speed, the front, and the region in which nothing fits."""
+    """Return points of memory and speed, the front of each work, and the region in which nothing fits.
+
+    Without speeds they are bars of memory.
+    """
+    if found[0]["rate"] is None:
+        return _peaks(found)
     word, unit, usable = _word(simulated), found[0]["unit"], found[0]["usable"]
     tip = _tip(
         ("label", "layout"),
         ("partition", "partition"),
+        ("work", "work"),
         ("held", f"memory of a device, {unit}", ",.2f"),
         ("rate", f"tokens/s/chip{word}", ",.0f"),
         ("status", "status"),
@@ -180,7 +193,7 @@ def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     line = {
         "transform": [{"filter": "datum.front"}],
         "mark": {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "stroke": "currentColor"},
-        "encoding": {"x": x, "y": y},
+        "encoding": {"x": x, "y": y, "detail": _WORK},
     }
     layers: list[Spec] = [line, points]
     if usable is not None:
@@ -201,6 +214,24 @@ def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     return {"width": "container", "height": 300, "layer": layers} | ({"title": {"text": far}} if far else {})
 
 
+def _peaks(found: Sequence[dict[str, Any]]) -> Spec:
+    """Return bars of memory, with a line at what a device has where that is near."""
+    unit, usable, far = found[0]["unit"], found[0]["usable"], found[0]["far"]
+    tip = _tip(("label", "layout"), ("partition", "partition"), ("held", unit, ",.2f"), ("status", "status"))
+    x = {"field": "held", "type": "quantitative", "title": f"memory of one device at its peak, {unit}"}
+    bars: Spec = {
+        "mark": {"type": "bar", "height": 15},
+        "encoding": {"y": _BARS, "x": x, "color": _PARTITION, "tooltip": tip},
+    }
+    edge: Spec = {
+        "data": {"values": [{}]},
+        "mark": {"type": "rule", "color": "#e05a5a", "strokeWidth": 1.5},
+        "encoding": {"x": {"datum": usable, "type": "quantitative"}},
+    }
+    layers = [bars] if usable is None else [bars, edge]
+    return {"width": "container", "height": _height(found), "layer": layers} | ({"title": {"text": far}} if far else {})
+
+
 _SHAPES: Spec = {
     "field": "status",
     "type": "nominal",
@@ -210,29 +241,37 @@ _SHAPES: Spec = {
 }
 
 
-def stack(title: str, part: str, colours: Callable[[Sequence[str]], list[str]]) -> Callable[..., Spec]:
-    """Return a function to the specification of stacked bars: `title` is the axis, `part` what a colour is."""
+def stack(
+    title: str, part: str, colours: Callable[[Sequence[str]], list[str]], *, times: bool
+) -> Callable[[bool, Sequence[dict[str, Any]]], Spec]:
+    """Return a function to the specification of stacked bars: `title` is the axis, `part` what a colour is.
 
-    def spec(_: bool, found: Sequence[dict[str, Any]]) -> Spec:
-        unit = found[0]["unit"]
+    `times` says that bars are times, which may be simulated; bytes never are.
+    """
+
+    def spec(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
+        unit, word = found[0]["unit"], _word(simulated and times)
         domain = list(dict.fromkeys(v["part"] for v in sorted(found, key=lambda v: v["order"])))
         scale = {"domain": domain, "range": colours(domain)}
+        columns = 2 if max(map(len, domain)) > 16 else 3
         return {
             "width": "container",
             "height": _height(found),
             "mark": {"type": "bar", "height": 15},
             "encoding": {
-                "y": {**_LABELS, "axis": {"ticks": False, "domain": False}},
-                "x": {"field": "amount", "type": "quantitative", "title": f"{title}, {unit}", "stack": "zero"},
+                "y": _BARS,
+                "x": {"field": "amount", "type": "quantitative", "title": f"{title}, {unit}{word}", "stack": "zero"},
                 "color": {
                     "field": "part",
                     "type": "nominal",
                     "title": part,
                     "scale": scale,
-                    "legend": {"orient": "top", "columns": 3, "symbolType": "square"},
+                    "legend": {"orient": "top", "columns": columns, "symbolType": "square"},
                 },
                 "order": {"field": "order", "type": "quantitative"},
-                "tooltip": _tip(("label", "layout"), ("part", part), ("amount", unit, ",.3~f"), ("share", "share")),
+                "tooltip": _tip(
+                    ("label", "layout"), ("part", part), ("amount", f"{unit}{word}", ",.3~f"), ("share", "share")
+                ),
             },
         }
 
@@ -256,33 +295,28 @@ def axes_colours(parts: Sequence[str]) -> list[str]:
 
 
 def pairs(_: bool, found: Sequence[dict[str, Any]]) -> Spec:
-    """Return points of predicted and measured steps; the line of equal ones where the measured ones are real."""
-    simulated = found[0]["simulated"]
+    """Return points of predicted and measured steps; the line of equal ones where any measured one is real."""
+    real = [v for v in found if v["kind"] != "simulated"]
+    word, some = _word(not real), 0 < len(real) < len(found)
     tip = _tip(
         ("label", "layout"),
         ("partition", "partition"),
         ("told", "predicted"),
-        ("ran", f"measured{_word(simulated)}"),
+        ("ran", "measured"),
         ("target", "predicted for"),
         ("on", "measured on"),
     )
     scale = {"type": "log", "nice": False, "padding": 16}
     axis = {"tickCount": 5, "format": "~r"}
     x = {"field": "x", "type": "quantitative", "title": "predicted step, ms", "scale": scale, "axis": axis}
-    y = {
-        "field": "y",
-        "type": "quantitative",
-        "title": f"measured step, ms{_word(simulated)}",
-        "scale": scale,
-        "axis": axis,
-    }
+    y = {"field": "y", "type": "quantitative", "title": f"measured step, ms{word}", "scale": scale, "axis": axis}
     points: Spec = {
         "mark": {"type": "point", "filled": True, "size": 90, "opacity": 0.9},
-        "encoding": {"x": x, "y": y, "color": _PARTITION, "tooltip": tip},
+        "encoding": {"x": x, "y": y, "color": _PARTITION, "tooltip": tip} | ({"shape": _KINDS} if some else {}),
     }
-    if simulated:
+    if not real:
         return {"width": "container", "height": 300, **points}
-    low, high = min(min(v["x"], v["y"]) for v in found), max(max(v["x"], v["y"]) for v in found)
+    low, high = min(min(v["x"], v["y"]) for v in real), max(max(v["x"], v["y"]) for v in real)
     same: Spec = {
         "data": {"values": [{"x": low, "y": low}, {"x": high, "y": high}]},
         "mark": {"type": "line", "stroke": "currentColor", "strokeDash": [4, 3], "opacity": 0.6},
@@ -291,11 +325,21 @@ def pairs(_: bool, found: Sequence[dict[str, Any]]) -> Spec:
     return {"width": "container", "height": 300, "layer": [same, points]}
 
 
+_KINDS: Spec = {
+    "field": "kind",
+    "type": "nominal",
+    "title": None,
+    "scale": {"domain": ["measured", "simulated"], "range": ["circle", "triangle-up"]},
+    "legend": {"orient": "top"},
+}
+
+
 def price(_: bool, __: Sequence[dict[str, Any]]) -> Spec:
-    """Return points of price and speed, and the front."""
+    """Return points of price and speed, and the front of each work."""
     tip = _tip(
         ("label", "layout"),
         ("target", "target"),
+        ("work", "work"),
         ("price", "dollars a chip and hour", ".2f"),
         ("per_million", "dollars for a million tokens", ".3g"),
         ("rate", "tokens/s/chip", ",.0f"),
@@ -315,7 +359,7 @@ def price(_: bool, __: Sequence[dict[str, Any]]) -> Spec:
     line: Spec = {
         "transform": [{"filter": "datum.front"}],
         "mark": {"type": "line", "interpolate": "step-after", "strokeDash": [4, 3], "stroke": "currentColor"},
-        "encoding": {"x": x, "y": y},
+        "encoding": {"x": x, "y": y, "detail": _WORK},
     }
     return {"width": "container", "height": 260, "layer": [line, points]}
 

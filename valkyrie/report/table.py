@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from valkyrie.report.rank import Comparison, front, memory_of, price_of
+from valkyrie.report.rank import Comparison, memory_of, price_of, unbeaten
 from valkyrie.report.records import Group, Row
-from valkyrie.report.values import labels
-from valkyrie.report.words import described
+from valkyrie.report.values import labels, short
 from valkyrie.search.units import duration, memory
 from valkyrie.sweep.trial import Status
 
@@ -42,10 +42,13 @@ COLUMNS = [
     Column("sent", "sent", "sent", "bytes that one device sends in a step"),
     Column("waiting", "waiting", "share", "part of the step in which a device waits for others"),
     Column("million", "$/Mtok", "dollars", "dollars for a million tokens, on demand"),
-    Column("front", "unbeaten in", "text", "no other layout is as fast and needs less of this"),
+    Column("front", "unbeaten in", "text", "no other layout of the same work is as fast and needs less of this"),
     Column("reason", "reason", "text", "why there is no speed"),
 ]
 """The columns of the ranked table, in order."""
+_DIGITS = 6
+_OF_THE_SWEEP = ("name", "runs", "resume")
+"""Overrides of a trial that name its sweep's folder."""
 
 
 def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
@@ -53,29 +56,28 @@ def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
     found = []
     for group, rows in kinds.items():
         named = labels(rows)
-        light = {row.id for row in front(rows, memory_of)}
-        cheap = {row.id for row in front(rows, price_of)}
+        light, cheap = unbeaten(rows, memory_of), unbeaten(rows, price_of)
         for place, row in enumerate(rows, 1):
-            unbeaten = ["memory"] * (row.id in light) + ["price"] * (row.id in cheap)
+            best_in = ["memory"] * (row.id in light) + ["price"] * (row.id in cheap)
             found.append(
                 [
                     place if row.ok else None,
                     named[row.id],
                     group.label,
-                    row.trial.status.value.replace("_", " "),
+                    row.status,
                     row.partition,
                     row.mesh,
-                    _short(row.rate_per_chip),
-                    _short(row.rate),
-                    _short(row.step_s),
-                    _short(row.p90_s),
-                    _short(row.mfu),
+                    short(row.rate_per_chip, _DIGITS),
+                    short(row.rate, _DIGITS),
+                    short(row.step_s, _DIGITS),
+                    short(row.p90_s, _DIGITS),
+                    short(row.mfu, _DIGITS),
                     row.held,
-                    _short(row.held / row.usable if row.held and row.usable else None),
+                    short(row.held / row.usable if row.held and row.usable else None, _DIGITS),
                     sum(row.sent.values()) if row.sent else None,
-                    _short(row.exposed_s / row.step_s if row.exposed_s is not None and row.step_s else None),
-                    _short(row.per_million),
-                    ", ".join(unbeaten),
+                    short(row.exposed_s / row.step_s if row.exposed_s is not None and row.step_s else None, _DIGITS),
+                    short(row.per_million, _DIGITS),
+                    ", ".join(best_in),
                     row.reason or "",
                 ]
             )
@@ -89,9 +91,10 @@ def details(row: Row) -> dict[str, Any]:
     facts = {
         "roles": about.get("roles"),
         "on": about.get("described"),
-        "work": f"{described(row.work)}, {row.work.precision}",
-        "command": " ".join(["valkyrie-train", *row.trial.overrides]),
-        "folder": None if row.trial.folder is None else row.trial.folder,
+        "work": f"{row.work.label}, {row.work.precision}",
+        "parameters": f"{count:,}" if (count := results.get("parameters")) else None,
+        "command": command(row),
+        "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory(size)}" for name, size in (held.get("split") or {}).items()),
         "reported": memory(held["reported_peak"]) if held.get("reported_peak") else None,
         "compiled": duration(seconds) if (seconds := (results.get("compile") or {}).get("compile_s")) else None,
@@ -101,17 +104,25 @@ def details(row: Row) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if fact}
 
 
+def command(row: Row) -> str:
+    """Return the command that does a trial again, for a shell: as one run, in a folder that is not the sweep's."""
+    kept = [o for o in row.trial.overrides if o.partition("=")[0].lstrip("+") not in _OF_THE_SWEEP]
+    return shlex.join(["valkyrie-train", *kept, "hydra.mode=RUN"])
+
+
 def best(rows: Sequence[Row]) -> str:
     """Return the table of the best layout of each target."""
+    if not rows:
+        return '<p class="empty">No layout here has a speed.</p>'
     body = []
     for row in rows:
         word = ' <span class="word">simulated</span>' if row.group.simulated else ""
         assert row.rate_per_chip is not None and row.step_s is not None
-        of = described(row.work)
+        of = row.work.label
         full = f" of {memory(row.usable)}" if row.usable is not None else ""
         price = f"{row.per_million:.3g} $" if row.per_million else ""
         body.append(
-            f"<tr><td>{_text(row.group.label)}</td><td>{_text(of)}</td><td>{_text(row.layout)}</td>"
+            f'<tr><td>{_text(row.group.label)}</td><td class="work">{_text(of)}</td><td>{_text(row.layout)}</td>'
             f'<td class="number">{row.rate_per_chip:,.0f}{word}</td>'
             f'<td class="number">{duration(row.step_s)}{word}</td>'
             f'<td class="number">{memory(row.held)}{full}</td><td class="number">{price}</td></tr>'
@@ -126,7 +137,7 @@ def refused(found: Sequence[tuple[Status, str, Sequence[Row]]]) -> str:
         return '<p class="empty">Nothing was refused, and nothing failed.</p>'
     entries = []
     for status, reason, rows in found:
-        count = f"{len(rows)} {status.value.replace('_', ' ')}"
+        count = f"{len(rows)} {rows[0].status}"
         listed = "".join(_refused_row(row, reason) for row in rows)
         alike = " <small>(and alike)</small>" if any(row.reason not in (None, reason) for row in rows) else ""
         lines = "<br>".join(_text(line) for line in reason.splitlines())
@@ -144,24 +155,20 @@ def _refused_row(row: Row, reason: str) -> str:
 
 def compared(comparison: Comparison) -> str:
     """Return the section of two sweeps side by side."""
-    a, b, middle = _text(comparison.a), _text(comparison.b), comparison.median
+    a, b = _text(comparison.a), _text(comparison.b)
     body = []
+    named = labels([pair.a for pair in comparison.pairs])
     for pair in comparison.pairs:
         word = ' <span class="word">simulated</span>' if pair.a.group.simulated else ""
-        rates = [
-            f"{row.rate_per_chip:,.0f}{word}" if row.ok else _text(row.trial.status.value) for row in (pair.a, pair.b)
-        ]
+        rates = [f"{row.rate_per_chip:,.0f}{word}" if row.ok else _text(row.status) for row in (pair.a, pair.b)]
         ratio = f"{pair.ratio:.2f}x" if pair.ratio else ""
         body.append(
-            f"<tr><td>{_text(pair.a.layout)}</td><td>{_text(pair.a.group.label)}</td>"
+            f"<tr><td>{_text(named[pair.a.id])}</td><td>{_text(pair.a.group.label)}</td>"
             f'<td class="number">{rates[0]}</td><td class="number">{rates[1]}</td><td class="number">{ratio}</td></tr>'
         )
-    said = f"{len(comparison.pairs)} layouts are in both"
-    said += f"; in the middle {b} is {middle:.2f}x as fast as {a}. " if middle else ". "
-    said += f"Only {a} has {len(comparison.only_a)} trials, only {b} {len(comparison.only_b)}."
     heads = ("layout", "speed is", f"{comparison.a}, tokens/s/chip", f"{comparison.b}, tokens/s/chip", "ratio")
     shown = _table(f"{comparison.a} against {comparison.b}", heads, body)
-    return f'<section id="compared"><h2>{a} against {b}</h2><p>{said}</p>{shown}</section>'
+    return f'<section id="compared"><h2>{a} against {b}</h2><p>{_text(comparison.said)}</p>{shown}</section>'
 
 
 def _table(caption: str, heads: Sequence[str], body: Sequence[str]) -> str:
@@ -177,7 +184,3 @@ def _table(caption: str, heads: Sequence[str], body: Sequence[str]) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")

@@ -7,10 +7,11 @@ import io
 from collections.abc import Sequence
 
 from valkyrie.report import words
-from valkyrie.report.rank import Comparison, best_per_target, front, groups, memory_of, refusals
+from valkyrie.report.rank import Comparison, best_per_target, groups, memory_of, refusals, unbeaten
 from valkyrie.report.records import Row
 from valkyrie.report.values import labels
 from valkyrie.search.units import duration, memory, sent
+from valkyrie.sweep.trial import Status
 
 _CSV = {
     "sweep": lambda r: r.sweep,
@@ -24,6 +25,9 @@ _CSV = {
     "model": lambda r: r.work.model,
     "batch": lambda r: r.work.batch,
     "seq": lambda r: r.work.seq,
+    "precision": lambda r: r.work.precision,
+    "varied": lambda r: " ".join(r.work.varied),
+    "parameters": lambda r: r.trial.results.get("parameters"),
     "layout": lambda r: r.layout,
     "mesh": lambda r: r.mesh,
     "partition": lambda r: r.partition,
@@ -60,53 +64,57 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     best = best_per_target(rows)
     if len(best) > 1:
         heads = ["speed is", "work", "best layout", "tokens/s/chip", "$/Mtok"]
-        body = [[r.group.label, words.described(r.work), r.layout, _speed(r, r.rate_per_chip), _price(r)] for r in best]
+        body = [[r.group.label, r.work.label, r.layout, _speed(r, r.rate_per_chip), _price(r)] for r in best]
         said += ["## Best of each target", "", *_table(heads, body, "lllrr"), ""]
     for group, members in groups(rows).items():
         first, *others = words.answer(group, members)
         said += [f"## {group.label[0].upper()}{group.label[1:]}", "", first, ""]
         said += [*(f"- {line}" for line in others), ""] if others else []
-        said += [*_ranked(members), ""] if any(row.ok for row in members) else []
+        said += [*_ranked(members), ""] if any(map(_told, members)) else []
+    said += [*(f"{line}\n" for line in words.price_lines(rows))]
     if comparison is not None:
         said += [*_compared(comparison), ""]
     without = refusals(rows)
     if without:
         said += ["## Without a result", ""]
-        for status, reason, members in without:
+        for _, reason, members in without:
             listed = ", ".join(dict.fromkeys(row.layout for row in members))
-            said.append(
-                f"- **{status.value.replace('_', ' ')}** ({len(members)}): {' '.join(reason.split())} — {listed}"
-            )
+            said.append(f"- **{members[0].status}** ({len(members)}): {' '.join(reason.split())} — {listed}")
         said.append("")
     return "\n".join(said)
 
 
+def _told(row: Row) -> bool:
+    """Return whether a row has a speed, or ended well with something else to tell."""
+    return row.ok or (row.trial.status is Status.ok and bool(row.held or row.sent))
+
+
 def _ranked(rows: Sequence[Row]) -> list[str]:
-    named, light = labels(rows), {row.id for row in front(rows, memory_of)}
+    named, light = labels(rows), unbeaten(rows, memory_of)
     heads = ["#", "layout", "tokens/s/chip", "tokens/s", "step", "MFU", "memory", "sent", "$/Mtok", "front"]
     body = [
         [
-            str(place),
+            str(place) if row.ok else "",
             named[row.id],
             _speed(row, row.rate_per_chip),
             _speed(row, row.rate),
-            duration(row.step_s or 0.0) + (" simulated" if row.group.simulated else ""),
+            _step(row),
             "" if row.mfu is None else f"{100 * row.mfu:.1f}%",
             "" if row.held is None else memory(row.held),
             sent(sum(row.sent.values())) if row.sent else "",
             _price(row),
             "*" if row.id in light else "",
         ]
-        for place, row in enumerate((row for row in rows if row.ok), 1)
+        for place, row in enumerate(filter(_told, rows), 1)
     ]
     return _table(heads, body, "rlrrrrrrrl")
 
 
 def _compared(comparison: Comparison) -> list[str]:
-    a, b = comparison.a, comparison.b
+    a, b, named = comparison.a, comparison.b, labels([pair.a for pair in comparison.pairs])
     body = [
         [
-            pair.a.layout,
+            named[pair.a.id],
             pair.a.group.label,
             _speed(pair.a, pair.a.rate_per_chip),
             _speed(pair.b, pair.b.rate_per_chip),
@@ -115,10 +123,13 @@ def _compared(comparison: Comparison) -> list[str]:
         for pair in comparison.pairs
     ]
     heads = ["layout", "speed is", f"{a}, tokens/s/chip", f"{b}, tokens/s/chip", "ratio"]
-    said = [f"## {a} against {b}", "", *_table(heads, body, "llrrr"), ""]
-    if comparison.median is not None:
-        said.append(f"In the middle {b} is {comparison.median:.2f}x as fast as {a}.")
-    return [*said, f"Only {a} has {len(comparison.only_a)} trials, only {b} {len(comparison.only_b)}."]
+    return [f"## {a} against {b}", "", comparison.said, "", *_table(heads, body, "llrrr")]
+
+
+def _step(row: Row) -> str:
+    if row.step_s is None:
+        return ""
+    return duration(row.step_s) + (" simulated" if row.group.simulated else "")
 
 
 def _price(row: Row) -> str:
@@ -127,7 +138,7 @@ def _price(row: Row) -> str:
 
 def _speed(row: Row, value: float | None) -> str:
     if value is None:
-        return row.trial.status.value.replace("_", " ")
+        return "" if row.trial.status is Status.ok else row.status
     return f"{value:,.0f}{' simulated' if row.group.simulated else ''}"
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.report.rank import front, memory_of, predicted_and_measured, price_of
+from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
 from valkyrie.report.records import COLLECTIVES, REST, Row
 from valkyrie.search.units import duration, percent
 from valkyrie.search.units import memory as memory_text
@@ -32,11 +32,14 @@ FAR = 4
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
     """Return a text for each row by its id: the layout, and what else tells it from rows of the same layout."""
-    varied = [len({row.work[i] for row in rows}) > 1 for i in range(3)]
+    told = {row.id: _told(row) for row in rows}
+    varies = [len(set(column)) > 1 for column in zip(*told.values(), strict=True)]
+    precise = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
     found: dict[str, str] = {}
     for row in rows:
-        told = [text for text, varies in zip(_told(row), varied, strict=True) if varies]
-        found[row.id] = " ".join([row.layout, *told])
+        more = [text for text, shown in zip(told[row.id], varies, strict=True) if shown]
+        more += [row.work.precision] * precise
+        found[row.id] = " ".join([row.layout, *more, *row.work.varied])
     for more in (lambda row: row.sweep, lambda row: str(row.source), lambda row: row.trial.name):
         counts: Counter[tuple[str, object]] = Counter((found[row.id], row.group) for row in rows)
         twice = [row for row in rows if counts[(found[row.id], row.group)] > 1]
@@ -62,11 +65,11 @@ def bars(rows: Sequence[Row]) -> Values:
             {
                 "label": named[row.id],
                 "partition": row.partition,
-                "rate": _short(row.rate),
-                "per_chip": _short(row.rate_per_chip),
-                "low": _short(low),
-                "high": _short(high),
-                "end": _short(max(high, row.rate)),
+                "rate": short(row.rate),
+                "per_chip": short(row.rate_per_chip),
+                "low": short(low),
+                "high": short(high),
+                "end": short(max(high, row.rate)),
                 "step": duration(row.step_s),
                 "spread": f"{duration(row.min_s or 0.0)} to {duration(row.p90_s or 0.0)}"
                 if spread
@@ -81,6 +84,7 @@ def cells(rows: Sequence[Row]) -> Values:
 
     What splits the batch counts as DP, fully sharded or not; a sequence's splits are a further factor of it.
     """
+    named = labels(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row.degrees:
@@ -90,10 +94,10 @@ def cells(rows: Sequence[Row]) -> Values:
     for (data, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
         rate = best.rate_per_chip if best.ok else None
-        why = "" if best.ok else best.reason or best.trial.status.value
-        text = f"{_si(rate)}" if rate is not None else best.trial.status.value.replace("does_not_fit", "no fit")
+        why = "" if best.ok else best.reason or best.status
+        text = f"{_si(rate)}" if rate is not None else best.status.replace("does not fit", "no fit")
         found.append(
-            {"data": data, "mp1": mp1, "mp2": mp2, "rate": _short(rate), "text": text, "layout": best.layout}
+            {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "layout": named[best.id]}
             | {"tried": str(len(members)), "said": why[:200]}
         )
     return found if any(cell["rate"] is not None for cell in found) else []
@@ -102,14 +106,17 @@ def cells(rows: Sequence[Row]) -> Values:
 def memory(rows: Sequence[Row]) -> Values:
     """Return peak memory and speed of rows that fit, and what the others would need, at no speed.
 
-    `usable` is that of one device, the same in every record; None where there is none, or it lies far
-    beyond all rows, which `far` then says.
+    Where no row has a speed, `rate` is None in all of them: the peaks alone, the least first. `usable` is that of one
+    device, the same in every record; None where there is none, or it lies far beyond all rows, which `far` then says.
     """
-    named = labels(rows)
-    best = {row.id for row in front(rows, memory_of)}
-    drawn = [row for row in rows if row.held and (row.ok or row.trial.status is Status.does_not_fit)]
-    if not any(row.ok for row in drawn):
+    named, best = labels(rows), unbeaten(rows, memory_of)
+    timed = any(row.ok and row.held for row in rows)
+    fit = [row for row in rows if row.held and (row.ok if timed else row.trial.status is Status.ok)]
+    drawn = fit + [row for row in rows if row.held and row.trial.status is Status.does_not_fit]
+    if not fit:
         return []
+    if not timed:
+        drawn = sorted(drawn, key=lambda row: row.held or 0)[:BARS]
     largest, usable = (
         max(row.held or 0 for row in drawn),
         min((row.usable for row in drawn if row.usable), default=None),
@@ -123,12 +130,13 @@ def memory(rows: Sequence[Row]) -> Values:
         {
             "label": named[row.id],
             "partition": row.partition,
-            "held": _short((row.held or 0) / scale),
-            "rate": _short(row.rate_per_chip) if row.ok else 0.0,
-            "status": "fits" if row.ok else "does not fit",
+            "work": row.work.label,
+            "held": short((row.held or 0) / scale),
+            "rate": (short(row.rate_per_chip) if row.ok else 0.0) if timed else None,
+            "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
             "front": row.id in best,
             "unit": unit,
-            "usable": None if usable is None else _short(usable / scale),
+            "usable": None if usable is None else short(usable / scale),
             "far": far,
         }
         for row in drawn
@@ -159,8 +167,8 @@ def axes_named(part: str) -> str | None:
 
 
 def sent(rows: Sequence[Row]) -> Values:
-    """Return the bytes that one device sends under the best rows, by mesh axes."""
-    shown = [row for row in rows if row.ok and row.sent][:BARS]
+    """Return the bytes that one device sends under the best rows, by mesh axes; also of rows without a speed."""
+    shown = [row for row in rows if row.sent][:BARS]
     order = sorted({axes for row in shown for axes in row.sent}, key=lambda axes: (axes.count(","), axes))
     largest = max((sum(row.sent.values()) for row in shown), default=0.0)
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
@@ -175,13 +183,13 @@ def pairs(rows: Sequence[Row]) -> Values:
         {
             "label": named[pair.a.id],
             "partition": pair.a.partition,
-            "x": _short(1e3 * (pair.a.step_s or 0.0)),
-            "y": _short(1e3 * (pair.b.step_s or 0.0)),
+            "x": short(1e3 * (pair.a.step_s or 0.0)),
+            "y": short(1e3 * (pair.b.step_s or 0.0)),
             "told": duration(pair.a.step_s or 0.0),
-            "ran": duration(pair.b.step_s or 0.0),
+            "ran": duration(pair.b.step_s or 0.0) + " simulated" * pair.b.group.simulated,
+            "kind": "simulated" if pair.b.group.simulated else "measured",
             "target": pair.a.group.target,
             "on": pair.b.group.label.partition(" on ")[2],
-            "simulated": pair.b.group.simulated,
         }
         for pair in predicted_and_measured(rows)
     ]
@@ -191,16 +199,17 @@ def prices(rows: Sequence[Row]) -> Values:
     """Return price and speed of rows that have one; nothing where all prices are the same."""
     named = labels(rows)
     priced = [row for row in rows if row.ok and row.price]
-    if len({_short(row.price) for row in priced}) < 2:
+    if len({short(row.price) for row in priced}) < 2:
         return []
-    best = {row.id for row in front(priced, price_of)}
+    best = unbeaten(priced, price_of)
     return [
         {
             "label": named[row.id],
             "target": row.group.target,
-            "price": _short(row.price),
-            "per_million": _short(row.per_million),
-            "rate": _short(row.rate_per_chip),
+            "work": row.work.label,
+            "price": short(row.price),
+            "per_million": short(row.per_million),
+            "rate": short(row.rate_per_chip),
             "front": row.id in best,
         }
         for row in priced
@@ -225,7 +234,7 @@ def _stacked(
                         "label": named[row.id],
                         "part": words.get(part, part),
                         "order": order.index(part),
-                        "amount": _short(amounts[part] * scale),
+                        "amount": short(amounts[part] * scale),
                         "share": percent(amounts[part] / whole),
                         "unit": unit,
                     }
@@ -239,9 +248,9 @@ def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
     return ("s", 1.0) if longest >= 10 else ("ms", 1e3) if longest >= 1e-3 else ("µs", 1e6)
 
 
-def _short(value: float | None) -> float | None:
-    """Return a number in five digits: a page of many trials has little room."""
-    return None if value is None else float(f"{value:.5g}")
+def short(value: float | None, digits: int = 5) -> float | None:
+    """Return a number in a few digits: a page of many trials has little room."""
+    return None if value is None else float(f"{value:.{digits}g}")
 
 
 def _si(value: float) -> str:

@@ -20,9 +20,6 @@ EXTRA = "wandb-workspaces"
 
 _ACROSS = [*"swxyz", *(",".join(axes) for count in (2, 3) for axes in combinations("xyz", count))]
 
-STAGES = {"measure": "measured", "compile": "predicted by compiling", "train": "trained"}
-"""Each stage is a run set of its own in the report, so that what was predicted stands beside what was measured."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what asks for a dashboard: `--wandb ENTITY/PROJECT`, `--group SWEEP`, `--dry-run`."""
@@ -90,9 +87,14 @@ def build_workspace(entity: str, project: str, group: str | None) -> Workspace:
 
 
 def build_report(entity: str, project: str, group: str | None) -> Report:
-    """Return the report that compares tokens/s per layout, a run set for every stage."""
+    """Return the report that compares tokens/s per layout.
+
+    Every stage is a run set of its own, so that what was predicted stands beside what was measured.
+    """
     import wandb_workspaces.reports.v2.interface as wr
     from wandb_workspaces import expr
+
+    from valkyrie.report.records import STAGES
 
     which = [expr.Metric("group") == group] if group else []
     runsets = [

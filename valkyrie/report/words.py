@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from valkyrie.report.rank import groups
+from valkyrie.report.rank import UNKNOWN, groups
 from valkyrie.report.records import COLLECTIVES, REST, Group, Row, Work
+from valkyrie.report.values import PART_NAMES
 from valkyrie.search.units import duration, memory, percent, sent
+from valkyrie.sweep.trial import Status
 
 WORTH_SAYING = 0.15
 """The share of a difference between two steps from which one of its parts is named."""
@@ -18,8 +20,8 @@ SAME = 1.02
 NEGLIGIBLE = 0.01
 """The share of all bytes below which those over some axes are not named."""
 
-_PARTS = {"matmul": "matrix products take", "kernel": "kernels take", "compute": "other arithmetic takes"}
-_PARTS |= {REST: "all else takes"}
+_MANY = ("matmul", "kernel")
+_ELSE = {REST: "all else"}
 
 
 def answer(group: Group, rows: Sequence[Row]) -> list[str]:
@@ -29,18 +31,34 @@ def answer(group: Group, rows: Sequence[Row]) -> list[str]:
     """
     fast = next((row for row in rows if row.ok), None)
     if fast is None:
-        return [f"No layout {group.label} has a speed: see what was refused and why."]
+        return [_without_speeds(group, rows)]
     works = list(dict.fromkeys(row.work for row in rows if row.ok))
     said = [_winner(fast, rows, len(works) > 1)]
     for work in works[:WORKS]:
-        head = f"{described(work)}: " if len(works) > 1 else ""
+        head = f"{work.label}: " if len(works) > 1 else ""
         said += [head + line for line in _of_a_work([row for row in rows if row.work == work])]
     return said
 
 
-def described(work: Work) -> str:
-    """Return what a step does in a few words."""
-    return f"{work.model}, {work.batch} x {work.seq} tokens"
+def _without_speeds(group: Group, rows: Sequence[Row]) -> str:
+    """Return what to say where no row has a speed: what is known of those that have a result all the same."""
+    done = [row for row in rows if row.trial.status is Status.ok]
+    if not done:
+        return f"No layout {group.label} has a speed: see what was refused and why."
+    said = f"No layout {group.label} has a speed: {(done[0].reason or 'no time was told').rstrip('.')}."
+    several = len({row.work for row in done}) > 1
+    held = min((row for row in done if row.held), key=lambda row: row.held or 0, default=None)
+    if held is not None:
+        said += f" Least memory: {_named(held, several)}, {memory(held.held)} of a device."
+    least = min((row for row in done if row.sent), key=lambda row: sum(row.sent.values()), default=None)
+    if least is not None:
+        said += f" Least sent: {_named(least, several)}, {sent(sum(least.sent.values()))} by a device in a step."
+    return said
+
+
+def _named(row: Row, several: bool) -> str:
+    """Return a row's layout; with its work where there are several works."""
+    return f"{row.layout} of {row.work.label}" if several else row.layout
 
 
 def _of_a_work(rows: Sequence[Row]) -> list[str]:
@@ -83,13 +101,17 @@ def names(one: Row, other: Row) -> tuple[str, str]:
     return f"{one.partition} on {one.mesh}", f"{other.partition} on {other.mesh}"
 
 
-def price_line(rows: Sequence[Row]) -> str | None:
-    """Return what a million tokens cost under the fastest layout that has a price; None where none has."""
+def price_lines(rows: Sequence[Row]) -> list[str]:
+    """Return what a million tokens cost under the cheapest layout of each work, the cheapest work first."""
+    cheapest: dict[Work, Row] = {}
     priced = [row for row in rows if row.ok and row.per_million]
-    if not priced:
-        return None
-    row = min(priced, key=lambda r: r.per_million or 0.0)
-    return f"Cheapest: {row.layout} on {row.group.target}, {row.per_million:.3g} dollars for a million tokens."
+    for row in sorted(priced, key=lambda row: row.per_million or 0.0):
+        cheapest.setdefault(row.work, row)
+    return [
+        f"Cheapest: {_named(row, len(cheapest) > 1)} on {row.group.target}, "
+        f"{row.per_million:.3g} dollars for a million tokens."
+        for row in list(cheapest.values())[:WORKS]
+    ]
 
 
 def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
@@ -97,7 +119,7 @@ def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
     timed = sum(r.ok for r in rows)
     head = f"Fastest of {timed} {row.group.label}" if timed > 1 else row.group.label
-    said = f"{head}: {row.layout}{f' of {described(row.work)}' if several else ''}, "
+    said = f"{head}: {_named(row, several)}, "
     said += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
     if row.held is not None:
         said += f"; each device holds {memory(row.held)}"
@@ -116,8 +138,8 @@ def _as_fast(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _without(partition: str, rows: Sequence[Row]) -> str:
-    status = " or ".join(dict.fromkeys(row.trial.status.value.replace("_", " ") for row in rows))
-    reason = (rows[0].reason or "no reason was recorded").splitlines()[0].rstrip(".")
+    status = " or ".join(dict.fromkeys("no time" if row.status == "ok" else row.status for row in rows))
+    reason = (rows[0].reason or UNKNOWN).splitlines()[0].rstrip(".")
     return f"{partition} has no speed ({status}): {reason}."
 
 
@@ -145,8 +167,8 @@ def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, flo
     if name == "memory":
         shares = percent(a.get(name, 0.0) / (fast.step_s or 1)), percent(b.get(name, 0.0) / (slow.step_s or 1))
         return f"operations bound by memory take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
-    said = f"{_PARTS.get(name, f'{name} takes')} {took}, not {takes}"
-    return said + _products(fast, slow) if name in ("matmul", "kernel") else said
+    said = f"{_ELSE.get(name) or PART_NAMES.get(name, name)} take{'s' * (name not in _MANY)} {took}, not {takes}"
+    return said + _products(fast, slow) if name in _MANY else said
 
 
 def _products(fast: Row, slow: Row) -> str:
@@ -197,7 +219,7 @@ def summary(rows: Sequence[Row]) -> str:
     """Return in one sentence how many trials there are and what became of them."""
     counts: dict[str, int] = {}
     for row in rows:
-        word = row.trial.status.value.replace("_", " ")
+        word = row.status
         counts[word] = counts.get(word, 0) + 1
     parts = [f"{count} {word}" for word, count in counts.items()]
     kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in groups(rows).items()]

@@ -18,7 +18,7 @@ FILES = {"compile": "compile.json", "measure": "measure.json"}
 """The file in which a stage leaves its numbers; a training leaves them in `metrics.jsonl`."""
 
 _KEPT = ("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss")
-_KEPT += ("hints",)
+_KEPT += ("hints", "devices")
 _USER_ERROR, _INTERRUPTED = 2, 130
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _TELLING = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*|valkyrie-train: .*)$")

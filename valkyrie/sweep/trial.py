@@ -49,8 +49,8 @@ class Trial:
     of a refused trial what is known of it. `folder` is its run folder, relative to the file.
 
     `results` is what the stage found: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
-    `seconds`, `communication` without its causes, `placement`, `compile`, `simulated`, `loss`, `hints`; of a training
-    run `step` and `loss`. Empty where there is no result.
+    `seconds`, `communication` without its causes, `placement`, `compile`, `devices`, `simulated`, `loss`, `hints`; of
+    a training run `step` and `loss`. Empty where there is no result.
     """
 
     key: str
@@ -108,13 +108,19 @@ class TrialLog:
                 raise OSError(error.errno, said, str(self.path)) from error
 
     def read(self) -> list[Trial]:
-        """Return the newest line of every key, in the order in which keys first came."""
+        """Return the newest line of every key, in the order in which keys first came.
+
+        ValueError names the file and the line that is no trial, or one of a newer schema.
+        """
         found: dict[str, Trial] = {}
-        if self.path.is_file():
-            for line in self.path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    trial = Trial.from_json(line.decode())
-                    found[trial.key] = trial
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                trial = Trial.from_json(line.decode())
+            except (ValueError, KeyError, TypeError) as error:
+                said = error if isinstance(error, ValueError) else "it lacks keys that every trial has"
+                raise ValueError(f"{self.path}, line {number}, cannot be read: {said}.") from error
+            found[trial.key] = trial
         return list(found.values())
 
 

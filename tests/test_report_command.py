@@ -1,0 +1,126 @@
+"""The command `valkyrie-report`: what it writes where, what it refuses in one line, and how it ends unread."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from reported import sweep_folder, trial
+from test_report import FSDP, RAN, RAN_TP, TP
+from valkyrie.cli.report import main
+from valkyrie.report.callback import SweepPage
+from valkyrie.sweep.trial import PAGE, TrialLog
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    assert end.value.code == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("valkyrie-report: ") and told.err.count("\n") == 1
+    return told.err
+
+
+def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys):
+    folder = sweep_folder(tmp_path / "mine", [FSDP, RAN], timelines=1)
+    for _ in range(2):
+        main([str(folder)])
+        assert capsys.readouterr().out == f"2 trials: {folder}/report.html\n"
+    main([str(tmp_path), "--format", "md"])
+    assert capsys.readouterr().out.startswith("# hand\n")
+    main([str(tmp_path), "--format", "csv", "--output", str(tmp_path / "all.csv")])
+    assert (tmp_path / "all.csv").read_text().count("\n") == 3
+    other = sweep_folder(tmp_path / "other", [TP, RAN_TP, FSDP])
+    capsys.readouterr()
+    main(["--compare", str(folder), str(other), "--format", "md"])
+    assert "| 8x1x1-fsdp | predicted for v5e-8 | 1,000 | 1,000 | 1.00x |" in capsys.readouterr().out
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
+    assert "no path was given. Give a sweep's folder" in fails(capsys)
+    assert f"{tmp_path / 'none'} does not exist." in fails(capsys, tmp_path / "none")
+    told = fails(capsys, tmp_path)
+    assert f"no trials.jsonl in {tmp_path} or the folders in it." in told and "valkyrie-train -m" in told
+    (tmp_path / "notes.txt").write_text("")
+    assert "is a file" in fails(capsys, tmp_path / "notes.txt")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "trials.jsonl").write_text("")
+    assert "there is no trial yet" in fails(capsys, tmp_path / "empty")
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
+    assert "schema 99 is newer" in fails(capsys, tmp_path / "newer")
+    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    assert "there is no sweep b here. There are: hand" in fails(capsys, folder, "--compare", "hand", "b")
+    assert "--format" in fails(capsys, folder, "--format", "pdf")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["gone"], "leave out PATH."),
+        (["--format", "html"], "leave out --format."),
+        (["--output", "a.html", "--compare", "a", "b"], "leave out --output, --compare."),
+    ],
+)
+def test_a_dashboard_takes_nothing_that_it_does_not_read(capsys, given: list[str], named: str):
+    assert named in fails(capsys, "--wandb", "me/valkyrie", "--dry-run", *given)
+
+
+def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
+    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    assert "--compare has no place in csv" in fails(capsys, folder, "--format", "csv", "--compare", "hand", "hand")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"schema": 1}', '{"schema": 1, "status": "ok"}', '{"schema"', "[]", '{"schema": "a"}']
+)
+def test_a_damaged_line_is_named_with_its_file_once(tmp_path: Path, capsys, line: str):
+    log = TrialLog(sweep_folder(tmp_path, [FSDP]))
+    log.path.write_text(f"{log.path.read_text()}{line}\n{TP.to_json()}\n")
+    told = fails(capsys, tmp_path)
+    assert told.startswith(f"valkyrie-report: {log.path}, line 2, cannot be read: ") and told.count(str(log.path)) == 1
+
+
+@pytest.mark.parametrize("count", [1, 400])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, count: int):
+    sweep_folder(tmp_path, [trial(f"8x1x{i}-fsdp", 1000) for i in range(count)])
+    command = [sys.executable, "-m", "valkyrie.cli.report", str(tmp_path), "--format", "csv"]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
+
+
+def test_a_report_needs_no_jax(tmp_path: Path):
+    folder = sweep_folder(tmp_path, [FSDP, RAN], timelines=1)
+    script = (
+        "import sys\nfrom valkyrie.cli.report import main\nmain(sys.argv[1:])\n"
+        "print(*(name for name in ('jax', 'flax', 'numpy') if name in sys.modules))\n"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"2 trials: {folder}/report.html\n\n"
+
+
+def test_a_page_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    folder, asked = sweep_folder(tmp_path, [FSDP]), DictConfig({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    SweepPage().on_multirun_end(asked)
+    assert (folder / PAGE).is_file() and list(folder.glob(".*")) == []
+
+    def fail(rows: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("valkyrie.report.page.page", fail)
+    SweepPage().on_multirun_end(asked)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "No space left" in told and f"valkyrie-report {folder}" in told
+    assert "was removed" in told and not (folder / PAGE).exists()
+    SweepPage().on_multirun_end(asked)
+    assert "removed" not in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""What a report compares: the same work on the same hardware, told apart by what a sweep varies beside the layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reported import golden, sweep_folder, trial, trial_of
+from test_report import FSDP, LARGE, TP, rows_of
+from valkyrie.report import figures, specs, values, words
+from valkyrie.report.page import page
+from valkyrie.report.rank import agreement, compare, groups, memory_of, predicted_and_measured, unbeaten
+from valkyrie.report.records import Row, read_rows
+from valkyrie.report.table import command
+from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.sweep.trial import Status, Trial
+
+WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
+DEEP = ["model.embed=1536", "model.mlp=4096", "model.layers=24"]
+WIDEST = ["model.embed=2048", "model.mlp=5632", "model.layers=24"]
+
+
+def shapes(speeds: dict[str, tuple[float, float, float]], **other: object) -> list[Trial]:
+    return [
+        trial(layout, speed, asked=["tracking=off", *asked], **other)  # type: ignore[arg-type]
+        for layout, of in speeds.items()
+        for asked, speed in zip((WIDE, DEEP, WIDEST), of, strict=True)
+    ]
+
+
+SPEEDS = {"8x1x1-fsdp": (900.0, 800.0, 300.0), "2x4x1-2d_tp": (500.0, 850.0, 250.0)}
+
+
+@pytest.fixture
+def varied(tmp_path: Path) -> list[Row]:
+    return rows_of(tmp_path, *shapes(SPEEDS, gib=4, price=1.2))
+
+
+def test_what_a_sweep_varies_is_part_of_the_work_and_told_once(varied: list[Row]):
+    assert [row.work.varied for row in varied[:3]] == [
+        ("embed=2048", "layers=12"),
+        ("embed=1536", "layers=24"),
+        ("embed=2048", "layers=24"),
+    ]
+    named = values.labels(varied)
+    assert len(set(named.values())) == 6 and named[varied[0].id] == "8x1x1-fsdp embed=2048 layers=12"
+    assert varied[0].work.label == "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=12"
+
+
+def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path):
+    found = rows_of(
+        tmp_path,
+        trial("8x1x1-fsdp", 9, asked=["remat=full", "mode.repeats=3", "+trial.retry=true", "hydra.mode=RUN"]),
+        trial("2x4x1-fsdp", 9, asked=["microbatches=2", "mesh.placement=[x,y]", "target.slices=2"]),
+        trial("2x4x1-fsdp", 9, asked=["batch=64", "data=bytes"], batch=64),
+        trial("2x4x1-fsdp", 9, stage="measure", asked=["steps=7"]),
+    )
+    assert {row.work.varied for row in found} == {()}
+
+
+def test_a_precision_is_told_where_one_kind_of_speed_has_two(tmp_path: Path):
+    half, whole = (trial("8x1x1-fsdp", 9, asked=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
+    whole = replace(whole, about=whole.about | {"precision": "float32"})
+    ran = trial("8x1x1-fsdp", 9, stage="measure")
+    assert list(values.labels(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
+    both = list(values.labels(rows_of(tmp_path / "two", half, whole)).values())
+    assert both == ["8x1x1-fsdp bf16_mixed", "8x1x1-fsdp float32"]
+
+
+def test_keys_of_equal_ends_are_told_whole(tmp_path: Path):
+    asked = (["model.s5.blocks=1", "model.trm.blocks=1"], ["model.s5.blocks=2", "model.trm.blocks=1"])
+    more = ["model.s5.blocks=1", "model.trm.blocks=2"]
+    found = rows_of(tmp_path, *(trial("8x1x1-fsdp", 9, asked=each) for each in (*asked, more)))
+    assert found[1].work.varied == ("model.s5.blocks=2", "model.trm.blocks=1")
+
+
+def test_partitions_are_compared_within_a_shape(varied: list[Row]):
+    ((group, members),) = groups(varied).items()
+    said = words.answer(group, members)
+    assert said[0].startswith(
+        "Fastest of 6 predicted for v5e-8: 8x1x1-fsdp of valkyrie_tiny, 16 x 64 tokens, embed=2048"
+    )
+    assert [line.partition(" because")[0].partition(";")[0] for line in said[1:]] == [
+        "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=12: fsdp on 8x1x1 is 1.8x faster than 2d_tp on 2x4x1",
+        "valkyrie_tiny, 16 x 64 tokens, embed=1536 layers=24: 2d_tp on 2x4x1 is 1.06x faster than fsdp on 8x1x1",
+        "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=24: fsdp on 8x1x1 is 1.2x faster than 2d_tp on 2x4x1",
+    ]
+
+
+def test_a_front_is_of_one_work(varied: list[Row]):
+    assert len(unbeaten(varied, memory_of)) == 3
+    assert sum(v["front"] for v in values.memory(varied)) == 3
+    spec = figures.specification(figures.MEMORY, varied)
+    assert spec is not None
+    (line,) = [layer for layer in spec["layer"] if layer["mark"]["type"] == "line"]
+    assert line["encoding"]["detail"]["field"] == "work"
+
+
+def test_predicted_and_measured_meet_by_shape(varied: list[Row], tmp_path: Path):
+    ran = shapes({"8x1x1-fsdp": (90.0, 80.0, 30.0)}, stage="measure", target="auto")
+    both = rows_of(tmp_path / "both", *shapes(SPEEDS), *ran)
+    assert [(p.a.work.varied, p.b.work.varied) for p in predicted_and_measured(both)] == [
+        (row.work.varied, row.work.varied) for row in both[6:]
+    ]
+
+
+def test_agreement_counts_pairs_of_one_work(tmp_path: Path):
+    batches = [
+        trial("8x1x1-fsdp", speed / 10**ran, batch=batch, stage=stage, target=target)
+        for ran, (stage, target) in enumerate([("compile", "v5e-8"), ("measure", "auto")])
+        for batch, speed in ((16, 500), (64, 900))
+    ]
+    pairs = predicted_and_measured(rows_of(tmp_path, *batches))
+    assert len(pairs) == 2 and agreement(pairs) is None
+
+
+def test_sweeps_of_shapes_are_compared_shape_by_shape(tmp_path: Path):
+    before = sweep_folder(tmp_path / "before", shapes(SPEEDS))
+    doubled = {layout: tuple(2 * speed for speed in speeds) for layout, speeds in SPEEDS.items()}
+    after = sweep_folder(tmp_path / "after", shapes(doubled)[:5])  # type: ignore[arg-type]
+    found = compare(read_rows([tmp_path]), str(before), str(after))
+    assert [p.ratio for p in found.pairs] == [2.0] * 5 and len(found.only_a) == 1 and found.again == []
+
+
+def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
+    again = replace(trial("8x1x1-fsdp", 2000), key="again")
+    before, after = sweep_folder(tmp_path / "a", [again, FSDP]), sweep_folder(tmp_path / "b", [FSDP])
+    found = compare(read_rows([tmp_path]), str(before), str(after))
+    assert [p.ratio for p in found.pairs] == [0.5] and [row.rate_per_chip for row in found.again] == [1000]
+    assert found.said.endswith("a faster trial of their layout and work: 1.")
+    assert found.said in as_markdown(read_rows([tmp_path]), found)
+
+
+def test_a_comparison_names_what_became_of_a_trial_in_words(tmp_path: Path):
+    before, after = sweep_folder(tmp_path / "a", [LARGE]), sweep_folder(tmp_path / "b", [LARGE, FSDP])
+    rows = read_rows([tmp_path])
+    assert '<td class="number">does not fit</td>' in page(rows, compare(rows, str(before), str(after)))
+
+
+def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
+    cheap, fast = trial("8x1x1-fsdp", 300, price=1.2), trial("2x4x1-2d_tp", 600, target="v5p-16", price=4.2)
+    large = trial("4x2x1-dp", 900, price=1.2, batch=64)
+    one = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
+    assert one == ["Cheapest: 8x1x1-fsdp on v5e-8, 1.11 dollars for a million tokens."]
+    assert [line.partition(" on ")[0] for line in words.price_lines(rows_of(tmp_path / "two", cheap, fast, large))] == [
+        "Cheapest: 4x2x1-dp of valkyrie_tiny, 64 x 64 tokens",
+        "Cheapest: 8x1x1-fsdp of valkyrie_tiny, 16 x 64 tokens",
+    ]
+    assert words.price_lines([]) == []
+
+
+def test_a_price_is_drawn_only_where_there_is_one(tmp_path: Path):
+    assert figures.of_all(rows_of(tmp_path, trial("8x1x1-fsdp", 9, stage="measure"))) == [figures.PAIRS]
+    assert figures.of_all(rows_of(tmp_path / "priced", FSDP)) == [figures.PAIRS, figures.PRICE]
+
+
+@pytest.mark.parametrize(
+    ("described", "label"),
+    [
+        ("v4-64 (32 v4 chips 2x4x4, 8 hosts)", "predicted for v4-64"),
+        ("v4-64 (32 v4 chips 2x2x8, 8 hosts)", "predicted for v4-64 with topology 2x2x8"),
+        ("v4-64 with topology 4x4x4 (64 v4 chips, 16 hosts)", "predicted for v4-64 with topology 4x4x4"),
+        ("v4-64 (32 v4 chips 2x4x4, 8 hosts in each of 2 slices)", "predicted for v4-64 in 2 slices"),
+    ],
+)
+def test_topologies_and_slices_are_kinds_of_their_own(tmp_path: Path, described: str, label: str):
+    (row,) = rows_of(tmp_path, trial("8x1x1-fsdp", 9, target="v4-64", described=described))
+    assert row.group.label == label
+
+
+def test_real_devices_at_hand_are_named(tmp_path: Path):
+    real = trial_of(golden("measure") | {"simulated": False, "devices": "8 x NVIDIA H100"}, "measure", "hand", "real")
+    refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
+    predicted = replace(FSDP, about=FSDP.about | {"layout": real.about["layout"]})
+    found = rows_of(tmp_path, real, refused, predicted)
+    assert [row.group.label for row in found[:2]] == ["measured on 8 x NVIDIA H100"] * 2
+    assert len(predicted_and_measured(found)) == 1
+    trained = replace(real, stage="train", results={"simulated": False, "step": real.results["step"]})
+    assert rows_of(tmp_path / "old", trained)[0].group.label == "trained on the devices at hand"
+
+
+def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
+    asked = ["name=mine", "runs=elsewhere", "sweep=laptop_8", "model.block_pattern=[s5,attention]"]
+    (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=asked))
+    said = "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
+    assert command(row) == f"{said} hydra.mode=RUN"
+
+
+def test_csv_says_what_was_varied(varied: list[Row]):
+    head, first, *_ = as_csv(varied).splitlines()
+    column = head.split(",").index("varied")
+    assert first.split(",")[column] == "embed=2048 layers=12"
+
+
+def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
+    found = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
+    kept = {key: value for key, value in found.results.items() if key not in ("step", "seconds")}
+    return replace(found, results=kept, about=found.about | {"chip": None})
+
+
+def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
+    rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
+    assert words.answer(rows[0].group, rows) == [
+        "No layout predicted for cpu8 has a speed: compiled for a CPU: memory and bytes are told, no time. "
+        "Least memory: 2x4x1-2d_tp, 2.0 GiB of a device. Least sent: 8x1x1-fsdp, 4 MB by a device in a step."
+    ]
+    assert {v["label"] for v in values.sent(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
+    assert [(v["label"], v["held"], v["rate"]) for v in values.memory(rows)] == [
+        ("2x4x1-2d_tp", 2, None),
+        ("8x1x1-fsdp", 4, None),
+    ]
+    spec = figures.specification(figures.MEMORY, rows)
+    assert spec is not None and spec["layer"][0]["mark"]["type"] == "bar"
+    assert "|  | 2x4x1-2d_tp |  |  |  |" in as_markdown(rows)
+    assert "No layout here has a speed." in page(rows)
+
+
+def test_simulated_times_bear_the_word_and_bytes_do_not(tmp_path: Path):
+    ran = trial("8x1x1-fsdp", 40, stage="measure", target="auto", collectives={"x": 0.5}, sent={"x": 1e6})
+    rows = rows_of(tmp_path, ran)
+    times, sent = (figures.specification(f, rows) for f in (figures.PARTS_OF_STEP, figures.SENT))
+    assert times is not None and sent is not None
+    assert times["encoding"]["x"]["title"] == "one step, ms (simulated)"
+    assert sent["encoding"]["x"]["title"] == "sent by one device in a step, MB"
+
+
+def test_pairs_are_simulated_one_by_one(tmp_path: Path):
+    real = trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
+    real = replace(real, results=real.results | {"simulated": False})
+    simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
+    drawn = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
+    assert [(v["kind"], "simulated" in v["ran"]) for v in drawn] == [("simulated", True), ("measured", False)]
+    mixed, alone = specs.pairs(True, drawn), specs.pairs(True, drawn[:1])
+    assert mixed["layer"][1]["encoding"]["shape"]["field"] == "kind"
+    assert mixed["layer"][1]["encoding"]["y"]["title"] == "measured step, ms"
+    assert alone["encoding"]["y"]["title"] == "measured step, ms (simulated)"
