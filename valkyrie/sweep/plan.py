@@ -38,7 +38,8 @@ from valkyrie.train.folder import find_run, key_value, versions
 
 LIMIT_S = 3600.0
 """The seconds a trial may take where `trial.limit_s` does not say; a training may take as long as it needs."""
-
+MARGIN_S = 300.0
+"""The seconds a trial has beyond the compiler's own limit, to start and to tell of it."""
 
 PREDICTED_BY = "predicted_by"
 """The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
@@ -128,7 +129,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
         raise ValueError(_not_in_a_multirun(config.resume, config.mode.name))
     if illegal := run.problems():
         return illegal_plan(run, illegal, folder, overrides)
-    stage, key, limit = config.mode.name, trial_key(run), config.trial.limit_s
+    stage, key = config.mode.name, trial_key(run)
     refusals, own, about = _missing(run), [], run.about()
     name = trial_name(run, key, about["layout"])
     try:
@@ -145,7 +146,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
         refusal=" ".join(refusals) or None,
         command=(*child_program(), *_flags(hydra), *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
-        limit_s=(None if stage == "train" else LIMIT_S) if limit is None else limit,
+        limit_s=_limit_s(run),
         retry=config.trial.retry,
         leaves=_leaves(run),
     )
@@ -177,6 +178,13 @@ def _missing(run: Run) -> list[str]:
         missing = libtpu_missing(run.config.target)
         return [missing] if missing else []
     return [] if stage == "show" else missing_devices(run)
+
+
+def _limit_s(run: Run) -> float | None:
+    mode, given = run.config.mode, run.config.trial.limit_s
+    if given is not None or mode.name == "train":
+        return given
+    return max(LIMIT_S, mode.time_limit_s + MARGIN_S) if mode.name == "compile" else LIMIT_S
 
 
 def _leaves(run: Run) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Watcher(Protocol):
     """Who is told how a sweep goes."""
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """See what runs, and how many trials wait; called several times a second."""
+        """See what runs and how many trials wait, for another sweep if none runs; called several times a second."""
         ...
 
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
@@ -64,15 +64,18 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, T
             if len(running) < jobs and time.monotonic() - looked > _ELSEWHERE_POLL_S:
                 looked = time.monotonic() if not _start_next(waiting, running, found, watcher) else 0.0
                 continue
+            before = len(running)
             for key, (process, lock) in list(running.items()):
                 trial = process.poll()
                 if trial is not None:
                     _record(process.plan, trial, found, watcher)
                     del running[key]
                     lock.release()
-                    looked = 0.0
-            watcher.running([process for process, _ in running.values()], len(waiting))
-            time.sleep(_POLL_S)
+            if len(running) < before:
+                looked = 0.0
+            else:
+                watcher.running([process for process, _ in running.values()], len(waiting))
+                time.sleep(_POLL_S)
     finally:
         stop(process for process, _ in running.values())
         for _, lock in running.values():

@@ -37,6 +37,7 @@ class Lines:
         self.console, self.total, self.done = console or make_console(), total, 0
         self._untold: Counter[str] = Counter()
         self._refused = 0
+        self._others = False
 
     def __enter__(self) -> Lines:
         return self
@@ -45,8 +46,12 @@ class Lines:
         self._tell_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Say what was settled at once: a line comes when a trial has ended."""
+        """Say what was settled at once, and that others have what is left: a line comes when a trial has ended."""
         self._tell_counts()
+        if waiting and not processes and not self._others:
+            said = f"{waiting} trial{'s' * (waiting > 1)} left, in the hands of another sweep: waiting for it"
+            self.console.print(said, style="dim", markup=False, highlight=False)
+        self._others = bool(waiting and not processes)
 
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
         """Print the trial's line; what a mode without numbers has printed comes before it."""

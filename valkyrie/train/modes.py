@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.run import Run
+from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import acquire, configure_jax, missing_devices, prepare_devices
 from valkyrie.train.folder import find_run, run_folder
 from valkyrie.train.screen import make_console
@@ -186,4 +186,5 @@ def _where(error: FloatingPointError) -> str:
 
 
 def _resume_name(run: Run, folder: Path) -> str:
-    return folder.name if folder.parent == Path(run.config.runs) else str(folder)
+    """Return the run's name, or its path where `resume=` would not look for it by itself."""
+    return folder.name if folder.parent == Path(RunConfig.runs) else str(folder)
