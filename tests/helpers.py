@@ -50,6 +50,8 @@ def names(group: str, pattern: str = "*") -> list[str]:
 
 
 MODELS = names("model", "*_tiny")
+OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
+"""The models with layers that no other has: valkyrie has those of S5 and of Longformer."""
 PARTITIONS = names("partition")
 
 

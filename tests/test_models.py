@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import valkyrie.models.valkyrie
-from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run, some_quick
+from helpers import MODELS, OF_THEIR_OWN, assembly_of, initial_state, make_batch, small, small_run, some_quick
 from valkyrie.models.base import flatten
 from valkyrie.models.layers import dropout
 from valkyrie.run import Run
@@ -29,10 +29,6 @@ def built(model: str, *overrides: str) -> tuple[Run, Any]:
 
 def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, run.model.vocab_size, (rows, seq)), jnp.int32)
-
-
-OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
-"""The models with layers that no other has: valkyrie has those of S5 and of Longformer."""
 
 
 @pytest.mark.parametrize("model", some_quick(MODELS, OF_THEIR_OWN))

@@ -61,6 +61,7 @@ def _plane(number: int, lines: dict[str, list[tuple[str, str | None, int]]]) -> 
     return f"planes {{ {body} }}"
 
 
+@pytest.mark.slow  # `test_measure` has a real trace in the default part
 def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
     run = compose_run(*TINY, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
     program = make_program(run)

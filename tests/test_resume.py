@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import some_quick
 from runs import TINY, assert_same_bits, command, copied, records, saved, tiny, trained
 from valkyrie.train import screen
 
@@ -44,7 +45,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert_same_bits(saved(one), saved(other))
 
 
-@pytest.mark.parametrize("form", ["plain", "microbatches and dropout", pytest.param("average", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", some_quick(FORMS, ["microbatches and dropout"]))
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], form: str
 ) -> None:

@@ -113,7 +113,7 @@ def test_values_and_gradients_of_every_form_equal_a_float64_loop(reverse: bool, 
             np.testing.assert_allclose(_complex(got), want, rtol=1e-5, atol=1e-5, err_msg=impl.value)
 
 
-@pytest.mark.parametrize("seq", [1, 4, 9])
+@pytest.mark.parametrize("seq", some_quick([1, 4, 9], [1, 9]))
 def test_blocked_takes_every_length(seq: int) -> None:
     problem = _problem(seq)
     for reverse in (False, True):
@@ -223,7 +223,7 @@ def _mesh(axis_type: AxisType = AxisType.Auto, **shape: int) -> jax.sharding.Mes
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize("given", ["nothing", "all"])
+@pytest.mark.parametrize("given", some_quick(["nothing", "all"], ["all"]))
 def test_a_sequence_split_over_two_mesh_axes_equals_the_whole(given: str, reverse: bool, check_vma: bool) -> None:
     mesh = _mesh(y=2, x=4)
     problem = _problem(seq=24, seed=3)

@@ -393,7 +393,7 @@ SAMPLED = {
     "laptop_8": VARIED,
     "pa_nas_1b": ("model.layers=18,24", "hydra.sweeper.space.vary={model.s5.state_size:1024}"),
     "hydra/sweeper": (
-        *("model=s5_tiny,gpt_tiny", "target=v5e-8,cpu8", "mesh=single,AxBx2", "precision=bf16"),
+        *("model=gpt_tiny", "target=v5e-8,cpu8", "mesh=single,AxBx2", "precision=bf16"),
         "+hydra.sweeper.space.vary={prompt:['def f(a, b)','null']}",
     ),
     "partition_by_length": (

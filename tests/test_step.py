@@ -25,6 +25,7 @@ from helpers import (
     run_steps,
     small,
     small_run,
+    some_quick,
     two_steps,
 )
 from valkyrie.axes import UNSHARDED
@@ -119,6 +120,7 @@ def is_activation(shape: tuple[int, ...], rows: int) -> bool:
     return len(shape) >= 3 and shape[:2] == (rows, 48)
 
 
+@pytest.mark.slow
 def test_dp_only_sums_gradients():
     found = collectives(compiled("dp").as_text())
     assert set(found) == {"all-reduce"}
@@ -141,7 +143,7 @@ def test_fsdp_gathers_every_parameter_forward_and_backward():
 
 @pytest.mark.parametrize(
     "partition",
-    ["1d_tp", "fsdp_tp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data_model_fsdp", "fsdp", "sp"))],
+    some_quick(["1d_tp", "fsdp_tp", "data_model_fsdp", "fsdp", "sp"], ["1d_tp"]),
 )
 def test_no_partition_shuffles_everything(partition):
     """An all-to-all would mean that two neighbours disagree on how an activation lies."""

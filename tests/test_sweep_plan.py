@@ -35,7 +35,7 @@ def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path:
 READ = [["resume=base"], ["name=base"], [], ["resume=base,other"]]
 
 
-@pytest.mark.parametrize("asked", some_quick(READ, READ[2:]))
+@pytest.mark.parametrize("asked", some_quick(READ, READ[3:]))
 def test_trials_that_read_a_run_are_planned_as_that_run(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: list[str]
 ):

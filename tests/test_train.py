@@ -60,7 +60,7 @@ def test_what_is_printed_says_simulated_and_what_to_do_next(tmp_path: Path, capf
     rates = [line for line in out.splitlines() if "tokens/s" in line]
     assert rates and all("simulated" in line for line in rates)
     assert f"run folder: {tmp_path / 'run'}" in out
-    assert "valkyrie-train resume=run steps=12" in out
+    assert f"valkyrie-train resume={tmp_path / 'run'} steps=12" in out
     assert "step 6: validation loss" in out
 
 
