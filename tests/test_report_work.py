@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +24,9 @@ DEEP = ["model.embed=1536", "model.mlp=4096", "model.layers=24"]
 WIDEST = ["model.embed=2048", "model.mlp=5632", "model.layers=24"]
 
 
-def shapes(speeds: dict[str, tuple[float, float, float]], **other: object) -> list[Trial]:
+def shapes(speeds: Mapping[str, Sequence[float]], **other: Any) -> list[Trial]:
     return [
-        trial(layout, speed, asked=["tracking=off", *asked], **other)  # type: ignore[arg-type]
+        trial(layout, speed, asked=["tracking=off", *asked], **other)
         for layout, of in speeds.items()
         for asked, speed in zip((WIDE, DEEP, WIDEST), of, strict=True)
     ]
@@ -118,8 +120,8 @@ def test_agreement_counts_pairs_of_one_work(tmp_path: Path):
 
 def test_sweeps_of_shapes_are_compared_shape_by_shape(tmp_path: Path):
     before = sweep_folder(tmp_path / "before", shapes(SPEEDS))
-    doubled = {layout: tuple(2 * speed for speed in speeds) for layout, speeds in SPEEDS.items()}
-    after = sweep_folder(tmp_path / "after", shapes(doubled)[:5])  # type: ignore[arg-type]
+    doubled = {layout: [2 * speed for speed in speeds] for layout, speeds in SPEEDS.items()}
+    after = sweep_folder(tmp_path / "after", shapes(doubled)[:5])
     found = compare(read_rows([tmp_path]), str(before), str(after))
     assert [p.ratio for p in found.pairs] == [2.0] * 5 and len(found.only_a) == 1 and found.again == []
 
