@@ -75,6 +75,13 @@ class Stage:
         """Say what the trials of a partition do; a digit-first partition is named with a leading underscore."""
         self.environment["PARTS"] = json.dumps({name.removeprefix("_"): part for name, part in parts.items()})
 
+    def enter(self, monkeypatch: pytest.MonkeyPatch, **parts: str) -> None:
+        """Let the command in this process play here, with these parts."""
+        self.play(**parts)
+        monkeypatch.chdir(self.folder)
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+
     def arguments(self, *arguments: str) -> list[str]:
         """Return the arguments of a multirun on this stage."""
         return [

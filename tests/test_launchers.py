@@ -51,9 +51,7 @@ def test_the_task_function_alone_records_a_trial(
 ):
     """What joblib, submitit and ray run: Hydra's basic launcher calls it in this process."""
     stage = Stage(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for name, value in stage.environment.items():
-        monkeypatch.setenv(name, value)
+    stage.enter(monkeypatch)
     for times in (1, 2):
         assert command(*stage.arguments("partition=dp", "hydra/launcher=basic")) == 0
         said = capfd.readouterr().out

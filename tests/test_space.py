@@ -588,3 +588,15 @@ def test_optuna_finds_the_layout_with_the_most_tokens(tmp_path: Path):
     assert rates(folder)[best] == pytest.approx(found.best_value)
     trials = TrialLog(folder).read()
     assert len(trials) == len((folder / "trials.jsonl").read_text().splitlines()) <= 4
+
+
+def test_partitions_are_those_of_each_experiment(tmp_path: Path):
+    """An experiment may change a key of the partition, which the layouts of its own shapes then have."""
+    (tmp_path / "experiment").mkdir()
+    for name, zero1 in (("with", "true"), ("without", "false")):
+        text = f"# @package _global_\npartition: {{zero1: {zero1}}}\n"
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
+    searched = f"hydra.searchpath=[valkyrie://groups,file://{tmp_path}]"
+    found = asked_cells("hydra/sweeper=layouts", searched, "experiment=with,without", "partition=fsdp", "mesh=2x2x2")
+    told = {cell.overrides[0]: cell.run.config.partition.zero1 for cell in found.legal}
+    assert told == {"experiment=with": True, "experiment=without": False}

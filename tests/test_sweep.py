@@ -25,9 +25,7 @@ from wandb_files import wandb_logs
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A stage on which `command` plays in this process."""
     made = Stage(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
+    made.enter(monkeypatch)
     return made
 
 
@@ -146,15 +144,18 @@ def test_illegal_cells_are_rows_and_start_nothing(stage: Stage, capfd: pytest.Ca
     assert "s5_tiny 1x1x3-dp measure: refused: batch=8 is not divisible by 3" in said
     assert "2 trials: 1 ok, 1 refused" in said and f"page: {stage.sweep / 'report.html'}" in said
     assert len(stage.started()) == 1
+    capfd.readouterr()
     for _ in range(2):  # a refusal is not written twice
-        assert command(*stage.arguments("mesh=1x1x3", "partition=dp")) == 2
+        assert command(*stage.arguments("mesh=1x1x3", "partition=dp,dp")) == 2
+        assert "[2/2]" in capfd.readouterr().out
     assert stage.lines() == 2
 
 
 @pytest.mark.slow
-def test_a_mode_without_numbers_shows_what_it_says_every_time(stage: Stage, capfd: pytest.CaptureFixture):
-    stage.play(dp="real")
-    os.environ["PARTS"] = stage.environment["PARTS"]
+def test_a_mode_without_numbers_shows_what_it_says_every_time(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    stage.enter(monkeypatch, dp="real")
     for _ in range(2):
         assert command(*stage.arguments("partition=dp", "mode=show")) == 0
         said = capfd.readouterr().out
@@ -171,9 +172,8 @@ def test_the_sweep_may_be_refused(stage: Stage, capfd: pytest.CaptureFixture):
 
 
 @pytest.mark.slow
-def test_several_at_once_give_the_same(stage: Stage):
-    stage.play(dp="measure 1", fsdp="measure 1", sp="measure 1")
-    os.environ["PARTS"] = stage.environment["PARTS"]
+def test_several_at_once_give_the_same(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    stage.enter(monkeypatch, dp="measure 1", fsdp="measure 1", sp="measure 1")
     assert command(*stage.arguments("partition=dp,fsdp,sp,dp", "hydra.launcher.jobs=4")) == 0
     assert list(stage.trials()) == ["dp", "fsdp", "sp"]
     starts = [trial.started for trial in stage.trials().values()]

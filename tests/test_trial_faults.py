@@ -16,20 +16,12 @@ from valkyrie.sweep.results import last_words, outcome, refusal
 from valkyrie.sweep.trial import Status
 
 
-def play(monkeypatch: pytest.MonkeyPatch, stage: Stage, **parts: str) -> None:
-    """Let `command`, in this process, play on a stage."""
-    stage.play(**parts)
-    monkeypatch.chdir(stage.folder)
-    for name, value in stage.environment.items():
-        monkeypatch.setenv(name, value)
-
-
 def test_every_fault_is_a_row_and_the_sweep_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
     stage = Stage(tmp_path)
     faults = {"dp": "fail", "fsdp": "kill", "_1d_tp": "hang", "_2d_tp": "memory", "sp": "refuse"}
-    play(monkeypatch, stage, **faults)
+    stage.enter(monkeypatch, **faults)
     swept = "partition=dp,fsdp,1d_tp,2d_tp,sp,fsdp_tp"
     limits = ["trial.limit_s=2", "hydra.launcher.jobs=6"]
     began = time.monotonic()
@@ -59,9 +51,9 @@ def test_every_fault_is_a_row_and_the_sweep_goes_on(
 @pytest.mark.slow
 def test_what_had_no_result_is_tried_again_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stage = Stage(tmp_path)
-    play(monkeypatch, stage, dp="fail", sp="refuse")
+    stage.enter(monkeypatch, dp="fail", sp="refuse")
     assert command(*stage.arguments("partition=dp,sp")) == 1
-    play(monkeypatch, stage)  # now both could
+    stage.enter(monkeypatch)  # now both could
     assert command(*stage.arguments("partition=dp,sp")) == 1
     assert [t.status for t in stage.trials().values()] == [Status.failed, Status.ok], "what was refused is looked at"
     assert command(*stage.arguments("partition=dp", "trial.retry=true")) == 0
@@ -138,7 +130,7 @@ def test_a_full_disk_is_told_and_a_rerun_completes_the_table(
 ):
     """A file may not grow beyond a limit, as on a full disk: the line that did not fit is torn, and then cut off."""
     stage = Stage(tmp_path)
-    play(monkeypatch, stage)
+    stage.enter(monkeypatch)
     assert command(*stage.arguments("partition=dp")) == 0
     multirun = (stage.sweep / "multirun.yaml").stat().st_size
     record = stage.sweep / "trials.jsonl"

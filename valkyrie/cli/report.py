@@ -63,7 +63,8 @@ def _refuse_what_says_nothing(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from valkyrie.report.page import page, write_whole
+    from valkyrie.paths import write_whole
+    from valkyrie.report.page import page
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
@@ -86,7 +87,7 @@ def _report(arguments: argparse.Namespace) -> None:
         sys.stdout.write(text)
         return
     output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
-    print(f"{len(rows)} trials: {write_whole(text, output)}")
+    print(f"{len(rows)} trials: {write_whole(output, text)}")
 
 
 if __name__ == "__main__":

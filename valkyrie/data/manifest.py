@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from valkyrie.paths import write_whole
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -200,6 +201,4 @@ def _remember(prepared: Prepared) -> None:
     if not os.access(prepared.path, os.W_OK):
         return
     told = {shard.file: _stamp(prepared, shard) for shard in _shards(prepared)}
-    partial = prepared.path / f"{_VERIFIED}.{os.getpid()}.{threading.get_ident()}"
-    partial.write_text(json.dumps(told))
-    partial.replace(prepared.path / _VERIFIED)
+    write_whole(prepared.path / _VERIFIED, json.dumps(told))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -12,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import cache_root
+from valkyrie.paths import cache_root, write_whole
 from valkyrie.report import table, words
 from valkyrie.report.figures import OF_A_GROUP, Figure, of_all, specification
 from valkyrie.report.rank import Comparison, agreement, best_per_target, groups, predicted_and_measured, refusals
@@ -35,21 +34,7 @@ LONG = 44
 
 def write_report(folder: Path) -> Path:
     """Write the page of a sweep's folder, or of a folder of sweeps, into it; return where it is."""
-    return write_whole(page(read_rows([folder])), folder / PAGE)
-
-
-def write_whole(text: str, path: Path) -> Path:
-    """Write a file in one piece, so that a reader sees the one before or this one; return its path."""
-    if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
-        path.write_text(text, encoding="utf-8")
-        return path
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    return write_whole(folder / PAGE, page(read_rows([folder])))
 
 
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
@@ -199,5 +184,5 @@ def _vega() -> str:
     kept = cache_root() / "report" / f"vega-{version('vl-convert-python')}.js"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"), kept)
+        write_whole(kept, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
     return kept.read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Work(NamedTuple):
     batch: int | None
     seq: int | None
     precision: str
-    varied: tuple[str, ...] = ()
+    varied: tuple[str, ...]
 
     @property
     def label(self) -> str:
@@ -142,13 +142,12 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     sweeps = {folder: TrialLog(folder).read() for folder in find_sweeps(paths)}
     varied, rows = varied_of(sweeps), []
     for folder, trials in sweeps.items():
-        simulated = _said(trials, "simulated")
-        devices = _said(trials, "devices")
+        simulated, devices = _said(trials, "simulated"), _said(trials, "devices")
         for trial in trials:
             kind = _kind(trial)
-            told = {"devices": devices.get(kind)} | trial.results
-            row = row_of(trial, folder, _is_simulated(trial, simulated.get(kind)), told["devices"])
-            rows.append(replace(row, work=row.work._replace(varied=varied[folder, trial.key])))
+            taken = trial.results.get("devices", devices.get(kind))
+            told = _is_simulated(trial, simulated.get(kind)), taken, varied[folder, trial.key]
+            rows.append(row_of(trial, folder, *told))
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: there is no trial yet. Wait until the first one has ended.")
     return rows
@@ -178,11 +177,11 @@ _ADVICE = (
 )
 
 
-def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None = None) -> Row:
+def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
     """Return a trial of this sweep folder as a row; `simulated` says that its devices are no accelerators.
 
-    `devices` are what a measurement on whatever devices there are took: `8 x NVIDIA H100`. What its sweep varies is
-    not known here: `work.varied` is empty.
+    `devices` are what a measurement on whatever devices there are took: `8 x NVIDIA H100`; `varied` is what its sweep
+    varies beside the layout.
     """
     about, results, target = trial.about, trial.results, target_of(trial.about)
     step, memory = results.get("step") or {}, results.get("memory") or {}
@@ -196,7 +195,11 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None = No
         source=folder,
         group=Group(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
         work=Work(
-            str(about.get("model") or "?"), about.get("batch"), about.get("seq"), str(about.get("precision") or "")
+            model=str(about.get("model") or "?"),
+            batch=about.get("batch"),
+            seq=about.get("seq"),
+            precision=str(about.get("precision") or ""),
+            varied=varied,
         ),
         layout=str(about.get("layout") or _layout_of(about) or trial.name),
         mesh=str(about.get("mesh") or "?"),

@@ -12,6 +12,7 @@ from valkyrie.report.rank import Comparison, memory_of, price_of, unbeaten
 from valkyrie.report.records import Group, Row
 from valkyrie.report.values import labels, short
 from valkyrie.search.units import duration, memory
+from valkyrie.sweep.names import without_place
 from valkyrie.sweep.trial import Status
 
 
@@ -47,8 +48,6 @@ COLUMNS = [
 ]
 """The columns of the ranked table, in order."""
 _DIGITS = 6
-_OF_THE_SWEEP = ("name", "runs", "resume")
-"""Overrides of a trial that name its sweep's folder."""
 
 
 def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
@@ -106,8 +105,7 @@ def details(row: Row) -> dict[str, Any]:
 
 def command(row: Row) -> str:
     """Return the command that does a trial again, for a shell: as one run, in a folder that is not the sweep's."""
-    kept = [o for o in row.trial.overrides if o.partition("=")[0].lstrip("+") not in _OF_THE_SWEEP]
-    return shlex.join(["valkyrie-train", *kept, "hydra.mode=RUN"])
+    return shlex.join(["valkyrie-train", *without_place(row.trial.overrides), "hydra.mode=RUN"])
 
 
 def best(rows: Sequence[Row]) -> str:

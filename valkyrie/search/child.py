@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.hardware import Platform, topology_of
+from valkyrie.paths import write_whole
 from valkyrie.run import Run
 
 OUTCOME, MODULE, TEXT = "outcome.json", "module.hlo.pb", "module.hlo.txt"
@@ -31,10 +32,7 @@ def main() -> None:
     """Compile the run in the folder named by the first argument, for the process named by the second."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
-    outcome = _outcome(folder)
-    scratch = folder / f"{OUTCOME}.part"
-    scratch.write_text(json.dumps(outcome))
-    scratch.replace(folder / OUTCOME)
+    write_whole(folder / OUTCOME, json.dumps(_outcome(folder)))
 
 
 def _end_with(parent: int, folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from valkyrie.hardware import Platform, TargetConfig, topology_of
+from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 
@@ -29,9 +30,7 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
     if kept.is_file():
         return pickle.loads(kept.read_bytes())
     found = _replay(target, compiled)
-    scratch = kept.with_suffix(".part")
-    scratch.write_bytes(pickle.dumps(found))
-    scratch.replace(kept)
+    write_whole(kept, pickle.dumps(found))
     return found
 
 

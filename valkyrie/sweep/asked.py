@@ -31,6 +31,11 @@ LAYOUT_KEYS = {
 """Keys of the command line that take the place of a key of the space."""
 
 
+def changes_layouts(key: str) -> bool:
+    """Return whether a key may change what is in a mesh or a partition beside its name."""
+    return key.startswith(("mesh.", "partition.")) or key == "experiment"
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a multirun asks for: a space, and the overrides that every trial has beside its cell's."""
@@ -84,7 +89,7 @@ class Composer:
         """
         found = dict.fromkeys(n for name in names for n in (self.options("partition") if name == ALL else [name]))
         main = any(source.provider == "main" and source.path == str(conf_dir()) for source in self.loader.get_sources())
-        as_shipped = main and not any(o.key_or_group.startswith("partition.") for o in self.parse(asked))
+        as_shipped = main and not any(changes_layouts(o.key_or_group) for o in self.parse(asked))
         shipped = {p.name: p for p, _ in read_group("partition", PartitionConfig)} if as_shipped else {}
         return [
             Named(

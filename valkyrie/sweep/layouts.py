@@ -17,11 +17,12 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.compose import accelerators
-from valkyrie.sweep.asked import Asked, Composer, read_asked, shapes_of
+from valkyrie.sweep.asked import Asked, Composer, changes_layouts, read_asked, shapes_of
 from valkyrie.sweep.end import SweepEnd
 from valkyrie.sweep.plan import illegal_plan
 from valkyrie.sweep.space import Cell, Cells, Shape, enumerate_space
 from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.train.folder import key_value
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6
@@ -84,7 +85,7 @@ def cells_of(asked: Asked, composer: Composer) -> Cells:
     """
     alike: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
     for shape in shapes_of(asked, composer):
-        alike[tuple(o for o in shape.overrides if o.lstrip("+~").startswith(("mesh.", "partition.")))].append(shape)
+        alike[tuple(o for o in shape.overrides if changes_layouts(key_value(o)[0]))].append(shape)
     found = Cells([], Counter())
     for changes, shapes in alike.items():
         named = [*asked.fixed, *changes]

@@ -124,6 +124,11 @@ def overrides_of_read_run(overrides: Sequence[str]) -> list[str]:
     return parts_of(resumed_arguments(overrides, without=["hydra.mode"]))[1]
 
 
+def without_place(overrides: Sequence[str]) -> list[str]:
+    """Return overrides without those that say in which folder a run lies."""
+    return [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
+
+
 def _is_of_the_sweep(key: str) -> bool:
     if key.startswith(_OF_THE_SPACE):
         return key not in _NOT_OF_THE_SPACE

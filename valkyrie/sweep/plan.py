@@ -31,6 +31,7 @@ from valkyrie.sweep.names import (
     trial_key,
     trial_name,
     unread_key,
+    without_place,
 )
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
@@ -218,7 +219,7 @@ def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
 
     A training tells W&B of itself, in the group of the sweep unless it has one.
     """
-    kept = [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
+    kept = without_place(overrides)
     config = run.config
     if config.mode.name in READS_A_RUN:
         resume = config.resume or config.name or "latest"

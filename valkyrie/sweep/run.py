@@ -90,7 +90,7 @@ def _settle(plans: Sequence[Plan], found: dict[str, Trial], watcher: Watcher) ->
     log = TrialLog(plans[0].folder)
     recorded = {trial.key: trial for trial in log.read()}
     waiting: list[Plan] = []
-    refused: dict[str, tuple[Plan, Trial]] = {}
+    refused: list[tuple[Plan, Trial]] = []
     for plan in plans:
         before = recorded.get(plan.key)
         if before is not None and plan.settled_by(before):
@@ -98,11 +98,10 @@ def _settle(plans: Sequence[Plan], found: dict[str, Trial], watcher: Watcher) ->
         elif plan.refusal is None:
             waiting.append(plan)
         else:
-            refused[plan.key] = plan, plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)
-    log.append(
-        trial for key, (_, trial) in refused.items() if key not in recorded or recorded[key].reason != trial.reason
-    )
-    for plan, trial in refused.values():
+            refused.append((plan, plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)))
+    new = {trial.key: trial for _, trial in refused}
+    log.append(t for key, t in new.items() if key not in recorded or recorded[key].reason != t.reason)
+    for plan, trial in refused:
         _note(plan, trial, found, watcher)
     return waiting
 

@@ -36,7 +36,8 @@ def train(run: Run, arguments: Sequence[str]) -> int:
     except (DivergedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
-    again = f"valkyrie-train resume={shlex.quote(_resume_name(run, folder))}"
+    found_by = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone
+    again = f"valkyrie-train resume={shlex.quote(found_by)}"
     if fitted.interrupted:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
         return EXIT_STATUS
@@ -183,8 +184,3 @@ def _where(error: FloatingPointError) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
     deepest = frames[-1]
     return f"debug=nans: {error}, at {deepest.filename}:{deepest.lineno} in {deepest.name}: {deepest.line}"
-
-
-def _resume_name(run: Run, folder: Path) -> str:
-    """Return the run's name, or its path where `resume=` would not look for it by itself."""
-    return folder.name if folder.parent == Path(RunConfig.runs) else str(folder)
