@@ -78,13 +78,12 @@ def _finish(note: str | None = None) -> int:
 class SweepEnd(Callback):
     """Gathers the trials of a multirun, to tell of them at its end.
 
-    Our launcher hands them over as they come. After another launcher they are all that the folder has, and those that
-    `trials.jsonl` has gained are told to W&B. `folder` is the sweep's.
+    Our launcher hands them over as they come. After another launcher they are all that the folder has: W&B is told of
+    those that it does not know yet. `folder` is the sweep's.
     """
 
     def __init__(self) -> None:
         self.folder = Path()
-        self._before: set[tuple[str, str]] = set()
         self._trials: dict[str, Trial] = {}
         self._tracker: SweepTracker | None = None
         self._has_all = False
@@ -94,13 +93,12 @@ class SweepEnd(Callback):
         return self.__dict__ | {"_tracker": None}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember what the sweep's folder has already."""
+        """Begin a sweep in its folder."""
         _begun.append(self)
         self.folder = Path(config.hydra.sweep.dir)
         tracking = OmegaConf.to_object(config.tracking)
         assert isinstance(tracking, TrackingConfig)
         self._tracker = SweepTracker(tracking, self.folder, self.folder.resolve().name)
-        self._before = {(trial.key, trial.started) for trial in TrialLog(self.folder).read()}
 
     def is_given_all(self) -> None:
         """Know that every trial of this sweep is handed over: the folder need not be searched for them."""
@@ -119,7 +117,8 @@ class SweepEnd(Callback):
         """
         try:
             if not self._has_all:
-                self._search_folder()
+                for trial in TrialLog(self.folder).read():
+                    self.take(trial)
             trials = list(self._trials.values())
             if trials or note is None:
                 self._tell(trials, note)
@@ -129,13 +128,6 @@ class SweepEnd(Callback):
         if any(trial.status in NO_RESULT for trial in trials):
             return NO_RESULT_STATUS
         return ALL_REFUSED if trials and all(trial.status is Status.refused for trial in trials) else 0
-
-    def _search_folder(self) -> None:
-        for trial in TrialLog(self.folder).read():
-            if (trial.key, trial.started) in self._before:
-                self._trials[trial.key] = trial
-            else:
-                self.take(trial)
 
     def _tell(self, trials: list[Trial], note: str | None) -> None:
         console = make_console()
