@@ -24,7 +24,7 @@ CHOICES = {group: names(group) for group in GROUPS}
 EXPERIMENTS = names("experiment")
 SWEEPS = names("sweep")
 WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
-"""The sweeps whose every job stands in the file; `test_space` holds those that are enumerated."""
+"""The sweeps whose every job stands in the file; `test_sweep_layouts` holds those that are enumerated."""
 
 
 def test_every_group_has_choices_and_every_folder_is_a_group():
