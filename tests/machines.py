@@ -37,15 +37,17 @@ CHIPS = {
         clock_ghz=1.05,
         ici_link_gbs=45.0,
         hop_us=1.0,
+        host_bounds=[2, 2, 1],
         dcn_gbs_per_host=25.0,
     ),
     "v5e": ChipConfig(
         name="v5e",
-        peak_tflops={"bfloat16": 197.0},
+        peak_tflops={"bfloat16": 197.0, "int8": 394.0},
         hbm_gbs=819.0,
         clock_ghz=1.5,
         ici_link_gbs=45.0,
         hop_us=1.0,
+        host_bounds=[2, 2],
         dcn_gbs_per_host=25.0,
     ),
     "v6e": ChipConfig(
@@ -55,6 +57,7 @@ CHIPS = {
         clock_ghz=1.75,
         ici_link_gbs=90.0,
         hop_us=1.0,
+        host_bounds=[2, 2],
         dcn_gbs_per_host=50.0,
     ),
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from machines import CHIPS, machine, torus
-from valkyrie.hardware import Topology
+from valkyrie.hardware import Topology, known_targets, topology_of
 from valkyrie.search import assumptions
 from valkyrie.search.collectives import Machine, Network, Traffic, algorithm, payload
 from valkyrie.search.torus import DCN, Position
@@ -144,6 +146,17 @@ def test_between_slices_a_hosts_devices_share_its_network():
     whole = net.collective("all-reduce", ids.reshape(1, -1), BYTES)
     assert whole.bytes_by_axis[DCN] == pytest.approx(BYTES / 64)
     assert whole.seconds > net.collective("all-reduce", ids.reshape(2, -1), BYTES).seconds
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "v5e-16", "v6e-8", "v6e-16"])
+def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
+    """A v5e-8 is one host of 8 chips, a v5e-16 has 4 hosts of 4; Cloud TPU gives a chip 3.125 GB/s, on v6e 12.5."""
+    (target,) = (replace(t, slices=2) for t in known_targets() if t.name == name)
+    assert target.chip is not None
+    topology = topology_of(target)
+    places = [Position(s, c, 0) for s in (0, 1) for c in np.ndindex(topology.shape)]
+    found = Network(Machine(target.chip, topology, tuple(places), {})).between_slices("collective-permute", BYTES, 2)
+    assert BYTES / (found.seconds - found.latency) == pytest.approx({"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name])
 
 
 def test_nothing_moves_in_a_group_of_one():

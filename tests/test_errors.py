@@ -126,6 +126,22 @@ ONE_LINE = {
         "target.slices=2: slices are joined by the data-centre network, and mesh=4x4x4 does not say which axis crosses "
         "it. Use mesh=2s2x4x4, or set mesh.placement.",
     ),
+    "slices on one slice": (
+        ["mesh=2s4x4x2", "target=v4-128", "batch=64"],
+        "mesh=2s4x4x2 is 2 slices joined by the data-centre network, and target=v4-128 (64 v4 chips 4x4x4, 16 hosts) "
+        "is one. 2 slices of 32 devices are target=v4-64 target.slices=2. In one slice, use a mesh such as mesh=4x4x4.",
+    ),
+    "slices on a target of one of them": (
+        ["mesh=2s4x4x2", "target=v4-64", "batch=64"],
+        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips (v4-64 counts 2 cores a chip), but mesh=2s4x4x2 "
+        "needs 64 devices. 2 slices of 32 devices are target=v4-64 target.slices=2. Use a mesh of 32 devices, such as "
+        "mesh=2x4x4, or a target of 64.",
+    ),
+    "slices without a known network": (
+        ["mesh=2s2x2x2", "target=v3-8", "target.slices=2"],
+        "target.slices=2: no bandwidth between slices of v3 is published. Set target.chip.dcn_gbs_per_host, in GB/s "
+        "one way out of a host, or use one slice.",
+    ),
     "a topology that there is not": (
         ["mesh=4x4x2", "target=v4-64", "target.topology=4x4x3", "batch=64"],
         "target.topology=4x4x3 is no slice of v4: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4; "

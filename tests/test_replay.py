@@ -81,7 +81,7 @@ def test_work_beside_a_collective_hides_it():
     assert done.step_s == pytest.approx(gather_seconds(), rel=1e-3)
     assert done.seconds["exposed x"] == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
     done = played(start_and_done(work("longer", "a", 3 * cycles)))
-    assert "exposed x" not in done.seconds
+    assert "exposed x" not in done.seconds and done.sending_s == pytest.approx(gather_seconds())
     assert done.step_s == pytest.approx(3 * cycles / CLOCK)
     assert done.collectives[0].busy_s == pytest.approx(gather_seconds())
 
@@ -95,7 +95,9 @@ def test_collectives_on_the_same_links_share_them(groups, slower):
         "  ROOT r = (f32[4096,1024], f32[4096,1024]) tuple(d, f)\n"
     )
     latency = assumptions.COLLECTIVE_START_S + 2e-6
-    assert played(module).step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
+    done = played(module)
+    assert done.step_s == pytest.approx(latency + slower * (gather_seconds() - latency))
+    assert done.sending_s == pytest.approx(done.step_s), "two at once are not twice the time"
 
 
 def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
@@ -105,9 +107,18 @@ def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
         "  z = s32[] constant(0)\n"
         "  ROOT s = f32[256,1024] dynamic-slice(all, z, z), dynamic_slice_sizes={256,1024}\n}\n"
     )
-    module = program("  ROOT f = f32[256,1024] fusion(a), kind=kCustom, calls=scatter\n", head)
-    (use,) = played(module).collectives
-    assert use.kind == "reduce-scatter" and use.bytes_sent == 0.75 * BYTES
+    named = 'metadata={op_name="gradient" source_file="step.py" source_line=7}'
+    module = program(f"  ROOT f = f32[256,1024] fusion(a), kind=kCustom, calls=scatter, {named}\n", head)
+    for (use,) in (played(module).collectives, traffic(module, {"x": 4, "y": 4, "z": 4})):
+        assert use.kind == "reduce-scatter" and use.bytes_sent == 0.75 * BYTES
+        assert (use.op_name, use.source) == ("gradient", "step.py:7"), "the all-reduce inside has no name of its own"
+
+
+def test_a_product_without_an_estimate_takes_the_peak_of_bfloat16():
+    sizes = "bf16[8192,8192]"
+    product = f"  ROOT d = {sizes} dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
+    done = replay(parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"), machine("v5e", torus((8, 8))))
+    assert done.seconds == {"matmul": pytest.approx(2 * 8192**3 / 197e12)}, "not of int8"
 
 
 LOOP = (
@@ -131,6 +142,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     (use,) = done.collectives
     assert use.calls == 10 and use.bytes_sent == 10 * 2 * 0.75 * BYTES
     once = 1000 / CLOCK + use.busy_s / 10
+    assert done.sending_s == pytest.approx(use.busy_s)
     assert done.step_s == pytest.approx(10 * (once + assumptions.LOOP_ITERATION_S))
     names = [span.name for span in done.spans if span.track == "compute"]
     assert names.count("w") == 2 and "loop: iterations 2 to 9" in names

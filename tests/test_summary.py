@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def replay(uses: list[CollectiveUse], step: float = 1.0) -> Replay:
         exposed[key] = exposed.get(key, 0.0) + entry.exposed_s
     rest = step - sum(exposed.values())
     costs = [Cost("matmul", f"op{i}", "a.py:1", 1.0, rest / 20) for i in range(20)]
-    return Replay(step, {"matmul": rest, **exposed}, 1e13, uses, costs, [], ["a kernel was guessed"])
+    sending = 2 * (step - rest)
+    return Replay(step, {"matmul": rest, **exposed}, 1e13, sending, uses, costs, [], ["a kernel was guessed"])
 
 
 def summary(run: Run, tmp_path: Path, result: Replay | None, outcome: dict[str, Any] = OUTCOME) -> dict[str, Any]:
@@ -95,17 +97,29 @@ def test_what_is_sent_adds_up_however_it_is_counted(run: Run, tmp_path: Path):
 
 
 def test_hints_follow_from_the_numbers(run: Run, tmp_path: Path):
-    found = summary(run, tmp_path, replay([use(("y",), 7.0, 0.41)]))
+    unnamed = replace(use(("y",), 3.0, 0.11), op_name="", source="")
+    found = summary(run, tmp_path, replay([use(("y",), 7.0, 0.3), unnamed]))
     said = hints(found)
     assert said[0] == (
-        "Exposed communication over y is 41% of the step, most of it all-reduce for a/dot (models/s5.py:9). "
-        "y is MP2(embed)."
+        "Exposed communication over y is 41% of the step, 30% for its largest cause, all-reduce for a/dot "
+        "(models/s5.py:9). y is MP2(embed)."
     )
     assert not any("over y" in hint for hint in hints(summary(run, tmp_path, replay([use(("y",), 7.0, 0.01)]))))
     other = summary(run, tmp_path, replay([], step=0.5)) | {"about": {**found["about"], "layout": "4x4x2-1d_tp"}}
     faster = "4x4x2-1d_tp, compiled before for the same work, is 2.00x as fast: 500 ms a step."
     assert faster in hints(found, [other])
     assert faster not in hints(other, [found])
+
+
+def test_hints_about_copies_and_narrow_products(run: Run, tmp_path: Path):
+    found = summary(run, tmp_path, replay([])) | {"seconds": {"matmul": 0.6, "copies": 0.4}}
+    assert "Waits for copies between memories are 40% of the step" in hints(found)[0] and "host" not in hints(found)[0]
+    offloads = found | {"about": {**found["about"], "remat": "offload"}}
+    assert "remat=full computes them again" in hints(offloads)[0]
+    slow = found | {"seconds": {"matmul": 1.0}, "step": {**found["step"], "product_rate": 0.3}}
+    assert "Splitting weights over fewer devices" in hints(slow)[0]
+    whole = slow | {"about": {**slow["about"], "degrees": {"MP1": 1, "MP2": 1}}}
+    assert "no axis splits weights" in hints(whole)[0]
 
 
 def test_the_verdict_of_a_layout_that_does_not_fit(run: Run, tmp_path: Path):
@@ -116,7 +130,7 @@ def test_the_verdict_of_a_layout_that_does_not_fit(run: Run, tmp_path: Path):
     found = summary(run, tmp_path, None, outcome | {"largest": largest, "savings": savings})
     assert (
         "does not fit: needs 37.9 GiB of 30.8 GiB usable; largest: bf16[24,64] 12.0 GiB (f/dot); "
-        "try: remat=full (-9.0 GiB)"
+        "try: remat=full (about -9.0 GiB)"
     ) in printed(found)
 
 
@@ -131,7 +145,7 @@ def test_the_report_says_every_part(run: Run, tmp_path: Path):
         "predicted step: 1.000 s, 131,072 tokens/s, 4,096 tokens/s/chip, MFU",
         "exposed communication over y",
         "sent by mesh axes: y 7 GB",
-        "50% of the time on the links is hidden",
+        "50% of the time in which anything is sent is hidden",
         "the 10 dearest operations",
         "assumed: a kernel was guessed",
         "hint: do [tpu] this",

@@ -46,7 +46,8 @@ class ChipConfig:
     program; `hbm_gbs`: GB/s; `clock_ghz`: of the matrix units; `devices`: JAX devices in a chip.
     `ici_axes`: axes of the torus; `ici_link_gbs`: GB/s one way of one of the two links that a chip has on each of them;
     `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `host_bounds`: chips of a host,
-    by axis; `dcn_gbs_per_host`: GB/s one way out of a host over the data-centre network.
+    by axis; `dcn_gbs_per_host`: GB/s one way out of such a host over the data-centre network; a host of more
+    chips has more in proportion.
     `max_chips`: the largest slice; `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores).
     `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
     `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: what the compiler of a step is told.
@@ -126,6 +127,11 @@ class TargetConfig:
         """Return why there is no such hardware, in the words of the command line."""
         if self.slices < 1:
             return [f"target.slices={self.slices}: at least 1 is needed."]
+        if self.slices > 1 and self.chip is not None and self.chip.ici_axes and self.chip.dcn_gbs_per_host is None:
+            return [
+                f"target.slices={self.slices}: no bandwidth between slices of {self.chip.name} is published. Set "
+                "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use one slice."
+            ]
         if self.topology is None:
             return []
         if self.chip is None or self.chip.ici_axes is None:

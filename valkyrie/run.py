@@ -251,6 +251,12 @@ class Run:
             return problems
         if target.devices != mesh.size:
             return [_wrong_size(target, mesh)]
+        if mesh.slices > 1 == target.slices and target.topology and mesh.placement is None:
+            return [
+                f"mesh={mesh.name} is {mesh.slices} slices joined by the data-centre network, and "
+                f"target={target.describe()} is one.{_as_slices(target, mesh)} In one slice, use a mesh such as "
+                f"mesh={_mesh_like(target)}."
+            ]
         if 1 < target.slices != mesh.slices and mesh.placement is None:
             return [
                 f"target.slices={target.slices}: slices are joined by the data-centre network, and mesh={mesh.name} "
@@ -269,12 +275,22 @@ def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
         has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
     fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.devices == mesh.size]
     hint = f" {mesh.size} {noun} are target={', '.join(fitting)}." if fitting else ""
+    hint = _as_slices(target, mesh) or hint
     inner = f"{target.slices}s" if target.slices > 1 else ""
     such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
     return (
         f"target={target.describe()} has {has}, but mesh={mesh.name} needs {mesh.size} devices.{hint} "
         f"Use a mesh of {target.devices} devices{such_as}, or a target of {mesh.size}."
     )
+
+
+def _as_slices(target: TargetConfig, mesh: MeshConfig) -> str:
+    """Return the sentence that names the target of each slice of a mesh, empty where the target's slices are its."""
+    each, names = mesh.size // mesh.slices, []
+    if target.topology and mesh.slices not in (1, target.slices):
+        names = [t.name for t in known_targets() if t.chip == target.chip and t.devices == each]
+    said = " or ".join(f"target={name} target.slices={mesh.slices}" for name in names)
+    return f" {mesh.slices} slices of {each} devices are {said}." if said else ""
 
 
 def _mesh_like(target: TargetConfig) -> str:

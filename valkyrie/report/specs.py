@@ -13,7 +13,7 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 """What the specifications are written in; a name, never fetched."""
 PALETTE = ["#4c8fd0", "#f0883e", "#4fae5a", "#e05a5a", "#43b3ae", "#b47fc7", "#d6a928", "#a9795b", "#f08fa4", "#8b98a5"]
 """Colours that are told apart on white and on black."""
-PART_COLOURS = {"matmul": 0, "kernel": 4, "compute": 2, "memory": 9, values.REST: 0}
+PART_COLOURS = {"matmul": 0, "kernel": 4, "compute": 2, "memory": 9, values.COPIES: 7, values.REST: 0}
 """Places in the palette of the parts of a step; communication has the others, by mesh axes."""
 
 _AXES = {"x": PALETTE[1], "y": PALETTE[3], "z": PALETTE[5], "w": PALETTE[8], "s": PALETTE[7], "x,y": PALETTE[6]}

@@ -8,6 +8,7 @@ from typing import Any
 
 from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
 from valkyrie.report.records import COLLECTIVES, REST, Row
+from valkyrie.search.timeline import COPIES
 from valkyrie.search.units import duration, percent
 from valkyrie.search.units import memory as memory_text
 from valkyrie.sweep.trial import Status
@@ -21,6 +22,7 @@ PART_NAMES = {
     "kernel": "kernels",
     "compute": "other arithmetic",
     "memory": "memory-bound",
+    COPIES: "waiting for copies",
     REST: "no collective",
 }
 """Words for the parts of a step."""

@@ -16,7 +16,8 @@ from valkyrie.train.program import StepProgram
 def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, Any]]:
     """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
 
-    Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`. Changes of one key
+    Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`, which may err by a
+    factor of two in activations. Changes of one key
     are tried; where none of them saves `missing` bytes, full rematerialisation with ever more microbatches too.
     """
     now = _expected(run)

@@ -113,8 +113,8 @@ class Network:
         self._torus = Torus(machine.topology, counted)
         self._link = chip.ici_link_gbs * 1e9
         self._hop = (chip.hop_us or 1.0) * 1e-6
-        self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY
-        self._host_devices = math.prod(machine.topology.host_bounds) * machine.topology.devices_per_chip
+        host_devices = math.prod(chip.host_bounds) * chip.devices
+        self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
         self._known: dict[Any, Any] = {}
 
     def collective(self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None) -> Traffic:
@@ -139,7 +139,7 @@ class Network:
         hops = sum(route.hops for route in near.values())
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
         if far.any():
-            busy[DCN] = each_bytes * self._host_devices / self._dcn
+            busy[DCN] = each_bytes / self._dcn
             by_axis[DCN] = each_bytes
             latency += assumptions.DCN_LATENCY_S
         traffic = Traffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
@@ -152,7 +152,7 @@ class Network:
         """
         full = each_bytes * slices if kind == "all-gather" else each_bytes
         sent = payload(kind, full, slices)
-        busy = sent * self._host_devices / self._dcn
+        busy = sent / self._dcn
         latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return Traffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
 
@@ -188,7 +188,7 @@ class Network:
         near = Traffic()
         if inside > 1:
             near = _achieved(kind, self._within(kind, local, full, None))
-        far = sent * self._host_devices / self._dcn
+        far = sent / self._dcn
         latency = near.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
         return Traffic(
             seconds=near.seconds + latency - near.latency + far,

@@ -7,6 +7,7 @@ from typing import Any
 
 from valkyrie.hardware import GIB
 from valkyrie.search.summary import short_cause, short_source
+from valkyrie.search.timeline import COPIES
 from valkyrie.search.units import percent
 
 WORTH_SAYING = 0.15
@@ -22,7 +23,8 @@ def hints(found: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[
     """
     if found["status"] != "ok" or "step" not in found:
         return []
-    said = [*_exposed(found), *_faster(found, others), *_recomputation(found), *_memory_bound(found), *_narrow(found)]
+    own = (_recomputation, _memory_bound, _copies, _narrow)
+    said = [*_exposed(found), *_faster(found, others), *(line for about in own for line in about(found))]
     return said or [_largest(found)]
 
 
@@ -45,7 +47,7 @@ def _exposed(found: dict[str, Any]) -> list[str]:
             continue
         causes = [c for c in found["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
         worst = max(causes, key=lambda c: c["exposed_s"], default=None)
-        by = f", most of it {_cause(worst)}" if worst else ""
+        by = f", {percent(worst['exposed_s'] / step)} for its largest cause, {_cause(worst)}" if worst else ""
         held = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
         said.append(f"Exposed communication over {axes} is {percent(seconds / step)} of the step{by}. {held}.")
     return said
@@ -73,8 +75,9 @@ def _recomputation(found: dict[str, Any]) -> list[str]:
         return []
     change, needs = fitting[0]["change"], fitting[0]["needs"]
     return [
-        f"The chip executes {percent(extra)} more FLOPs than the model has, mostly recomputation; {change} should "
-        f"need {needs / GIB:.1f} GiB of the {headroom / GIB:.1f} GiB that are free."
+        f"The chip executes {percent(extra)} more FLOPs than the model has, mostly recomputation; {change} needs about "
+        f"{needs / GIB:.1f} GiB of the {headroom / GIB:.1f} GiB that are free. Compile it too: what is kept must be "
+        "written and read again, which may take longer."
     ]
 
 
@@ -88,15 +91,29 @@ def _memory_bound(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _copies(found: dict[str, Any]) -> list[str]:
+    share = found["seconds"].get(COPIES, 0.0) / found["step"]["step_s"]
+    if share < WORTH_SAYING:
+        return []
+    said = f"Waits for copies between memories are {percent(share)} of the step"
+    if found["about"]["remat"] != "offload":
+        return [f"{said}: what products need is not on the chip in time."]
+    return [f"{said}: remat=offload sends saved activations to the host and back. remat=full computes them again."]
+
+
 def _narrow(found: dict[str, Any]) -> list[str]:
     products, step = found["seconds"].get("matmul", 0.0), found["step"]
     if products < WORTH_SAYING * step["step_s"] or not step["product_rate"] or step["product_rate"] >= LOW_PRODUCT_RATE:
         return []
-    return [
-        f"Matrix products run at {percent(step['product_rate'])} of peak: their shards are narrow. "
-        "Splitting weights over fewer devices makes them wider."
-    ]
+    said = f"Matrix products and kernels run at {percent(step['product_rate'])} of peak"
+    degrees = found["about"]["degrees"]
+    if degrees["MP1"] * degrees["MP2"] == 1:
+        return [f"{said}, and no axis splits weights: the model's own widths, or the tokens of a chip, are small."]
+    return [f"{said}: their shards are narrow. Splitting weights over fewer devices makes them wider."]
 
 
 def _cause(use: dict[str, Any]) -> str:
-    return f"{use['kind']} for {short_cause(use['cause'])} ({short_source(use['source'])})"
+    if not use["cause"]:
+        return f"{use['kind']} that the compiler does not name"
+    source = short_source(use["source"])
+    return f"{use['kind']} for {short_cause(use['cause'])}" + (f" ({source})" if source else "")

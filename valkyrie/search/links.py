@@ -14,12 +14,16 @@ _DONE = 1e-12
 
 @dataclass(eq=False)
 class Transfer:
-    """Bytes under way. `latency` seconds pass first, then `work` seconds if alone; `needs`: share of each link."""
+    """Bytes under way. `latency` seconds pass first, then `work` seconds if alone; `needs`: share of each link.
+
+    `between_devices` is False for a copy between memories of one device.
+    """
 
     latency: float
     work: float
     needs: dict[str, float]
     about: Any = None
+    between_devices: bool = True
     started: float = 0.0
     ended: float | None = None
     _left: float = field(init=False)
@@ -47,10 +51,11 @@ class Transfer:
 
 
 class Links:
-    """The transfers in flight at a moment."""
+    """The transfers in flight at a moment. `sending_s`: the time in which any between devices was."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.sending_s = 0.0
         self.active: list[Transfer] = []
 
     def start(self, transfer: Transfer) -> None:
@@ -81,6 +86,8 @@ class Links:
         pause = min(t.remaining(rate) for t, rate in zip(self.active, rates, strict=True))
         seconds = min(pause, end - self.now)
         self.now += seconds
+        if any(transfer.between_devices for transfer in self.active):
+            self.sending_s += seconds
         for transfer, rate in zip(self.active, rates, strict=True):
             transfer.advance(seconds, rate)
             if transfer.finished:

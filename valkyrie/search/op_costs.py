@@ -3,7 +3,7 @@
 The compiler's estimates of matrix products are taken as they are: 8192^3 in bfloat16 comes to 0.93 of peak on v4,
 0.88 on v5e, 0.90 on v5p, and with 96 MiB of scoped VMEM to 0.897 on v6e, where 0.90 was measured (tpu-recipes); and
 over ten train steps hardly one was below its bytes at the full rate of HBM. Those of elementwise work are not
-(`ELEMENTWISE_FLOOR`).
+(`ELEMENTWISE_FLOOR`). Products and kernels without an estimate are held to the chip's bfloat16 peak.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OpCosts:
         self._cores = assumptions.CORES.get(chip.name, 1)
         self._clock = chip.clock_ghz * 1e9
         self._hbm = chip.hbm_gbs * 1e9 / chip.devices
-        self._peak = max(chip.peak_tflops.values(), default=0.0) * 1e12 / chip.devices
+        self._peak = chip.peak_tflops.get("bfloat16", 0.0) * 1e12 / chip.devices
         self._host = assumptions.HOST_GBS.get(chip.name, assumptions.HOST_GBS_OTHERWISE) * 1e9 / chip.devices
         self._known: dict[Instruction, OpCost] = {}
         self.notes: dict[str, None] = {}

@@ -14,6 +14,7 @@ from valkyrie.search.hlo import Computation, Instruction, Module
 from valkyrie.search.hlo_loops import condition_and_body, trip_count
 from valkyrie.search.links import Links, Transfer
 from valkyrie.search.op_costs import OpCosts
+from valkyrie.search.timeline import COPIES
 from valkyrie.search.torus import Position
 from valkyrie.search.uses import (
     ASYNC_DONE,
@@ -62,15 +63,18 @@ class Span:
 
 @dataclass
 class Replay:
-    """One step of one device. `seconds`: exclusive parts of `step_s`: matmul, compute, memory, kernel, `exposed x,y`.
+    """One step of one device. `seconds`: exclusive parts of `step_s`: matmul, compute, memory, kernel, copies, exposed.
 
-    `flops`: products per device and step. `spans`: the timeline, of loops the first and last iteration.
-    `notes`: what had to be assumed for this module.
+    `copies` are waits for a copy between memories; `exposed x,y` those for a collective over these mesh axes.
+
+    `flops`: products per device and step. `sending_s`: the time in which any collective was under way. `spans`: the
+    timeline, of loops the first and last iteration. `notes`: what had to be assumed for this module.
     """
 
     step_s: float
     seconds: dict[str, float]
     flops: float
+    sending_s: float
     collectives: list[CollectiveUse]
     costs: list[Cost]
     spans: list[Span]
@@ -88,6 +92,7 @@ class _Frame:
 
     seconds: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
+    sending_s: float = 0.0
     uses: dict[tuple[object, ...], CollectiveUse] = field(default_factory=dict)
     costs: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -108,6 +113,7 @@ class _Frame:
     def add(self, other: _Frame, times: int, at: float, name: str) -> None:
         """Take in a stretch that ran `times` times from `at` on; of its spans the first and last run are kept."""
         self.flops += times * other.flops
+        self.sending_s += times * other.sending_s
         for cost in other.costs.values():
             self.spend(cost.category, times * cost.seconds, cost.op_name, cost.source, times * cost.calls)
         for key, use in other.uses.items():
@@ -146,6 +152,7 @@ class _Player:
             step_s=self._links.now,
             seconds=frame.seconds,
             flops=frame.flops,
+            sending_s=frame.sending_s + self._links.sending_s,
             collectives=sorted(frame.uses.values(), key=lambda u: -u.bytes_sent),
             costs=sorted(frame.costs.values(), key=lambda c: -c.seconds),
             spans=sorted(frame.spans, key=lambda s: s.start_s),
@@ -196,10 +203,12 @@ class _Player:
         starts, ends = (wrapped_by(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
         carried = [i for i in inner if "async_collective_fusion_config" in i.config]
         if not carried and not starts and not ends:
-            self._collective(instruction, self._collectives.read(inner[0], fused_kind(instruction, inner[0])))
+            self._collective(
+                instruction, self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
+            )
             return
         for i in starts:
-            collective = self._collectives.read(i)
+            collective = self._collectives.read(i, within=instruction)
             self._started[i.message.channel_id] = self._under_way(instruction.name, collective)
         if instruction.cycles is not None:
             self._work(instruction)
@@ -224,11 +233,11 @@ class _Player:
         opcode = instruction.opcode
         inner = [i for c in instruction.called for i in inner_collectives(c)]
         if kind_of(opcode) or inner:
-            collective = self._collectives.read(instruction if kind_of(opcode) else inner[0])
+            collective = self._collectives.read(instruction if kind_of(opcode) else inner[0], within=instruction)
             self._started[instruction] = self._under_way(instruction.name, collective)
             return
         seconds, link = self._ops.background(instruction)
-        transfer = Transfer(assumptions.DMA_START_S, seconds, {link: 1.0} if link else {})
+        transfer = Transfer(assumptions.DMA_START_S, seconds, {link: 1.0} if link else {}, between_devices=False)
         transfer.about = (instruction.name, None)
         self._started[instruction] = transfer
         self._links.start(transfer)
@@ -262,10 +271,10 @@ class _Player:
         ended = links.now if transfer.ended is None else transfer.ended
         taken = ended - transfer.started
         if collective is None:
-            frame.spans.append(Span("copies", name, "copy", "", "", transfer.started, taken))
+            frame.spans.append(Span(COPIES, name, "copy", "", "", transfer.started, taken))
             if waited > 0:
-                frame.spans.append(Span("compute", f"wait for {name}", "memory", "", "", begin, waited))
-                frame.spend("memory", waited, "wait for a copy between memories", "")
+                frame.spans.append(Span("compute", f"wait for {name}", COPIES, "", "", begin, waited))
+                frame.spend(COPIES, waited, "wait for a copy between memories", "")
             return
         use = frame.use(collective)
         use.calls += 1
@@ -313,6 +322,7 @@ class _Player:
             self._frame, self._links = _Frame(), Links()
             self._run(body)
             self._frame.duration = self._links.now
+            self._frame.sending_s += self._links.sending_s
             self._bodies[body] = self._frame
             self._frame, self._links = frame, links
         return self._bodies[body]

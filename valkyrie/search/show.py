@@ -53,7 +53,7 @@ def does_not_fit(found: dict[str, Any]) -> str:
         named = [f"{entry['shape']} {gib(entry['bytes'])}{_of(entry['op_name'])}" for entry in largest]
         said += f"; largest: {', '.join(named)}"
     if memory["savings"]:
-        tries = [f"{entry['change']} (-{gib(entry['saves'])})" for entry in memory["savings"]]
+        tries = [f"{entry['change']} (about -{gib(entry['saves'])})" for entry in memory["savings"]]
         said += f"; try: {', '.join(tries)}"
     return said
 
@@ -109,9 +109,9 @@ def _communication(found: dict[str, Any], console: Console) -> None:
         parts = sorted(sent[f"bytes_by_{key}"].items(), key=lambda item: -item[1])
         if parts:
             console.print(f"sent by {what}: {' · '.join(f'{name} {sent_text(size)}' for name, size in parts)}")
-    hidden = 1 - sent["exposed_s"] / sent["busy_s"] if sent["busy_s"] else None
-    if hidden is not None:
-        console.print(f"{100 * hidden:.0f}% of the time on the links is hidden behind compute")
+    if sent["sending_s"]:
+        hidden = 1 - sent["exposed_s"] / sent["sending_s"]
+        console.print(f"{100 * hidden:.0f}% of the time in which anything is sent is hidden behind compute")
     _collective_times(found, console)
     timed = "seconds" in found
     waited = ("exposed ms",) if timed else ()

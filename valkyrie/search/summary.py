@@ -50,7 +50,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     found["parameters"] = outcome["parameters"]
     found["memory"] = memory_split(run, outcome["memory"])
     found["larger"] = outcome.get("larger", [])
-    found["communication"] = communication(uses)
+    found["communication"] = communication(uses, replay.sending_s if replay is not None else None)
     if replay is not None:
         found["step"] = speed(run, replay)
         found["seconds"] = dict(replay.seconds)
@@ -124,18 +124,21 @@ def short_source(source: str | None) -> str:
     return source.rsplit("valkyrie/", 1)[-1] if source else ""
 
 
-def communication(uses: Iterable[CollectiveUse]) -> dict[str, Any]:
-    """Return bytes sent by one device in a step: by mesh axes, by torus axis, by kind, and by cause."""
+def communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> dict[str, Any]:
+    """Return bytes sent by one device in a step: by mesh axes, by torus axis, by kind, and by cause.
+
+    `sending_s`: the seconds of the step in which any collective was under way, where they are known.
+    """
     by_mesh: dict[str, float] = defaultdict(float)
     by_torus: dict[str, float] = defaultdict(float)
     by_kind: dict[str, float] = defaultdict(float)
-    causes, busy, exposed = [], 0.0, 0.0
+    causes, exposed = [], 0.0
     for use in sorted(uses, key=lambda u: -u.bytes_sent):
         by_mesh[",".join(use.mesh_axes) or "?"] += use.bytes_sent
         by_kind[use.kind] += use.bytes_sent
         for axis, sent in use.bytes_by_torus_axis.items():
             by_torus[axis] += sent
-        busy, exposed = busy + use.busy_s, exposed + use.exposed_s
+        exposed += use.exposed_s
         causes.append(
             {
                 "kind": use.kind,
@@ -154,7 +157,7 @@ def communication(uses: Iterable[CollectiveUse]) -> dict[str, Any]:
         "bytes_by_mesh_axes": dict(by_mesh),
         "bytes_by_torus_axis": dict(by_torus),
         "bytes_by_kind": dict(by_kind),
-        "busy_s": busy,
+        "sending_s": sending_s,
         "exposed_s": exposed,
         "causes": causes,
     }

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from valkyrie.search.replay import Span
 
 COMPUTE, COPIES = "compute", "copies"
-"""The tracks that are not collectives over mesh axes; the first stands above them, the last below."""
+"""The tracks that are not collectives over mesh axes; the first stands above them, the last below.
+
+Waiting for a copy is a category of that name too.
+"""
 
 _MICROSECONDS = 1e6
 

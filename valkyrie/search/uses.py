@@ -119,17 +119,22 @@ class Collectives:
         self._network = Network(machine, own if one_slice else None) if machine is not None else None
         self._known: dict[str, Collective] = {}
 
-    def read(self, instruction: Instruction, kind: str | None = None) -> Collective:
-        """Return what a collective instruction does; `kind` where a fusion around it makes it another one."""
+    def read(self, instruction: Instruction, kind: str | None = None, within: Instruction | None = None) -> Collective:
+        """Return what a collective instruction does; `kind` where a fusion around it makes it another one.
+
+        `within`: the operation around it, which has its name where the compiler left it none.
+        """
         key = f"{instruction.name}/{kind}"
         if key not in self._known:
-            self._known[key] = self._read(instruction, kind or kind_of(instruction.opcode))
+            self._known[key] = self._read(instruction, kind or kind_of(instruction.opcode), within)
         return self._known[key]
 
-    def _read(self, instruction: Instruction, kind: str) -> Collective:
+    def _read(self, instruction: Instruction, kind: str, within: Instruction | None) -> Collective:
         taken = float(sum(o.shape.bytes for o in instruction.operands if o.shape.elements != 1 or len(o.shape.dims)))
         taken = taken or float(sum(o.shape.bytes for o in instruction.operands))
         op_name, source = cause(instruction)
+        if within is not None and not op_name:
+            op_name, source = cause(within)
         if kind == "collective-permute":
             pairs = permute_pairs(instruction)
             axes = self._varying(pairs)
@@ -257,7 +262,7 @@ def _collect(
                     if "async_collective_fusion_config" in inner.config and inner not in started:
                         continue
                     kind = fused_kind(instruction, inner) if instruction.opcode == "fusion" else None
-                    _add(reader.read(inner, kind), times, uses)
+                    _add(reader.read(inner, kind, instruction), times, uses)
 
 
 def _add(collective: Collective, times: float, uses: dict[tuple[object, ...], CollectiveUse]) -> None:
