@@ -56,7 +56,11 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
     assert [entry["_step"] for entry in history] == [line["step"] for line in steps]
     assert [entry["loss"] for entry in history] == [line["loss"] for line in steps]
     assert log["summary"]["steps"] == 6
-    assert log["summary"]["eval_loss"] == lines[-1]["summary"]["eval_loss"]
+    told, left = log["summary"], lines[-1]["summary"]
+    for key in ("eval_loss", "tokens_per_second", "tokens_per_second_per_chip", "step_s", "hbm_gib"):
+        assert told[key] == left[key]
+    assert told["step_ms"] == 1e3 * left["step_s"]
+    assert (told["stage"], told["status"]) == ("train", "ok")
     assert log["exit"] == 0
 
 
