@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -229,6 +230,70 @@ def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> 
     runs = {log["run"].display_name: log for log in wandb_logs(tmp_path)}
     assert set(runs) == {killed.name, "laptop"}
     assert runs[killed.name]["exit"] == 1 and runs[killed.name]["summary"]["reason"] == "killed by signal 9"
+
+
+def test_a_training_that_ends_well_at_last_leaves_no_failed_run(tmp_path: Path) -> None:
+    slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
+    tell(tmp_path, [slow])
+    assert len(wandb_logs(tmp_path)) == 2
+    (tmp_path / slow.name / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
+    trained = trial("2x2x2", "2d_tp", Status.ok, stage="train", results=results(0.5))
+    for _ in range(2):
+        tell(tmp_path, [trained])
+        (log,) = wandb_logs(tmp_path)
+        assert log["run"].display_name == "laptop" and log["summary"]["trials/ok"] == 1
+    shutil.rmtree(tmp_path / slow.name)
+    tell(tmp_path, [slow])
+    assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {slow.name, "laptop"}
+
+
+def test_a_failed_run_that_was_uploaded_stays_beside_the_trainings(tmp_path: Path) -> None:
+    slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
+    tell(tmp_path, [slow])
+    (run,) = [path for path in tmp_path.rglob("*.wandb") if not path.stem.endswith("-sweep")]
+    run.with_suffix(".wandb.synced").touch()
+    (tmp_path / slow.name / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
+    tell(tmp_path, [trial("2x2x2", "2d_tp", Status.ok, stage="train")])
+    assert run.is_file()
+
+
+def test_two_sweeps_in_one_folder_tell_of_a_trial_once(tmp_path: Path) -> None:
+    TrialLog(tmp_path).append([OK, FAILED])
+    said: list[str] = []
+    config = TrackingConfig(wandb=WandbMode.offline)
+    trackers = [SweepTracker(config, tmp_path, "laptop", said.append) for _ in range(2)]
+    for one in (OK, FAILED):
+        for tracker in trackers:
+            tracker.log(one)
+    for tracker in trackers:
+        tracker.close()
+    assert said == []
+    first, *lines = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+    assert set(first) == {"identity"}
+    assert len(lines) == len({line["run"] for line in lines}) == 3
+    assert sorted(log["run"].display_name for log in wandb_logs(tmp_path)) == sorted([OK.name, FAILED.name, "laptop"])
+
+
+def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> None:
+    config = TrackingConfig(wandb=WandbMode.offline)
+    one, other = (SweepTracker(config, tmp_path, "laptop", lambda _: None) for _ in range(2))
+    TrialLog(tmp_path).append([FAILED])
+    other.log(OK)
+    until = time.monotonic() + 20
+    while len((tmp_path / TOLD).read_text().splitlines() if (tmp_path / TOLD).is_file() else []) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    one.log(FAILED)
+    one.close()
+    mended = trial("4x2x1", "sp", Status.ok, results=results(1.0))
+    TrialLog(tmp_path).append([OK, mended])
+    other.log(mended)
+    other.close()
+    runs = wandb_logs(tmp_path)
+    assert sorted(log["run"].display_name for log in runs) == sorted([OK.name, mended.name, "laptop"])
+    assert {log["exit"] for log in runs} == {0}
+    (parent,) = [log for log in runs if log["run"].display_name == "laptop"]
+    assert parent["summary"]["trials/ok"] == 2 and parent["summary"]["trials/failed"] == 0
 
 
 def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:

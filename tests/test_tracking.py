@@ -56,8 +56,27 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
     assert [entry["_step"] for entry in history] == [line["step"] for line in steps]
     assert [entry["loss"] for entry in history] == [line["loss"] for line in steps]
     assert log["summary"]["steps"] == 6
-    assert log["summary"]["eval_loss"] == lines[-1]["summary"]["eval_loss"]
+    told, left = log["summary"], lines[-1]["summary"]
+    for key in ("eval_loss", "tokens_per_second", "tokens_per_second_per_chip", "step_s", "hbm_gib"):
+        assert told[key] == left[key]
+    assert told["step_ms"] == 1e3 * left["step_s"]
+    assert (told["stage"], told["status"]) == ("train", "ok")
     assert log["exit"] == 0
+
+
+def test_the_summary_outlasts_the_last_step_of_the_same_keys(tmp_path: Path) -> None:
+    one = tracker(tmp_path, "offline")
+    one.log({"tokens_per_second": 55.0, "loss": 2.0}, 1)
+    one.log({"tokens_per_second": 66.0, "loss": 1.0}, 3)
+    one.log({"eval_loss": 1.5}, 3)
+    one.summary({"tokens_per_second": 7.0, "step_s": 0.5, "compile_s": None})
+    one.close()
+    log = wandb_log(tmp_path)
+    assert [(entry["_step"], entry["tokens_per_second"]) for entry in log["history"]] == [(1, 55.0), (3, 66.0)]
+    assert log["history"][-1]["eval_loss"] == 1.5
+    expected = {"tokens_per_second": 7.0, "step_s": 0.5, "step_ms": 500.0, "loss": 1.0, "eval_loss": 1.5}
+    assert expected.items() <= log["summary"].items()
+    assert "compile_s" not in log["summary"]
 
 
 def test_a_wandb_that_fails_is_reported_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
 from valkyrie.data.synthetic import synthetic_entropy
+from valkyrie.hardware import GIB
 from valkyrie.tracking import read_metrics
 from valkyrie.train import trainer
 
@@ -50,6 +51,13 @@ def test_a_run_folder_says_what_was_run_and_what_came_of_it() -> None:
     assert summary["compile_s"] > 0 and summary["first_step_s"] > 0
     assert json.loads((folder / "versions.json").read_text()).keys() >= {"jax", "flax", "optax", "numpy"}
     assert "model=s5_tiny" in json.loads((folder / "command.json").read_text())
+
+
+def test_a_training_counts_its_memory_as_a_measurement_does(tmp_path: Path) -> None:
+    assert command(*tiny(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
+    measured = json.loads((tmp_path / "run" / "measure.json").read_text())["memory"]["peak"]
+    summary = read_metrics(trained() / "metrics.jsonl")[-1]["summary"]
+    assert summary["hbm_gib"] * GIB == measured > 0
 
 
 def test_what_is_printed_says_simulated_and_what_to_do_next(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,8 +99,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> Non
     """Make one number of a parameter NaN before a step."""
     compiled = trainer._compiled
 
-    def poisoned(program: Any) -> tuple[Any, float]:
-        step, seconds = compiled(program)
+    def poisoned(program: Any) -> tuple[Any, float, int | None]:
+        step, seconds, peak = compiled(program)
 
         def advance(state: Any, batch: Any) -> Any:
             if int(state.step) == at_step - 1:
@@ -100,7 +108,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> Non
                 values[parameter] = values[parameter].at[(0,) * values[parameter].ndim].set(math.nan)
             return step(state, batch)
 
-        return advance, seconds
+        return advance, seconds, peak
 
     monkeypatch.setattr(trainer, "_compiled", poisoned)
 

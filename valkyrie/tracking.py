@@ -42,19 +42,28 @@ class Tracker:
         cut_torn_line(folder / "metrics.jsonl")
         self._file = (folder / "metrics.jsonl").open("a", buffering=1)
         self.note: str | None = None
+        self._open_step: int | None = None
         self._wandb = self._start_wandb(config, folder, run_name, fields, group)
 
     def log(self, record: dict[str, Any], step: int) -> None:
         """Append one record of scalars, stamped with its step."""
         self._file.write(json.dumps({"step": step, **record}) + "\n")
         if self._wandb is not None:
-            self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
+            self._wandb.log(_known(record), step=step)
+            self._open_step = step
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Set values of the whole run: in W&B's summary, and as a last JSON line without a step."""
+        """Set values of the whole run: in W&B's summary, and as a last JSON line without a step.
+
+        They outlast records of the same keys: W&B keeps a step open for more records, and puts them into the summary
+        when it is closed, so the last step is closed first.
+        """
         self._file.write(json.dumps({"summary": values}) + "\n")
         if self._wandb is not None:
-            self._wandb.summary.update(values | compared(values))
+            if self._open_step is not None:
+                self._wandb.log({}, step=self._open_step, commit=True)
+                self._open_step = None
+            self._wandb.summary.update(_known(values) | compared(values))
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close both sinks."""
@@ -124,7 +133,7 @@ def compared(step: dict[str, Any]) -> dict[str, float]:
     """Return the figures by which W&B compares runs, of a step's figures: those that are known, the step in ms."""
     found = {key: step.get(key) for key in ("tokens_per_second", "tokens_per_second_per_chip", "mfu")}
     found["step_ms"] = None if step.get("step_s") is None else 1e3 * step["step_s"]
-    return {key: value for key, value in found.items() if value is not None}
+    return _known(found)
 
 
 def resolve(mode: WandbMode) -> WandbMode:
@@ -134,6 +143,10 @@ def resolve(mode: WandbMode) -> WandbMode:
     known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
     asked = known.get(os.environ.get("WANDB_MODE", ""))
     return asked or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def cut_torn_line(path: Path) -> None:

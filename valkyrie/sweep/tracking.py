@@ -1,20 +1,24 @@
 """Decides what W&B is told of a sweep: one group, a run for every trial, and a parent run with the table and plots.
 
 What was told is kept in `wandb.jsonl` of the sweep's folder: its first line is the identity by which the ids of runs
-are made, so that a trial has the same id whenever it is told, and every other line is one telling. Imports no JAX.
+are made, so that a trial has the same id whenever it is told, and every other line is one telling, or says that a
+telling no longer counts. Whoever tells holds a lock on the file from reading it to adding to it, so that of two sweeps
+in one folder one tells. Imports no JAX.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from valkyrie.hardware import GIB
 from valkyrie.sweep.trial import Status, Trial, TrialLog
@@ -57,13 +61,19 @@ class SweepTracker:
         self._say = say or (lambda line: print(line, file=sys.stderr))
         self._mode = resolve(config.wandb)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
-        self._told: dict[str, dict[str, Any]] | None = None
+        self._told: dict[str, dict[str, Any]] = {}
         self._identity = ""
+        self._read_to = 0
 
     def log(self, trial: Trial) -> None:
-        """Make one finished run of a trial, unless it was made before or its training made one; returns at once."""
-        if self._mode is not WandbMode.off and not _trained(trial, self._folder):
-            self._worker.submit(self._guarded, self._tell_trial, trial)
+        """Make one finished run of a trial, unless it was made before or its training made one; returns at once.
+
+        Where a training made one, the run of an earlier attempt that failed is removed. If it is at W&B by then,
+        uploaded or made online, it stays there beside the training's: nothing is deleted at W&B.
+        """
+        if self._mode is not WandbMode.off:
+            tell = self._leave_to_training if _trained(trial, self._folder) else self._tell_trial
+            self._worker.submit(self._guarded, tell, trial)
 
     def close(self) -> None:
         """Write the parent run of all trials in `trials.jsonl`, unless it stands, and wait until W&B has everything."""
@@ -89,38 +99,59 @@ class SweepTracker:
         def fill(run: Any) -> None:
             run.summary.update(summary_of(trial))
 
-        self._tell(
-            hashlib.sha256(trial.key.encode()).hexdigest()[:12],
-            trial.to_json(),
-            fill,
-            name=trial.name,
-            job_type=trial.stage,
-            fields=fields,
-            notes=trial.reason,
-            exit_code=int(trial.status in _ENDED_BADLY),
-        )
+        with self._notes() as file:
+            self._tell(
+                file,
+                _suffix(trial),
+                trial.to_json(),
+                fill,
+                name=trial.name,
+                job_type=trial.stage,
+                fields=fields,
+                notes=trial.reason,
+                exit_code=int(trial.status in _ENDED_BADLY),
+            )
+
+    def _leave_to_training(self, trial: Trial) -> None:
+        """Remove what was told of a trial before its training made a run, and note that it no longer counts."""
+        with self._notes() as file:
+            before = self._told.get(f"{self._identity}-{_suffix(trial)}")
+            if before is not None:
+                _forget(Path(before["folder"]))
+                _note(file, {"run": before["run"], "digest": None})
 
     def _tell_sweep(self) -> None:
-        trials = TrialLog(self._folder).read()
-        if not trials:
+        log = TrialLog(self._folder)
+        if not log.read():
             return
-        rows = [_row(trial) for trial in trials]
 
-        def fill(run: Any) -> None:
-            run.log(_table_and_plots(rows))
-            run.summary.update(_totals(trials))
+        with self._notes() as file:
+            trials = log.read()  # under the lock, so that whoever tells last tells of all
+            rows = [_row(trial) for trial in trials]
 
-        fields = {"sweep": self._sweep, "folder": str(self._folder), "trials": len(trials)}
-        self._tell("sweep", json.dumps(rows), fill, name=self._sweep, job_type="sweep", fields=fields)
+            def fill(run: Any) -> None:
+                run.log(_table_and_plots(rows))
+                run.summary.update(_totals(trials))
 
-    def _tell(self, suffix: str, body: str, fill: Callable[[Any], None], *, exit_code: int = 0, **about: Any) -> None:
+            fields = {"sweep": self._sweep, "folder": str(self._folder), "trials": len(trials)}
+            self._tell(file, "sweep", json.dumps(rows), fill, name=self._sweep, job_type="sweep", fields=fields)
+
+    def _tell(
+        self,
+        file: IO[bytes],
+        suffix: str,
+        body: str,
+        fill: Callable[[Any], None],
+        *,
+        exit_code: int = 0,
+        **about: Any,
+    ) -> None:
         """Make a run, unless this very body was told there before, and note that it was told."""
-        told = self._read()
         config = self._config
         run_id = f"{self._identity}-{suffix}"
         where = [self._mode.value, config.entity, config.project, self._sweep]
         digest = hashlib.sha256(json.dumps([*where, body]).encode()).hexdigest()[:16]
-        before = told.get(run_id)
+        before = self._told.get(run_id)
         if before is not None and before["digest"] == digest:
             return
         if before is not None:
@@ -140,25 +171,33 @@ class SweepTracker:
             fill(run)
         finally:
             run.finish(exit_code=exit_code)
-        told[run_id] = {"run": run_id, "digest": digest, "folder": str(Path(run.dir).parent)}
-        with (self._folder / TOLD).open("a") as file:
-            file.write(json.dumps(told[run_id]) + "\n")
+        _note(file, {"run": run_id, "digest": digest, "folder": str(Path(run.dir).parent)})
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """Return what was told before, by run id; the first call finds or makes the identity of this folder."""
-        if self._told is None:
-            path = self._folder / TOLD
-            self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with path.open("x") as file:
-                    file.write(json.dumps({"identity": secrets.token_hex(4)}) + "\n")
-            except FileExistsError:
-                pass
+    @contextmanager
+    def _notes(self) -> Iterator[IO[bytes]]:
+        """Yield `wandb.jsonl` to add to, locked, once the identity and everything told before are known."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / TOLD
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             cut_torn_line(path)
-            first, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-            self._identity = first["identity"]
-            self._told = {line["run"]: line for line in lines}
-        return self._told
+            self._read(file)
+            if not self._identity:
+                _note(file, {"identity": secrets.token_hex(4)})
+                self._read(file)
+            yield file
+
+    def _read(self, file: IO[bytes]) -> None:
+        """Take in the lines that were added since the last reading, by whomever."""
+        file.seek(self._read_to)
+        for line in map(json.loads, file.read().splitlines()):
+            if "identity" in line:
+                self._identity = line["identity"]
+            elif line["digest"] is None:
+                self._told.pop(line["run"], None)
+            else:
+                self._told[line["run"]] = line
+        self._read_to = file.tell()
 
 
 def summary_of(trial: Trial) -> dict[str, Any]:
@@ -236,6 +275,15 @@ def _totals(trials: list[Trial]) -> dict[str, Any]:
             best = max(known, key=lambda name: known[name])
             totals |= {f"best/{stage}": best, f"best/{stage}/tokens_per_second_per_chip": known[best]}
     return totals
+
+
+def _suffix(trial: Trial) -> str:
+    return hashlib.sha256(trial.key.encode()).hexdigest()[:12]
+
+
+def _note(file: IO[bytes], line: dict[str, Any]) -> None:
+    file.write(json.dumps(line).encode() + b"\n")
+    file.flush()
 
 
 def _forget(folder: Path) -> None:

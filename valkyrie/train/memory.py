@@ -42,6 +42,15 @@ class ExpectedMemory:
         return self.parameters + self.gradients + self.optimizer + self.average + self.activations
 
 
+def compiled_peak(compiled: jax.stages.Compiled) -> int | None:
+    """Return the bytes of one device at the peak of a compiled step, as XLA counts them; None where it does not."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return held + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+
+
 def parameter_rows(specs: Any, layout: Layout) -> list[ParameterRow]:
     """Return a row for every parameter: how it is split, and its bytes on one device."""
     rows = []

@@ -18,6 +18,7 @@ from valkyrie.checkpoint import Checkpoints
 from valkyrie.data.loader import Loader, make_loader
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.hardware import GIB
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
@@ -25,6 +26,7 @@ from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import write_about
 from valkyrie.train.interrupt import Interrupt, ends_at_once
+from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
 from valkyrie.train.screen import Screen
@@ -70,7 +72,7 @@ def fit(
         with ends_at_once():
             start, state = _begin(program, checkpoints, loader)
             write_about(run, folder, arguments)
-            advance, compile_s = _compiled(program) if start < config.steps else (None, None)
+            advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
         tracker = _tracker(run, devices, folder)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
@@ -130,7 +132,8 @@ def fit(
             judge()
         checkpoints.wait()
         summary = {"compile_s": compile_s, **meter.summary(), **evaluation, "steps": step, "finished": finished}
-        summary["simulated"] = devices.simulated
+        summary |= {"stage": "train", "status": "ok" if finished else None, "simulated": devices.simulated}
+        summary["hbm_gib"] = None if peak is None else peak / GIB
         tracker.summary(summary)
     return Fitted(program, state, summary, interrupt.requested)
 
@@ -144,12 +147,16 @@ def _begin(program: StepProgram, checkpoints: Checkpoints, loader: Loader) -> tu
     return step, state
 
 
-def _compiled(program: StepProgram) -> tuple[Any, float]:
-    """Return the compiled step and the seconds that took; under `debug=nans` the one JAX can take apart."""
+def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
+    """Return the compiled step, the seconds that took, and the bytes of one device at its peak.
+
+    Under `debug=nans` the step is one that JAX can take apart.
+    """
     began = time.perf_counter()
     compiled = program.lower_step().compile()
+    seconds = time.perf_counter() - began
     step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
-    return step, time.perf_counter() - began
+    return step, seconds, compiled_peak(compiled)
 
 
 def _checked(step: Any) -> Any:
