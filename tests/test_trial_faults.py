@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -189,3 +190,12 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     assert refusal(output) == "one. two."
     assert outcome(tmp_path, "measure", 0).status is Status.failed, "no measure.json"
     assert outcome(tmp_path, "measure", 130).status is Status.killed
+
+
+def test_a_training_leaves_what_its_last_part_knows(tmp_path: Path):
+    parts = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
+    lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = outcome(tmp_path, "train", 0)
+    assert found.status is Status.ok
+    assert found.results == {"eval_loss": 2.0, "memory": {"peak": 2**28}, "step": {"step_s": 0.4}, "loss": 2.0}

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from valkyrie.hardware import GIB
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.tracking import read_metrics
@@ -64,9 +65,9 @@ def kept_results(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_results(metrics: Path) -> dict[str, Any]:
-    """Return step times, rates and the last loss of a training; of one in several parts, the last part's that has any.
+    """Return rates, memory and losses of a training; of one in several parts, the last part's that has any.
 
-    Keys: `step` as in `measure.json`, `loss`, `eval_loss`, `compile`, `simulated`.
+    Keys: `step` and `memory` as in `measure.json`, `loss`, `eval_loss`, `compile`, `simulated`.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
@@ -80,6 +81,8 @@ def training_results(metrics: Path) -> dict[str, Any]:
     results = {key: summary[key] for key in ("simulated", "eval_loss", "steps") if key in summary}
     if "compile_s" in summary:
         results["compile"] = {"compile_s": summary["compile_s"]}
+    if "hbm_gib" in summary:
+        results["memory"] = {"peak": round(summary["hbm_gib"] * GIB)}
     return results | ({"step": step} if step else {}) | ({"loss": losses[-1]} if losses else {})
 
 
