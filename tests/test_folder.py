@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from valkyrie.train.folder import COMMAND, find_run, resumed_arguments
+from helpers import compose_run
+from valkyrie.train.folder import COMMAND, changed_settings, find_run, resumed_arguments
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
@@ -79,3 +80,36 @@ def test_reading_a_run_takes_its_settings_without_resume_too(tmp_path: Path, mod
     latest = [f"mode={mode}", f"runs={tmp_path}"]
     assert resumed_arguments(latest) == ["model=s5_tiny", *latest]
     assert resumed_arguments([*latest, "name=two"]) == ["model=longformer_tiny", *latest, "name=two"]
+
+
+def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path: Path) -> None:
+    asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none"]
+    compose_run(*asked).save(tmp_path / "run.yaml")
+    assert changed_settings(compose_run(*asked), tmp_path) == {}
+    silent = [
+        "name=a",
+        "runs=b",
+        "steps=9",
+        "tracking=off",
+        "prompt=x",
+        "checkpoint.every=3",
+        "mode=eval",
+        "log_every=3",
+    ]
+    assert changed_settings(compose_run(*asked, *silent), tmp_path) == {}
+    others = ["mesh=2x1x1", "partition=fsdp", "optimizer.ema_decay=0.9", "remat=full", "model.tie_embeddings=false"]
+    assert changed_settings(compose_run(*asked, *others, "data.paths=[a,b]"), tmp_path) == {
+        "mesh.name": ("2x1x1", "1x1x1"),
+        "partition.name": ("fsdp", "dp"),
+        "model.tie_embeddings": ("false", "true"),
+        "data.paths": ("[a,b]", "[]"),
+        "optimizer.ema_decay": ("0.9", "null"),
+        "remat": ("full", "none"),
+    }
+
+
+@pytest.mark.parametrize("text", [None, "", "steps: [1,\n", "- 1\n"])
+def test_without_a_record_that_can_be_read_no_setting_has_changed(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    assert changed_settings(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp"), tmp_path) == {}

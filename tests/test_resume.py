@@ -115,6 +115,39 @@ def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
+    ("before", "change", "differs"),
+    [
+        (
+            (),
+            "optimizer.clip_norm=null",
+            "optimizer.clip_norm=1.0 was saved, null is asked for. Use optimizer.clip_norm=1.0",
+        ),
+        (
+            (),
+            "optimizer.ema_decay=0.9",
+            "optimizer.ema_decay=null was saved, 0.9 is asked for. Use optimizer.ema_decay=null",
+        ),
+        (
+            ("optimizer.ema_decay=0.9",),
+            "optimizer.ema_decay=null",
+            "optimizer.ema_decay=0.9 was saved, null is asked for. Use optimizer.ema_decay=0.9",
+        ),
+    ],
+)
+def test_another_optimizer_is_refused_by_the_option_that_differs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: tuple[str, ...], change: str, differs: str
+) -> None:
+    folder = copied(trained(*before), tmp_path)
+    asked = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
+    assert command(*asked) == 2
+    err = capfd.readouterr().err
+    assert err == (
+        f"valkyrie-train: the checkpoint of step 6 in {folder / 'checkpoints'} is sound, but of another optimizer: "
+        f"{differs} (resume=run takes its settings), or another name=.\n"
+    )
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ("seed=1", "the data position was saved with data.shuffle_seed=0, this run has 1"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import acquire, configure_jax, missing_devices, prepare_devices
-from valkyrie.train.folder import find_run, run_folder
+from valkyrie.train.folder import changed_settings, find_run, run_folder
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _restore(run: Run, devices: Devices, folder: Path) -> tuple[Any, int, Any]:
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     with closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints:
-        step, state, _ = checkpoints.restore(program.abstract_state)
+        step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
     return program, step, state.parameters if state.ema is None else state.ema
 
 

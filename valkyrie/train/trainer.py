@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
-from valkyrie.train.folder import write_about
+from valkyrie.train.folder import changed_settings, write_about
 from valkyrie.train.interrupt import Interrupt, ends_at_once
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
@@ -68,7 +68,7 @@ def fit(
             make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
         with ends_at_once():
-            start, state = _begin(program, checkpoints, loader)
+            start, state = _begin(program, checkpoints, loader, changed_settings(run, folder))
             write_about(run, folder, arguments)
             advance, compile_s = _compiled(program) if start < config.steps else (None, None)
         tracker = _tracker(run, devices, folder)
@@ -135,11 +135,13 @@ def fit(
     return Fitted(program, state, summary, interrupt.requested)
 
 
-def _begin(program: StepProgram, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState]:
+def _begin(
+    program: StepProgram, checkpoints: Checkpoints, loader: Loader, changed: Mapping[str, tuple[str, str]]
+) -> tuple[int, TrainState]:
     """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start."""
     if checkpoints.last_saved is None:
         return 0, program.init(program.run.config.seed)
-    step, state, data = checkpoints.restore(program.abstract_state)
+    step, state, data = checkpoints.restore(program.abstract_state, changed=changed)
     loader.restore(data)
     return step, state
 
