@@ -63,10 +63,10 @@ def fit(
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     meter = _meter(run, devices)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
-        loader = stack.enter_context(
+        loader = stack.enter_context(  # before the run has a folder: it refuses too little text
             make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         with ends_at_once():
             start, state = _begin(program, checkpoints, loader, changed_settings(run, folder))
             write_about(run, folder, arguments)
