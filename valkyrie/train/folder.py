@@ -51,12 +51,22 @@ def find_run(runs: Path, resume: str) -> Path:
 
 
 def run_folder(run: Run) -> Path:
-    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time."""
+    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time.
+
+    ValueError for a name that is not one folder under `runs`: `resume=latest` would not find it.
+    """
     runs = Path(run.config.runs)
     if run.config.resume is not None:
         return find_run(runs, run.config.resume)
-    if run.config.name is not None:
-        return runs / run.config.name
+    name = run.config.name
+    if name is not None:
+        if len(Path(name).parts) > 1:
+            parent, last = runs / Path(name).parent, Path(name).name
+            raise ValueError(
+                f"name={name} is a folder in a folder: a run lies right under runs={runs}, where resume=latest looks. "
+                f"Use runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
+            )
+        return runs / name
     return _unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
@@ -122,7 +132,7 @@ def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> 
 
     `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without a `resume=`. Other arguments
     come back as they are. Of the run's own, `runs` and the keys in `without` are left out.
-    ValueError where there is no such run.
+    ValueError where there is no such run, or where a training is given the `name` of another.
     """
     given = dict(key_value(a) for a in arguments)
     resume = given.get("resume")
@@ -130,7 +140,14 @@ def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> 
         if given.get("mode") not in ("eval", "generate"):
             return list(arguments)
         resume = given.get("name", "latest")
-    folder = find_run(Path(given.get("runs") or "runs"), resume)
+    runs = Path(given.get("runs") or "runs")
+    folder = find_run(runs, resume)
+    name = given.get("name", "null")
+    if given.get("mode") not in ("eval", "generate") and name != "null" and (runs / name).resolve() != folder.resolve():
+        raise ValueError(
+            f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
+            f"with {folder.name}, or resume= to train {name}."
+        )
     command = folder / COMMAND
     if not command.is_file():
         return list(arguments)

@@ -68,7 +68,9 @@ def fit(
         )
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         with ends_at_once():
-            start, state = _begin(program, checkpoints, loader, changed_settings(run, folder))
+            changed = changed_settings(run, folder)
+            start, state = _begin(program, checkpoints, loader, changed)
+            _say_changes(console, folder.name, start, changed)
             write_about(run, folder, arguments)
             advance, compile_s = _compiled(program) if start < config.steps else (None, None)
         tracker = _tracker(run, devices, folder)
@@ -144,6 +146,13 @@ def _begin(
     step, state, data = checkpoints.restore(program.abstract_state, changed=changed)
     loader.restore(data)
     return step, state
+
+
+def _say_changes(console: Console, name: str, start: int, changed: Mapping[str, tuple[str, str]]) -> None:
+    """Print what a continued run is asked to do otherwise than before; nothing of a fresh or an unchanged one."""
+    if start and changed:
+        told = ", ".join(f"{key}={now} (was {was})" for key, (now, was) in changed.items())
+        console.print(f"continuing {name} from step {start} with {told}", markup=False)
 
 
 def _compiled(program: StepProgram) -> tuple[Any, float]:
