@@ -127,6 +127,26 @@ def test_another_model_is_refused_by_the_name_of_its_parameter(tmp_path: Path) -
     assert f"resume={tmp_path.name} takes its settings" in str(renamed.value)
 
 
+def test_a_state_with_other_arrays_is_not_called_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    averaged = make_state(0)._replace(ema=make_state(0).parameters)
+    changed = {"optimizer.ema_decay": ("0.9", "null"), "optimizer.beta1": ("0.8", "0.9"), "seed": ("1", "0")}
+    with closing(checkpoints(tmp_path)) as kept:
+        with pytest.raises(ValueError) as unnamed:
+            kept.restore(abstract(averaged))
+        with pytest.raises(ValueError) as named:
+            kept.restore(abstract(averaged), changed=changed)
+    start = f"the checkpoint of step 5 in {tmp_path / 'checkpoints'} is sound, but of another optimizer: "
+    assert str(unnamed.value) == (
+        f"{start}ema.block.w is only in the run (and 0 more). Use the optimizer options it was saved with "
+        f"(resume={tmp_path.name} takes its settings), or another name=."
+    )
+    assert str(named.value) == (
+        f"{start}optimizer.ema_decay=null was saved, 0.9 is asked for. Use optimizer.ema_decay=null "
+        f"(resume={tmp_path.name} takes its settings), or another name=."
+    )
+
+
 def test_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) is None
     with closing(checkpoints(tmp_path)) as kept:

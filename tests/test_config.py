@@ -14,9 +14,12 @@ from helpers import compose_config, compose_run, names
 from sweeps import plans_of
 from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
 from valkyrie.hardware import known_chips, known_targets
+from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.sweep.names import trial_key
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
 GROUPS = ["model", *SCHEMAS]
@@ -76,12 +79,17 @@ def test_every_experiment_is_a_legal_run(name: str):
     run = compose_run(f"experiment={name}")
     assert "idle" not in run.layout.roles.values()
     assert run != compose_run("mesh=2x2x2", "partition=2d_tp")
+    chip = run.config.target.chip
+    if chip is not None and chip.usable_hbm_gib is not None:
+        program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+        expected = expected_memory(run, program.abstract_state, program.assembly.specs)
+        assert expected.total / 2**30 < chip.usable_hbm_gib / chip.devices
 
 
 @pytest.mark.parametrize("spelling", ["experiment=", "+experiment="])
 def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spelling: str):
     run = command(f"{spelling}valkyrie_1b_v4_64", "steps=7").run
-    assert (run.model.name, run.layout.name, run.config.seq) == ("valkyrie_1b", "4x4x2-2d_tp-remat_dots", 4096)
+    assert (run.model.name, run.layout.name, run.config.seq) == ("valkyrie_1b", "4x4x2-2d_tp-mb4-remat_dots", 4096)
     assert (run.config.steps, run.config.target.name) == (7, "v4-64")
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from valkyrie.train.folder import COMMAND, find_run, resumed_arguments
+from helpers import compose_run
+from valkyrie.train.folder import COMMAND, changed_settings, find_run, resumed_arguments, run_folder
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
@@ -79,3 +80,62 @@ def test_reading_a_run_takes_its_settings_without_resume_too(tmp_path: Path, mod
     latest = [f"mode={mode}", f"runs={tmp_path}"]
     assert resumed_arguments(latest) == ["model=s5_tiny", *latest]
     assert resumed_arguments([*latest, "name=two"]) == ["model=longformer_tiny", *latest, "name=two"]
+
+
+def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path: Path) -> None:
+    asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none"]
+    compose_run(*asked).save(tmp_path / "run.yaml")
+    assert changed_settings(compose_run(*asked), tmp_path) == {}
+    silent = [
+        "name=a",
+        "runs=b",
+        "steps=9",
+        "tracking=off",
+        "prompt=x",
+        "checkpoint.every=3",
+        "mode=eval",
+        "log_every=3",
+    ]
+    assert changed_settings(compose_run(*asked, *silent), tmp_path) == {}
+    others = ["mesh=2x1x1", "partition=fsdp", "optimizer.ema_decay=0.9", "remat=full", "model.tie_embeddings=false"]
+    assert changed_settings(compose_run(*asked, *others, "data.paths=[a,b]"), tmp_path) == {
+        "mesh.name": ("2x1x1", "1x1x1"),
+        "partition.name": ("fsdp", "dp"),
+        "model.tie_embeddings": ("false", "true"),
+        "data.paths": ("[a,b]", "[]"),
+        "optimizer.ema_decay": ("0.9", "null"),
+        "remat": ("full", "none"),
+    }
+
+
+@pytest.mark.parametrize("text", [None, "", "steps: [1,\n", "- 1\n"])
+def test_without_a_record_that_can_be_read_no_setting_has_changed(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    assert changed_settings(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp"), tmp_path) == {}
+
+
+def test_a_run_that_is_continued_takes_no_other_name(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "one", "model=s5_tiny")
+    given = [f"resume={folder}", f"runs={tmp_path}"]
+    with pytest.raises(ValueError) as caught:
+        resumed_arguments([*given, "name=fresh"])
+    assert str(caught.value) == (
+        f"resume={folder} goes on with the run one, and name=fresh is another. Leave out name= to go on with one, or "
+        "resume= to train fresh."
+    )
+    for name in ("one", "null"):
+        assert resumed_arguments([*given, f"name={name}"]) == ["model=s5_tiny", *given, f"name={name}"]
+    trial = [*given, "mode=eval", "name=trial"]
+    assert resumed_arguments(trial) == ["model=s5_tiny", *trial], "a sweep names the trials that read a run"
+
+
+def test_a_name_is_one_folder(tmp_path: Path) -> None:
+    run = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}"]
+    assert run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
+    with pytest.raises(ValueError) as caught:
+        run_folder(compose_run(*run, "name=a/b"))
+    assert str(caught.value) == (
+        f"name=a/b is a folder in a folder: a run lies right under runs={tmp_path}, where resume=latest looks. "
+        f"Use runs={tmp_path / 'a'} name=b, or name=a-b."
+    )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import command, copied, start, trained
+from runs import command, copied, start, tiny, trained
 from valkyrie.tracking import read_metrics
 
 
@@ -74,6 +74,37 @@ def test_reading_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureF
 def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str], change: str, message: str) -> None:
     assert command(change) == 2
     assert capfd.readouterr().err == f"valkyrie-train: {message}\n"
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "generate"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "data.tokenizer=gpt2",
+            "data.tokenizer=gpt2 has 50,257 ids, but model.vocab_size=257 is all that the model has. Use "
+            "model.vocab_size=50257 or above, or a tokenizer of at most 257 ids.",
+        ),
+        (
+            "model.tokenizer=gpt2",
+            "model.tokenizer=gpt2 has 50,257 ids, but model.vocab_size=257 is all that the model has. Use "
+            "model.vocab_size=50257 or above, or a tokenizer of at most 257 ids.",
+        ),
+        (
+            "model.vocab_size=256",
+            "model.tokenizer=bytes has 257 ids, but model.vocab_size=256 is all that the model has. Use "
+            "model.vocab_size=257 or above, or a tokenizer of at most 256 ids.",
+        ),
+    ],
+)
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, change: str, message: str
+) -> None:
+    where = tiny(tmp_path) if mode == "train" else reading(trained())
+    capfd.readouterr()
+    assert command(*where, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", change) == 2
+    assert capfd.readouterr() == ("", f"valkyrie-train: {message}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -115,6 +115,39 @@ def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
+    ("before", "change", "differs"),
+    [
+        (
+            (),
+            "optimizer.clip_norm=null",
+            "optimizer.clip_norm=1.0 was saved, null is asked for. Use optimizer.clip_norm=1.0",
+        ),
+        (
+            (),
+            "optimizer.ema_decay=0.9",
+            "optimizer.ema_decay=null was saved, 0.9 is asked for. Use optimizer.ema_decay=null",
+        ),
+        (
+            ("optimizer.ema_decay=0.9",),
+            "optimizer.ema_decay=null",
+            "optimizer.ema_decay=0.9 was saved, null is asked for. Use optimizer.ema_decay=0.9",
+        ),
+    ],
+)
+def test_another_optimizer_is_refused_by_the_option_that_differs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: tuple[str, ...], change: str, differs: str
+) -> None:
+    folder = copied(trained(*before), tmp_path)
+    asked = ("resume=run", f"runs={tmp_path}", "steps=8", "optimizer.learning_rate=1e-4", change)
+    assert command(*asked) == 2
+    err = capfd.readouterr().err
+    assert err == (
+        f"valkyrie-train: the checkpoint of step 6 in {folder / 'checkpoints'} is sound, but of another optimizer: "
+        f"{differs} (resume=run takes its settings), or another name=.\n"
+    )
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ("seed=1", "the data position was saved with data.shuffle_seed=0, this run has 1"),
@@ -127,7 +160,24 @@ def test_other_data_are_refused_with_both_values(
 ) -> None:
     copied(trained(), tmp_path)
     assert command("resume=run", f"runs={tmp_path}", "steps=8", change) == 2
-    assert message in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert message in err
+    assert err.endswith(", or another name=.\n")
+
+
+def test_what_a_continued_run_does_otherwise_is_said_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = ("optimizer.learning_rate=1e-4", "optimizer.weight_decay=0")
+    copied(trained(*before), tmp_path)
+    capfd.readouterr()
+    unsaid = ("log_every=2", "sample_tokens=1")
+    assert command(*tiny(tmp_path, "steps=7", *before, *unsaid)) == 0
+    assert "continuing" not in capfd.readouterr().out
+    assert command(*tiny(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if "continuing" in line]
+    assert said == ["continuing run from step 7 with optimizer.learning_rate=0.024 (was 0.0001)"]
+    assert max(records(tmp_path / "run")) == 8
 
 
 def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

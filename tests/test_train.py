@@ -95,6 +95,19 @@ def test_a_refused_run_leaves_the_folder_it_would_have_continued_alone(tmp_path:
     assert (folder / "run.yaml").read_text() == before
 
 
+def test_too_little_text_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "little.md").write_text("Hardly any text.")
+    text = ("data=text", "data.paths=[little.md]", f"data.cache_dir={tmp_path / 'cache'}", "seq=512")
+    kept = [a for a in tiny(tmp_path / "runs") if not a.startswith(("data", "seq="))]
+    job = start(*kept, *text, cwd=tmp_path)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 2
+    assert re.fullmatch(
+        r"valkyrie-train: data=text has \d+ tokens in its train split: too few for one row of .*\n", err
+    )
+    assert not (tmp_path / "runs").exists()
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> None:
     """Make one number of a parameter NaN before a step."""
     compiled = trainer._compiled

@@ -67,16 +67,21 @@ class Checkpoints:
         )
         self.last_saved = step
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]]:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, *, changed: Mapping[str, tuple[str, str]] | None = None
+    ) -> tuple[int, Any, dict[str, Any]]:
         """Return (step, state, data position) of the newest checkpoint, or of `step`, laid as `abstract_state` says.
 
-        ValueError when there is none, when it does not fit the model, or when its files are damaged.
+        ValueError when there is none, when it does not fit the model or the optimizer, or when its files are damaged.
+        `changed` has the settings that are not the saved run's, by key: (asked, saved), as they are written on the
+        command line. A refusal names those behind it.
         """
         step = self._manager.latest_step() if step is None else step
         if step is None:
             raise ValueError(f"{self.path} holds no finished checkpoint. Start the run anew, or resume another.")
         wanted = _tree(abstract_state)
         self._refuse_other_shapes(step, wanted)
+        self._refuse_other_state(step, wanted, changed or {})
         args = self._ocp.args
         try:
             restored = self._manager.restore(
@@ -113,6 +118,29 @@ class Checkpoints:
                 "name=."
             )
 
+    def _refuse_other_state(self, step: int, wanted: dict[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
+        """Refuse a sound checkpoint whose state has other arrays; one that cannot be read is left to the reading."""
+        saved, asked = _saved_arrays(self.path / str(step)), _arrays(wanted)
+        if saved is None or saved == asked:
+            return
+        # another number keeps the arrays; an optimizer, an average or a clipping that comes or goes does not
+        options = {
+            key: values
+            for key, values in changed.items()
+            if key == "optimizer.name" or (key.startswith("optimizer.") and "null" in values)
+        }
+        if options:
+            differs = "; ".join(f"{key}={was} was saved, {now} is asked for" for key, (now, was) in options.items())
+            again = " ".join(f"{key}={was}" for key, (_, was) in options.items())
+        else:
+            path, more = min(saved ^ asked), len(saved ^ asked) - 1
+            differs = f"{'.'.join(path)} is only in the {'checkpoint' if path in saved else 'run'} (and {more} more)"
+            again = "the optimizer options it was saved with"
+        raise ValueError(
+            f"the checkpoint of step {step} in {self.path} is sound, but of another optimizer: {differs}. "
+            f"Use {again} (resume={self.path.parent.name} takes its settings), or another name=."
+        )
+
 
 def latest_step(folder: Path) -> int | None:
     """Return the newest finished checkpoint of a run folder without loading Orbax; None when there is none."""
@@ -139,6 +167,27 @@ def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def _tree(state: Any) -> dict[str, Any]:
     """Return a train state as a dict without the entries that are None."""
     return {key: value for key, value in state._asdict().items() if value is not None}
+
+
+def _arrays(tree: Any) -> set[tuple[str, ...]]:
+    """Return the path of every array of a state, as Orbax writes it down."""
+    import jax
+
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return {tuple(jax.tree_util.keystr((part,), simple=True) for part in path) for path in paths}
+
+
+def _saved_arrays(path: Path) -> set[tuple[str, ...]] | None:
+    """Return the path of every array of a saved state; None where that cannot be read."""
+    try:
+        entries = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
+        return {
+            tuple(str(part["key"]) for part in entry["key_metadata"])
+            for entry in entries
+            if entry["value_metadata"]["value_type"] != "None"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _shapes(tree: Any, prefix: str = "") -> dict[str, tuple[int, ...]]:

@@ -158,7 +158,7 @@ class Loader(Iterator[Batch]):
             if state[name] != mine:
                 raise ValueError(
                     f"the data position was saved with {_WORDS[name]}={state[name]}, this run has {mine}: its rows "
-                    f"come in another order. Use the same {_WORDS[name]}, or start without the position."
+                    f"come in another order. Use the same {_WORDS[name]}, or another name=."
                 )
         step, rest = divmod(state["row"], self.batch)
         if rest:

@@ -8,12 +8,24 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from valkyrie.checkpoint import FOLDER, latest_step
 from valkyrie.run import Run
 
 COMMAND = "command.json"
 """The file of a run folder with the arguments of its last training; `resume` composes from them."""
+RUN = "run.yaml"
+"""The file of a run folder with every setting of its last training."""
+
+_NOT_OF_THE_TRAINING = {"name", "runs", "resume", "steps", "mode", "trial", "tracking", "checkpoint", "log_every"}
+_NOT_OF_THE_TRAINING |= {"eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
+_NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers"}
+"""The settings that a run may change from one training to the next without a word."""
 
 _FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
 _FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
@@ -39,22 +51,64 @@ def find_run(runs: Path, resume: str) -> Path:
 
 
 def run_folder(run: Run) -> Path:
-    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time."""
+    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time.
+
+    ValueError for a name that is not one folder under `runs`: `resume=latest` would not find it.
+    """
     runs = Path(run.config.runs)
     if run.config.resume is not None:
         return find_run(runs, run.config.resume)
-    if run.config.name is not None:
-        return runs / run.config.name
+    name = run.config.name
+    if name is not None:
+        if len(Path(name).parts) > 1:
+            parent, last = runs / Path(name).parent, Path(name).name
+            raise ValueError(
+                f"name={name} is a folder in a folder: a run lies right under runs={runs}, where resume=latest looks. "
+                f"Use runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
+            )
+        return runs / name
     return _unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
     """Write `run.yaml`, `versions.json` and the command into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    run.save(folder / "run.yaml")
+    run.save(folder / RUN)
     (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
     kept = [a for a in arguments if key_value(a)[0] not in ("resume", "mode")]
     (folder / COMMAND).write_text(json.dumps(kept) + "\n")
+
+
+def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
+    """Return the settings that differ from those in the run folder by key: (asked, saved), as they are written.
+
+    Of a group with another choice, only that choice. None where the folder says nothing of its settings.
+    """
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(folder / RUN))
+    except (FileNotFoundError, OmegaConfBaseException, YAMLError):  # a kill in the middle of writing it
+        return {}
+    asked = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
+    return _changed(asked, saved) if isinstance(saved, dict) else {}
+
+
+def _changed(asked: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
+    if asked.get("name") != saved.get("name") and prefix:
+        return {f"{prefix}name": (_written(asked.get("name")), _written(saved.get("name")))}
+    found: dict[str, tuple[str, str]] = {}
+    for key in [key for key in asked if key in saved and f"{prefix}{key}" not in _NOT_OF_THE_TRAINING]:
+        now, was = asked[key], saved[key]
+        if isinstance(now, dict) and isinstance(was, dict):
+            found |= _changed(now, was, f"{prefix}{key}.")
+        elif now != was:
+            found[f"{prefix}{key}"] = (_written(now), _written(was))
+    return found
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def versions() -> dict[str, str]:
@@ -78,7 +132,7 @@ def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> 
 
     `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without a `resume=`. Other arguments
     come back as they are. Of the run's own, `runs` and the keys in `without` are left out.
-    ValueError where there is no such run.
+    ValueError where there is no such run, or where a training is given the `name` of another.
     """
     given = dict(key_value(a) for a in arguments)
     resume = given.get("resume")
@@ -86,7 +140,14 @@ def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> 
         if given.get("mode") not in ("eval", "generate"):
             return list(arguments)
         resume = given.get("name", "latest")
-    folder = find_run(Path(given.get("runs") or "runs"), resume)
+    runs = Path(given.get("runs") or "runs")
+    folder = find_run(runs, resume)
+    name = given.get("name", "null")
+    if given.get("mode") not in ("eval", "generate") and name != "null" and (runs / name).resolve() != folder.resolve():
+        raise ValueError(
+            f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
+            f"with {folder.name}, or resume= to train {name}."
+        )
     command = folder / COMMAND
     if not command.is_file():
         return list(arguments)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import acquire, configure_jax, missing_devices, prepare_devices
-from valkyrie.train.folder import find_run, run_folder
+from valkyrie.train.folder import changed_settings, find_run, run_folder
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def evaluate(run: Run, arguments: Sequence[str]) -> int:
 def generate(run: Run, arguments: Sequence[str]) -> int:
     """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
     folder = _trained_folder(run)
+    _refuse_small_vocabulary(run)
     console, tokenizer, devices = make_console(), _tokenizer(run), prepare_devices(run)
     program, step, parameters = _restore(run, devices, folder)
     console.print(f"{folder.name} at step {step}", style="dim")
@@ -96,6 +97,18 @@ MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {
 """What `mode=` may name."""
 
 
+def _refuse_small_vocabulary(run: Run) -> None:
+    from valkyrie.data.tokenizer import vocab_size_of
+
+    ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
+    if ids > rows:
+        key = "data.tokenizer" if run.config.data.tokenizer else "model.tokenizer"
+        raise ValueError(
+            f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows} is all that the model has. "
+            f"Use model.vocab_size={ids} or above, or a tokenizer of at most {rows:,} ids."
+        )
+
+
 def _tokenizer(run: Run) -> Tokenizer:
     from valkyrie.data.tokenizer import load_tokenizer
 
@@ -109,6 +122,7 @@ def _prepare(run: Run) -> tuple[Console, Prepared, Tokenizer, Devices]:
     console, problems = make_console(), missing_devices(run)
     if problems:
         raise ValueError("\n".join(problems))
+    _refuse_small_vocabulary(run)
     prepared = prepare(run.config.data, run.tokenizer)
     console.print(
         f"data {prepared.name}: {prepared.train.tokens:,} tokens to train on, {prepared.validation.tokens:,} "
@@ -136,7 +150,7 @@ def _restore(run: Run, devices: Devices, folder: Path) -> tuple[Any, int, Any]:
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     with closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints:
-        step, state, _ = checkpoints.restore(program.abstract_state)
+        step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
     return program, step, state.parameters if state.ema is None else state.ema
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
-from valkyrie.train.folder import write_about
+from valkyrie.train.folder import changed_settings, write_about
 from valkyrie.train.interrupt import Interrupt, ends_at_once
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
@@ -65,12 +65,14 @@ def fit(
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     meter = _meter(run, devices)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
-        loader = stack.enter_context(
+        loader = stack.enter_context(  # before the run has a folder: it refuses too little text
             make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         with ends_at_once():
-            start, state = _begin(program, checkpoints, loader)
+            changed = changed_settings(run, folder)
+            start, state = _begin(program, checkpoints, loader, changed)
+            _say_changes(console, folder.name, start, changed)
             write_about(run, folder, arguments)
             advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
         tracker = _tracker(run, devices, folder)
@@ -138,13 +140,22 @@ def fit(
     return Fitted(program, state, summary, interrupt.requested)
 
 
-def _begin(program: StepProgram, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState]:
+def _begin(
+    program: StepProgram, checkpoints: Checkpoints, loader: Loader, changed: Mapping[str, tuple[str, str]]
+) -> tuple[int, TrainState]:
     """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start."""
     if checkpoints.last_saved is None:
         return 0, program.init(program.run.config.seed)
-    step, state, data = checkpoints.restore(program.abstract_state)
+    step, state, data = checkpoints.restore(program.abstract_state, changed=changed)
     loader.restore(data)
     return step, state
+
+
+def _say_changes(console: Console, name: str, start: int, changed: Mapping[str, tuple[str, str]]) -> None:
+    """Print what a continued run is asked to do otherwise than before; nothing of a fresh or an unchanged one."""
+    if start and changed:
+        told = ", ".join(f"{key}={now} (was {was})" for key, (now, was) in changed.items())
+        console.print(f"continuing {name} from step {start} with {told}", markup=False)
 
 
 def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
