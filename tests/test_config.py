@@ -208,9 +208,26 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
     assert run.layout.name == "2x1x2-data_model_fsdp"
     assert run.layout.describe_roles() == "x=2 MP1(mlp,heads,kv_heads,vocab,state) · y=1 unused · z=2 FSDP(batch,embed)"
     assert command("partition=2d_tp").run.layout.name == "2x1x2-2d_tp"
+    assert command("mesh=environment").run.layout.name == "2x1x2-data_model_fsdp"
     explicit = command("mesh=4x1x1", "partition=dp").run
     assert explicit.config.mesh.names is None
     assert explicit.layout.describe_roles() == "x=4 DP(batch) · y=1 unused · z=1 unused"
+
+
+MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
+
+
+@pytest.mark.parametrize("sizes", ["4,4,2", "4x4x2", "4,4"])
+@pytest.mark.parametrize("chosen", ["mesh=4x1x1", "experiment=mine"])
+def test_the_launch_environment_is_not_read_beside_another_mesh(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str
+):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(MESH_OF_MINE)
+    monkeypatch.setenv("TPU_MESH_CONFIG", sizes)
+    monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,fsdp")
+    run = command("--config-dir", "own", chosen, "model=s5_tiny").run
+    assert (run.layout.name, run.config.mesh.names) == ("4x1x1-2d_tp", None)
 
 
 def test_a_launch_environment_that_cannot_be_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch):

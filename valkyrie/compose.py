@@ -141,10 +141,15 @@ def default_mesh(target: str = "auto") -> str:
     return f"1x1x{found}" if found else SIMULATED_MESH
 
 
-def default_partition() -> str:
-    """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`."""
-    mesh = mesh_from_environment()
-    return "data_model_fsdp" if mesh is not None and mesh.names is not None else "2d_tp"
+def default_partition(mesh: str | None = None) -> str:
+    """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`.
+
+    `mesh` is the mesh that was chosen, or None. Where it is another than the environment's, that is not read.
+    """
+    if mesh not in (None, ENVIRONMENT_MESH):
+        return "2d_tp"
+    found = mesh_from_environment()
+    return "data_model_fsdp" if found is not None and found.names is not None else "2d_tp"
 
 
 def default_remat(embed: int) -> str:
