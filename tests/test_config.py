@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from valkyrie.hardware import known_chips, known_targets
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.sweep.names import trial_key
+from valkyrie.train.folder import write_about
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
 GROUPS = ["model", *SCHEMAS]
@@ -158,6 +160,51 @@ def test_a_saved_run_reads_back_as_itself(command: Any, tmp_path: Path, override
     assert Run.from_config(loaded) == run
     assert command("--config-path", str(folder), "--config-name", "run").run == run
     assert list(tmp_path.iterdir()) == [folder], "no folder and no log of Hydra's is left behind"
+
+
+def add_checkpoint(folder: Path) -> None:
+    """Make a run folder one that is looked at by `resume=` and by the modes that read a run."""
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    (folder / "checkpoints" / "3" / "_CHECKPOINT_METADATA").touch()
+
+
+PROMPTS = ["class ", "def f(x):", "é 😀", "'it's \\ \"x\"\\", "x = {1: [2]}  # y, z", " 1e3", "a\nb "]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_is_what_was_typed_and_stays_so_when_the_run_goes_on(command: Any, tmp_path: Path, prompt: str):
+    run = command(f"prompt={prompt}", "mesh=1x1x1", "partition=dp").run
+    assert run.config.prompt == prompt
+    folder = tmp_path / "runs" / "a"
+    write_about(run, folder, sys.argv[1:])
+    add_checkpoint(folder)
+    assert command("resume=a").run.config.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompt"), [("'class '", "class "), ('"a, b"', "a, b"), (r"a\ \(b\)", "a (b)"), ("${name}!", "mine!")]
+)
+def test_a_prompt_written_for_hydra_is_read_by_hydra(command: Any, typed: str, prompt: str):
+    assert command(f"prompt={typed}", "name=mine").run.config.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompts"),
+    [
+        ("class ,b", ["class", "b"]),
+        ("'a (b), c','null'", ["a (b), c", "null"]),
+        ("def f(a, b): ", ["def f(a, b): "] * 2),
+        ("class ", ["class "] * 2),
+    ],
+)
+def test_several_prompts_are_still_a_sweep(
+    command: Any, monkeypatch: pytest.MonkeyPatch, typed: str, prompts: list[str]
+):
+    several = [] if prompts[0] != prompts[1] else ["seed=0,1"]
+    plans = plans_of(command, monkeypatch, "-m", "mesh=1x1x1", f"prompt={typed}", *several)
+    alone = [command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run for plan in plans]
+    assert [run.config.prompt for run in alone] == prompts
+    assert [trial_key(run) for run in alone] == [plan.key for plan in plans]
 
 
 MINE = {
