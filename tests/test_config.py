@@ -138,6 +138,7 @@ def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Pa
     assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == asked
     again = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
     assert again.config.steps == 9
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"], "no folder and no log of Hydra's is left behind"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,24 @@ def test_several_prompts_are_still_a_sweep(
     alone = [command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run for plan in plans]
     assert [run.config.prompt for run in alone] == prompts
     assert [trial_key(run) for run in alone] == [plan.key for plan in plans]
+
+
+def test_a_composed_file_takes_keys_and_no_choices(command: Any, tmp_path: Path):
+    folder = tmp_path / "runs" / "a"
+    write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder, ["model=s5_tiny"])
+    asked = ["--config-path", "runs/a", "--config-name", "run"]
+    assert command(*asked, "mode.name=show").run.config.mode.name == "show"
+    refused = command(*asked, "partition=fsdp", "mode=show")
+    assert (refused.status, refused.run) == (2, None)
+    told = f"valkyrie-train: {folder}/run.yaml is composed already, so groups cannot be chosen in it"
+    assert refused.err == (
+        f"{told} (partition=fsdp, mode=show). Write partition.KEY=VALUE mode.name=show, or choose where it is "
+        "composed: valkyrie-train partition=fsdp mode=show --cfg job\n"
+    )
+    add_checkpoint(folder)
+    cure = "Write mode.name=eval, or valkyrie-train resume=a mode=eval"
+    assert command(*asked, "mode=eval").err == f"{told} (mode=eval). {cure}\n"
+    assert command("resume=a", "mode=eval").run.model.name == "s5_tiny"
 
 
 MINE = {

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from valkyrie.cli.composed import composed_file, refuse_choices, without_outputs
 from valkyrie.cli.parser import leave_unread
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
@@ -40,11 +42,14 @@ def main() -> None:
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = _plain(sys.argv[1:])
     try:
-        multirun = multirun_arguments(arguments)
-        arguments = _as_typed(multirun, True) if multirun else resumed_arguments(_as_typed(arguments, False))
-        sys.argv[1:] = arguments
-        config = _compose()
+        multirun, file = multirun_arguments(arguments), composed_file(arguments)
+        arguments = _as_typed(multirun or arguments, multirun is not None)
+        if multirun is None and file is None:
+            arguments = resumed_arguments(arguments)
+        sys.argv[1:] = arguments if file is None else without_outputs(arguments, file)
+        config = _compose(file)
         if config is not None:
+            refuse_choices(config, file)
             run = Run.from_config(config)
             problems = run.problems()
             if problems:
@@ -65,14 +70,18 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _compose() -> DictConfig | None:
-    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion)."""
+def _compose(file: Path | None) -> DictConfig | None:
+    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion).
+
+    `file` is the configuration where that is composed already.
+    """
     composed: list[DictConfig] = []
 
     def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             from valkyrie.sweep.run import run_trial
 
+            refuse_choices(config, file)
             return run_trial(config)
         composed.append(config)
         return None
