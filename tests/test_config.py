@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.sweep.names import trial_key
+from valkyrie.train.folder import write_about
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -144,6 +146,7 @@ def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Pa
     assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == asked
     again = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
     assert again.config.steps == 9
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"], "no folder and no log of Hydra's is left behind"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,69 @@ def test_a_saved_run_reads_back_as_itself(command: Any, tmp_path: Path, override
     assert Run.from_config(loaded) == run
     assert command("--config-path", str(folder), "--config-name", "run").run == run
     assert list(tmp_path.iterdir()) == [folder], "no folder and no log of Hydra's is left behind"
+
+
+def add_checkpoint(folder: Path) -> None:
+    """Make a run folder one that is looked at by `resume=` and by the modes that read a run."""
+    (folder / "checkpoints" / "3").mkdir(parents=True)
+    (folder / "checkpoints" / "3" / "_CHECKPOINT_METADATA").touch()
+
+
+PROMPTS = ["class ", "def f(x):", "é 😀", "'it's \\ \"x\"\\", "x = {1: [2]}  # y, z", " 1e3", "a\nb "]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_is_what_was_typed_and_stays_so_when_the_run_goes_on(command: Any, tmp_path: Path, prompt: str):
+    run = command(f"prompt={prompt}", "mesh=1x1x1", "partition=dp").run
+    assert run.config.prompt == prompt
+    folder = tmp_path / "runs" / "a"
+    write_about(run, folder, sys.argv[1:])
+    add_checkpoint(folder)
+    assert command("resume=a").run.config.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompt"), [("'class '", "class "), ('"a, b"', "a, b"), (r"a\ \(b\)", "a (b)"), ("${name}!", "mine!")]
+)
+def test_a_prompt_written_for_hydra_is_read_by_hydra(command: Any, typed: str, prompt: str):
+    assert command(f"prompt={typed}", "name=mine").run.config.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompts"),
+    [
+        ("class ,b", ["class", "b"]),
+        ("'a (b), c','null'", ["a (b), c", "null"]),
+        ("def f(a, b): ", ["def f(a, b): "] * 2),
+        ("class ", ["class "] * 2),
+    ],
+)
+def test_several_prompts_are_still_a_sweep(
+    command: Any, monkeypatch: pytest.MonkeyPatch, typed: str, prompts: list[str]
+):
+    several = [] if prompts[0] != prompts[1] else ["seed=0,1"]
+    plans = plans_of(command, monkeypatch, "-m", "mesh=1x1x1", f"prompt={typed}", *several)
+    alone = [command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run for plan in plans]
+    assert [run.config.prompt for run in alone] == prompts
+    assert [trial_key(run) for run in alone] == [plan.key for plan in plans]
+
+
+def test_a_composed_file_takes_keys_and_no_choices(command: Any, tmp_path: Path):
+    folder = tmp_path / "runs" / "a"
+    write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder, ["model=s5_tiny"])
+    asked = ["--config-path", "runs/a", "--config-name", "run"]
+    assert command(*asked, "mode.name=show").run.config.mode.name == "show"
+    refused = command(*asked, "partition=fsdp", "mode=show")
+    assert (refused.status, refused.run) == (2, None)
+    told = f"valkyrie-train: {folder}/run.yaml is composed already, so groups cannot be chosen in it"
+    assert refused.err == (
+        f"{told} (partition=fsdp, mode=show). Write partition.KEY=VALUE mode.name=show, or choose where it is "
+        "composed: valkyrie-train partition=fsdp mode=show --cfg job\n"
+    )
+    add_checkpoint(folder)
+    cure = "Write mode.name=eval, or valkyrie-train resume=a mode=eval"
+    assert command(*asked, "mode=eval").err == f"{told} (mode=eval). {cure}\n"
+    assert command("resume=a", "mode=eval").run.model.name == "s5_tiny"
 
 
 MINE = {
@@ -216,9 +282,26 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
     assert run.layout.name == "2x1x2-data_model_fsdp"
     assert run.layout.describe_roles() == "x=2 MP1(mlp,heads,kv_heads,vocab,state) · y=1 unused · z=2 FSDP(batch,embed)"
     assert command("partition=2d_tp").run.layout.name == "2x1x2-2d_tp"
+    assert command("mesh=environment").run.layout.name == "2x1x2-data_model_fsdp"
     explicit = command("mesh=4x1x1", "partition=dp").run
     assert explicit.config.mesh.names is None
     assert explicit.layout.describe_roles() == "x=4 DP(batch) · y=1 unused · z=1 unused"
+
+
+MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
+
+
+@pytest.mark.parametrize("sizes", ["4,4,2", "4x4x2", "4,4"])
+@pytest.mark.parametrize("chosen", ["mesh=4x1x1", "experiment=mine"])
+def test_the_launch_environment_is_not_read_beside_another_mesh(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str
+):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(MESH_OF_MINE)
+    monkeypatch.setenv("TPU_MESH_CONFIG", sizes)
+    monkeypatch.setenv("TPU_AXIS_NAMES", "data,model,fsdp")
+    run = command("--config-dir", "own", chosen, "model=s5_tiny").run
+    assert (run.layout.name, run.config.mesh.names) == ("4x1x1-2d_tp", None)
 
 
 def test_a_launch_environment_that_cannot_be_is_refused(command: Any, monkeypatch: pytest.MonkeyPatch):

@@ -84,8 +84,20 @@ ONE_LINE = {
     ),
     "an argument that cannot be read": (
         ["steps=[3"],
-        "steps=[3 cannot be read as KEY=VALUE: no viable alternative at input '[3'.",
+        "steps=[3 cannot be read as KEY=VALUE: no viable alternative at input '[3'. Put text in quotes of its own: "
+        "steps=\"['...']\".",
     ),
+    "a text that cannot be read": (
+        ["name=def f(x):"],
+        "name=def f(x): cannot be read as KEY=VALUE: mismatched input '(' expecting <EOF>. Put text in quotes of its "
+        "own: name=\"'...'\".",
+    ),
+    "a letter that stands only in quotes": (
+        ["data.paths=[sp ace é.txt]"],
+        "data.paths=[sp ace é.txt] cannot be read as KEY=VALUE: some of its signs stand only in quotes. Put text in "
+        "quotes of its own: data.paths=\"['...']\".",
+    ),
+    "an argument that is no pair": (["steps"], "steps cannot be read as KEY=VALUE."),
     "a family that is none": (["model.family=x"], "model.family=x is not known. Known: gpt, valkyrie."),
     "a variable that is not set": (
         ["runs=${oc.env:NOT_SET}"],

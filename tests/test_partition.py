@@ -110,6 +110,34 @@ def test_names_of_the_launch_environment_are_roles(names: list[str], expected: d
     assert data_model_fsdp(names) == (expected, [])
 
 
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("role", ["replica", "model", "fsdp"])
+def test_a_fourth_axis_has_the_role_that_the_launch_environment_gives_it(role: str, axis: int):
+    names = ["data", "model", "fsdp"]
+    names.insert(axis, role)
+    run = composed("valkyrie_tiny")
+    mesh = parse_mesh("2x2x2x2")
+    mesh.names = names
+    found = Run(replace(run.config, mesh=mesh, partition=YAMLS["data_model_fsdp"]), run.model)
+    assert found.problems() == []
+    expected = {"replica": "DP(batch)", "data": "DP(batch)", "model": MODEL, "fsdp": "FSDP(batch,embed)"}
+    assert list(found.layout.roles.values()) == [expected[name] for name in names]
+
+
+def test_an_axis_named_beside_its_role_is_spent_once():
+    partition = PartitionConfig(
+        name="mine",
+        parameters={"embed": ["w", "w"]},
+        activations={"batch": ["w?", "data", "z"]},
+        roles={"data": ["x"], "fsdp": ["z"]},
+    )
+    mesh = parse_mesh("2x4x4x2")
+    mesh.names = ["replica", "data", "fsdp", "data"]
+    parameters, activations, problems = resolve_rules(partition, mesh)
+    assert (activations["batch"], problems) == (("w", "x", "z"), [])
+    assert parameters["embed"] == ("w", "w"), "what was written twice is refused by the layout"
+
+
 def test_an_unknown_name_of_the_launch_environment_is_refused_where_it_matters():
     message = (
         "the environment names mesh axis y=4 'expert' (TPU_AXIS_NAMES); partition=data_model_fsdp knows the roles "

@@ -141,10 +141,15 @@ def default_mesh(target: str = "auto") -> str:
     return f"1x1x{found}" if found else SIMULATED_MESH
 
 
-def default_partition() -> str:
-    """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`."""
-    mesh = mesh_from_environment()
-    return "data_model_fsdp" if mesh is not None and mesh.names is not None else "2d_tp"
+def default_partition(mesh: str | None = None) -> str:
+    """Return the partition used when nothing names one: roles when the environment names axes, else `2d_tp`.
+
+    `mesh` is the mesh that was chosen, or None. Where it is another than the environment's, that is not read.
+    """
+    if mesh not in (None, ENVIRONMENT_MESH):
+        return "2d_tp"
+    found = mesh_from_environment()
+    return "data_model_fsdp" if found is not None and found.names is not None else "2d_tp"
 
 
 def default_remat(embed: int) -> str:
@@ -184,7 +189,7 @@ def explain(error: Exception) -> str:
         form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
         return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read as KEY=VALUE: {str(error).splitlines()[0]}."
+        return _unreadable(error)
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
     refused = _refusal_behind(error)
@@ -197,6 +202,17 @@ def explain(error: Exception) -> str:
         return f"{cause.full_key}: {str(cause).splitlines()[0].rstrip('.')}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
     return "; ".join(lines) or type(error).__name__
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    """Return what Hydra's grammar made of an argument, and how a value of any text is written."""
+    key, sign, value = error.override.partition("=")
+    said = str(error).splitlines()[0]
+    why = "some of its signs stand only in quotes" if said.startswith("LexerNoViableAltException") else said
+    if not sign:
+        return f"{key} cannot be read as KEY=VALUE."
+    quoted = "['...']" if value.startswith("[") else "'...'"
+    return f'{error.override} cannot be read as KEY=VALUE: {why}. Put text in quotes of its own: {key}="{quoted}".'
 
 
 def _refusal_behind(error: BaseException | None) -> ValueError | None:

@@ -6,15 +6,19 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from valkyrie.cli.composed import composed_file, refuse_choices, without_outputs
 from valkyrie.cli.parser import leave_unread
 from valkyrie.compose import explain, register
 from valkyrie.run import Run
@@ -29,16 +33,23 @@ OUR_ERROR = 1
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
+_ESCAPED = r"\\[][(){}:=, \t\\]"
+"""A sign that Hydra's grammar would read, behind the backslash that keeps it from that."""
+
 
 def main() -> None:
     """Run `valkyrie-train` with the arguments of the process; a user's mistake is a message and exit status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = _plain(sys.argv[1:])
     try:
-        arguments = multirun_arguments(arguments) or resumed_arguments(arguments)
-        sys.argv[1:] = arguments
-        config = _compose()
+        multirun, file = multirun_arguments(arguments), composed_file(arguments)
+        arguments = _as_typed(multirun or arguments, multirun is not None)
+        if multirun is None and file is None:
+            arguments = resumed_arguments(arguments)
+        sys.argv[1:] = arguments if file is None else without_outputs(arguments, file)
+        config = _compose(file)
         if config is not None:
+            refuse_choices(config, file)
             run = Run.from_config(config)
             problems = run.problems()
             if problems:
@@ -59,14 +70,18 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _compose() -> DictConfig | None:
-    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion)."""
+def _compose(file: Path | None) -> DictConfig | None:
+    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion).
+
+    `file` is the configuration where that is composed already.
+    """
     composed: list[DictConfig] = []
 
     def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             from valkyrie.sweep.run import run_trial
 
+            refuse_choices(config, file)
             return run_trial(config)
         composed.append(config)
         return None
@@ -129,6 +144,31 @@ def _plain(arguments: Sequence[str]) -> list[str]:
         elif i + 1 < len(plain):
             plain[i + 1] = os.path.abspath(plain[i + 1])
     return plain
+
+
+def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
+    """Return the arguments with the value of `prompt=` in quotes, so that Hydra takes it as it was typed.
+
+    Unquoted, Hydra strips its blanks and refuses most signs. `null`, what is quoted or escaped for Hydra already, and
+    in a multirun the several prompts of a sweep, stay as they are. `${KEY}` means in it what it does in any value.
+    """
+    typed = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") == "prompt" and not _is_for_hydra(value, multirun):
+            argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+        typed.append(argument)
+    return typed
+
+
+def _is_for_hydra(value: str, multirun: bool) -> bool:
+    try:
+        read = OverridesParser.create().parse_override(f"prompt={value}")
+    except HydraException:
+        return False
+    if read.is_sweep_override() and multirun:
+        return True
+    return value.startswith(("'", '"')) or value.lower() == "null" or re.search(_ESCAPED, value) is not None
 
 
 def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:

@@ -74,7 +74,9 @@ def resolve_rules(partition: PartitionConfig, mesh: MeshConfig) -> tuple[Rules, 
                 )
         out: Rules = {}
         for logical, wanted in rules.items():
-            out[logical] = tuple(_expand(wanted, roles, mesh, f"{kind}.{logical}", partition.name, problems))
+            axes = list(_expand(wanted, roles, mesh, f"{kind}.{logical}", partition.name, problems))
+            has_roles = any(entry.removesuffix("?") in roles for entry in wanted)
+            out[logical] = tuple(dict.fromkeys(axes) if has_roles else axes)  # roles may meet on an axis
         resolved.append(out)
     return resolved[0], resolved[1], problems
 

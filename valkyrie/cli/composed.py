@@ -1,0 +1,71 @@
+"""Decides how a configuration is run that is composed already: a `run.yaml`, or what `--cfg job` printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from valkyrie.checkpoint import latest_step
+from valkyrie.compose import SCHEMAS
+from valkyrie.train.folder import COMMAND, key_value, parts_of
+
+_PATH, _NAME = ("--config-path", "-cp"), ("--config-name", "-cn")
+_SILENT = ("hydra.run.dir=.", "hydra.sweep.subdir=.", "hydra.output_subdir=null")
+_SILENT += ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
+"""What `train.yaml` says of Hydra's own folders and logs."""
+
+
+def composed_file(arguments: Sequence[str]) -> Path | None:
+    """Return the file that the arguments name as their whole configuration, if it has no defaults list."""
+    folder = _flag(arguments, _PATH)
+    if folder is None:
+        return None
+    file = Path(folder) / f"{(_flag(arguments, _NAME) or 'train').removesuffix('.yaml')}.yaml"
+    return file if file.is_file() and not _has(file, "defaults") else None
+
+
+def without_outputs(arguments: Sequence[str], file: Path) -> list[str]:
+    """Return the arguments for a composed file, with what keeps Hydra from folders and logs where the file has not."""
+    if _has(file, "hydra"):
+        return list(arguments)
+    flags, overrides = parts_of(arguments)
+    given = {key_value(override)[0] for override in overrides}
+    return [*flags, *(silent for silent in _SILENT if key_value(silent)[0] not in given), *overrides]
+
+
+def refuse_choices(config: DictConfig, file: Path | None) -> None:
+    """Raise ValueError where a group was chosen in a composed file, which has only keys; None is no such file."""
+    if file is None:
+        return
+    values = {group: config.get(group) for group in ("model", *SCHEMAS)}
+    chosen = [f"{group}={value}" for group, value in values.items() if isinstance(value, str | int | float)]
+    if not chosen:
+        return
+    keys = [c.replace("=", ".name=") if c.startswith("mode=") else f"{c.partition('=')[0]}.KEY=VALUE" for c in chosen]
+    if (file.parent / COMMAND).is_file() and latest_step(file.parent) is not None:
+        folder = file.parent.name if file.parent.parent == Path.cwd() / "runs" else file.parent
+        other = f"valkyrie-train resume={folder} {' '.join(chosen)}"
+    else:
+        other = f"choose where it is composed: valkyrie-train {' '.join(chosen)} --cfg job"
+    raise ValueError(
+        f"{file} is composed already, so groups cannot be chosen in it ({', '.join(chosen)}). "
+        f"Write {' '.join(keys)}, or {other}"
+    )
+
+
+def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the last value of a flag, joined to it by `=` or standing behind it."""
+    found = None
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        name, joined, value = argument.partition("=")
+        if name in names:
+            found = value if joined else following
+    return found
+
+
+def _has(file: Path, key: str) -> bool:
+    return re.search(rf"^{key}\s*:", file.read_text(), re.MULTILINE) is not None
