@@ -80,6 +80,18 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     assert PREDICTED_BY not in measured.about, "a measurement stays what it was"
 
 
+def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, monkeypatch: pytest.MonkeyPatch):
+    asked = ["-m", "model=s5_tiny", "mesh=1x1x1,3x1x1", "partition=dp", "batch=8", "model.dropout=1e-1"]
+    plans = plans_of(command, monkeypatch, *asked)
+    assert [plan.refusal is None for plan in plans] == [True, False]
+    for plan in plans:
+        values = plan.ended(Status.ok, None, "", 1.0).values
+        assert values["model.name"] == "s5_tiny" and values["model.dropout"] == "0.1"
+        assert values["model.block_pattern"] == "[s5]" and values["model.s5.bidirectional"] == "false"
+        assert values["optimizer.ema_decay"] == "null" and values["precision.compute"] == "float32"
+        assert {key.partition(".")[0] for key in values} == {"model", "precision", "optimizer"}
+
+
 def test_a_search_path_of_the_command_line_reaches_the_trials(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -165,7 +165,7 @@ def compared(comparison: Comparison) -> str:
             f'<td class="number">{rates[0]}</td><td class="number">{rates[1]}</td><td class="number">{ratio}</td></tr>'
         )
     heads = ("layout", "speed is", f"{comparison.a}, tokens/s/chip", f"{comparison.b}, tokens/s/chip", "ratio")
-    shown = _table(f"{comparison.a} against {comparison.b}", heads, body)
+    shown = _table(f"{comparison.a} against {comparison.b}", heads, body) if body else ""
     return f'<section id="compared"><h2>{a} against {b}</h2><p>{_text(comparison.said)}</p>{shown}</section>'
 
 

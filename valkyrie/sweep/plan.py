@@ -50,7 +50,7 @@ PREDICTED_BY = "predicted_by"
 class Plan:
     """A trial before it runs. `refusal` says why it cannot; `folder` is the sweep's, `command` its process.
 
-    `leaves` are files that it was asked to leave in its folder beside its numbers.
+    `leaves` are files that it was asked to leave in its folder beside its numbers, `values` those of its record.
     """
 
     key: str
@@ -65,6 +65,7 @@ class Plan:
     limit_s: float | None = LIMIT_S
     retry: bool = False
     leaves: tuple[str, ...] = ()
+    values: dict[str, str] = field(default_factory=dict)
 
     @property
     def trial_folder(self) -> Path:
@@ -88,6 +89,7 @@ class Plan:
             wall_s=round(wall_s, 3),
             folder=None if status is Status.refused and not wall_s else self.name,
             results=results or {},
+            values=self.values,
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
@@ -150,13 +152,23 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
         limit_s=_limit_s(run),
         retry=config.trial.retry,
         leaves=_leaves(run),
+        values=run.values(),
     )
 
 
 def illegal_plan(run: Run, problems: Sequence[str], folder: Path, overrides: Sequence[str]) -> Plan:
     """Return the plan of a run that is refused for its problems, in a sweep's folder."""
-    key, reason = trial_key(run), " ".join(problems)
-    return Plan(key, trial_name(run, key), run.config.mode.name, folder, tuple(overrides), run.asked(), reason)
+    key = trial_key(run)
+    return Plan(
+        key=key,
+        name=trial_name(run, key),
+        stage=run.config.mode.name,
+        folder=folder,
+        overrides=tuple(overrides),
+        about=run.asked(),
+        refusal=" ".join(problems),
+        values=run.values(),
+    )
 
 
 def child_program() -> tuple[str, ...]:
