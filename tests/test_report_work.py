@@ -15,7 +15,7 @@ from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
 from valkyrie.report.rank import agreement, compare, groups, memory_of, predicted_and_measured, unbeaten
 from valkyrie.report.records import Row, read_rows
-from valkyrie.report.table import command
+from valkyrie.report.table import command, details
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.sweep.trial import Status, Trial
 
@@ -247,6 +247,14 @@ def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
     (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=asked))
     said = "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
     assert command(row) == f"{said} hydra.mode=RUN"
+
+
+def test_the_command_of_a_layout_finds_a_configuration_of_ones_own(tmp_path: Path):
+    flags = ["--config-dir", "/home/me/my own", "hydra.searchpath=[file:///elsewhere]"]
+    (row,) = rows_of(tmp_path, replace(trial("2x4x1-fsdp", 9), flags=flags))
+    said = "valkyrie-train --config-dir '/home/me/my own' 'hydra.searchpath=[file:///elsewhere]' mode=compile mesh="
+    assert command(row).startswith(said)
+    assert " ".join(details(row)["command"]) == command(row)
 
 
 def test_csv_says_what_was_varied(varied: list[Row]):

@@ -109,7 +109,8 @@ def command(row: Row) -> str:
 
 
 def _arguments(row: Row) -> list[str]:
-    return [shlex.quote(a) for a in ("valkyrie-train", *without_place(row.trial.overrides), "hydra.mode=RUN")]
+    given = (*row.trial.flags, *without_place(row.trial.overrides))
+    return [shlex.quote(a) for a in ("valkyrie-train", *given, "hydra.mode=RUN")]
 
 
 def best(rows: Sequence[Row]) -> str:

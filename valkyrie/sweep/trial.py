@@ -48,7 +48,8 @@ class Trial:
     a step computes, by their keys, whether the command line names them or not (`model.layers`: `4`), and empty in a
     record of before or of what makes no run. `about` says what was asked in words, as `summary.about` gives it
     (layout, mesh, axes, degrees, partition, model, target, chips, batch, seq, ...); of a refused trial what is known
-    of it. `folder` is its run folder, relative to the file.
+    of it. `folder` is its run folder, relative to the file. `flags` say where a configuration of one's own lies, as the
+    command line would (`--config-dir`, its folder absolute).
 
     `results` is what the stage found: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
     `seconds`, `communication` without its causes, `placement`, `compile`, `devices`, `simulated`, `loss`, `hints`; of
@@ -68,6 +69,7 @@ class Trial:
     folder: str | None = None
     results: dict[str, Any] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Return the line, without its end. A number that is not finite, as a diverged loss, becomes null."""
