@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def trial(
     batch: int | None = None,
     described: str | None = None,
     asked: Sequence[str] = (),
+    values: Mapping[str, str] | None = None,
     p90: float = 1.25,
     least: float = 0.8,
     **step: float,
@@ -66,7 +67,7 @@ def trial(
 
     The step's parts and its traced collectives by mesh axes are given as shares of it, `p90` and `least` as multiples
     of the median; `price` is that of a chip in an hour, `gib` the peak of a device of 16 GiB, `asked` further
-    overrides. The rest is that of the real summary.
+    overrides, `values` what is recorded of those in force. The rest is that of the real summary.
     """
     mesh, _, partition = layout.partition("-")
     found = trial_of(golden(stage), stage, sweep, layout)
@@ -76,7 +77,7 @@ def trial(
     about |= {"batch": batch} if batch else {}
     key = ":".join([stage, described or str(target), layout, str(batch), *asked])
     found = replace(found, key=key, about=about, status=status, reason=reason)
-    found = replace(found, overrides=[*found.overrides, *asked])
+    found = replace(found, overrides=[*found.overrides, *asked], values=dict(values or {}))
     if per_chip is None:
         held = {"needed": int(gib * 2**30), "usable": 16 * 2**30} if gib is not None else None
         return replace(found, folder=None, results={"memory": held} if held else {})

@@ -162,7 +162,9 @@ def test_hover_tells_the_numbers(opened: Opened):
 
 def test_one_layout_is_chosen_from_the_table(opened: Opened):
     opened.page.get_by_role("button", name="3x1x1-dp").click()
-    assert "batch=16 is not divisible by 3" in opened.page.locator("#facts").inner_text()
+    told = opened.page.locator("#facts").inner_text()
+    assert "batch=16 is not divisible by 3" in told
+    assert "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp hydra.mode=RUN" in told
     assert opened.page.locator("#torus .empty").is_visible()
     assert opened.page.evaluate("document.activeElement.id") == "layout"
 

@@ -41,6 +41,16 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     assert "| 8x1x1-fsdp | predicted for v5e-8 | 1,000 | 1,000 | 1.00x |" in capsys.readouterr().out
 
 
+def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
+    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    output = tmp_path / "new" / "out" / "x.md"
+    main([str(folder), "--format", "md", "--output", str(output)])
+    assert capsys.readouterr().out == f"1 trials: {output}\n" and output.read_text().startswith("# hand\n")
+    for under in (output / "y.md", output / "deeper" / "y.md"):
+        told = fails(capsys, folder, "--format", "md", "--output", under)
+        assert f"--output: {under.parent} is no folder, and none can be made there. Name another file." in told
+
+
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
     assert "no path was given. Give a sweep's folder" in fails(capsys)
     assert f"{tmp_path / 'none'} does not exist." in fails(capsys, tmp_path / "none")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reported import sweep_folder, trial
 from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
-from valkyrie.report import figures, specs
+from valkyrie.report import figures, specs, table
 from valkyrie.report.page import LIMIT, page, write_report
 from valkyrie.sweep.trial import Status, Trial
 
@@ -36,6 +38,23 @@ def test_numbers_on_the_map_are_read_on_every_blue():
     assert min((high + 0.05) / (low + 0.05) for low, high in levels) >= 4.5
 
 
+def asked(i: int) -> list[str]:
+    """Return overrides as `sweeps/pa_nas_1b.yaml` makes them, of a shape that each two trials have."""
+    return [
+        *("sweep=pa_nas_1b", "tracking=off", "model.embed=1536", "model.mlp=4096", "model.attention.heads=12"),
+        *("model.attention.kv_heads=12", f"model.layers={12 + i // 2 % 25}", f"model.s5.state_size={64 * (i // 50)}"),
+        *("model.block_pattern=[s5,s5,attention]", "model.attention.windows=[512]"),
+    ]
+
+
+def hints(i: int) -> list[str]:
+    return [
+        f"Exposed communication over {axis} is {i / 10}% of the step, most of it all-reduce for "
+        f"transpose(jvp())/bse,em->bsm/dot_general (models/layers.py:64). {axis} is MP2(embed)."
+        for axis in "xy"
+    ]
+
+
 def many(count: int) -> list[Trial]:
     long = "partition=2d_tp puts heads (4) of attention.query on x=8: 4 is not divisible by 8. Use a mesh whose x " * 4
     found = []
@@ -43,10 +62,12 @@ def many(count: int) -> list[Trial]:
         name = (
             f"{2 ** (i % 5)}x{2 ** (i % 3)}x{i}-{('fsdp', '2d_tp', '1d_tp', 'data_model_fsdp')[i % 4]}-mb{i}-remat_full"
         )
-        if i % 5 == 4:
+        if i % 10 == 9:
             found.append(trial(name, None, status=Status.refused, reason=long + str(i)))
         else:
-            found.append(trial(name, 1000 + i, stage="measure" if i % 5 == 3 else "compile"))
+            one = trial(name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=asked(i))
+            folder = f"valkyrie_1b-{name}-{one.stage}-v4-64-{i:06x}"
+            found.append(replace(one, folder=folder, results=one.results | {"hints": hints(i)}))
     return found
 
 
@@ -59,17 +80,38 @@ def test_a_page_of_500_trials_stays_under_its_limit(tmp_path: Path):
     assert len(data["timelines"]) >= 4
 
 
-def test_timelines_are_left_out_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
+    """Return what a page tells of the row in this place, as its script reads it."""
+    texts = data["texts"]
+    found = data["details"][place].items()
+    return {name: [texts[i] for i in at] if isinstance(at, list) else texts[at] for name, at in found}
+
+
+def test_texts_that_layouts_share_stand_once(tmp_path: Path):
+    found = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=asked(0)) for i in range(3)))
+    text = page(found)
+    assert text.count("block_pattern") == text.count("8 v5e chips 2x4") == 1
+    for place, row in enumerate(found):
+        told = facts(data_of(text), place)
+        assert " ".join(told["command"]) == table.command(row) and told["folder"] == row.trial.folder
+        assert told["hints"] == row.trial.results["hints"][:3]
+
+
+def test_hints_and_timelines_are_left_out_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i) for i in range(6)), timelines=6)
+    monkeypatch.setattr("valkyrie.report.page.TORUSES", 2)
     size = len(page(found).encode())
-    asked: list[str] = []
+    drawn: list[str] = []
     specification = figures.specification
-    monkeypatch.setattr("valkyrie.report.page.specification", lambda f, r: asked.append(f.id) or specification(f, r))
-    for limit, kept in ((size, "012345"), (size - 1, "012"), (1, "")):
-        asked.clear()
+    monkeypatch.setattr("valkyrie.report.page.specification", lambda f, r: drawn.append(f.id) or specification(f, r))
+    monkeypatch.setattr("valkyrie.report.page.LIMIT", size - 1)
+    without = len(page(found).encode())
+    for limit, kept, hinted in ((size, "012345", 6), (size - 1, "012345", 2), (without - 1, "012", 2), (1, "0", 2)):
+        drawn.clear()
         monkeypatch.setattr("valkyrie.report.page.LIMIT", limit)
-        assert "".join(data_of(page(found))["timelines"]) == kept
-        assert len(asked) == len(set(asked))
+        data = data_of(page(found))
+        assert "".join(data["timelines"]) == kept and sum("hints" in one for one in data["details"]) == hinted
+        assert len(drawn) == len(set(drawn))
 
 
 def test_a_page_names_no_address_to_load_from(tmp_path: Path):

@@ -15,7 +15,7 @@ from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
 from valkyrie.report.rank import agreement, compare, groups, memory_of, predicted_and_measured, unbeaten
 from valkyrie.report.records import Row, read_rows
-from valkyrie.report.table import command
+from valkyrie.report.table import command, details
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.sweep.trial import Status, Trial
 
@@ -76,6 +76,65 @@ def test_keys_of_equal_ends_are_told_whole(tmp_path: Path):
     more = ["model.s5.blocks=1", "model.trm.blocks=2"]
     found = rows_of(tmp_path, *(trial("8x1x1-fsdp", 9, asked=each) for each in (*asked, more)))
     assert found[1].work.varied == ("model.s5.blocks=2", "model.trm.blocks=1")
+
+
+LAYERS = "model.layers"
+
+
+def test_the_model_of_one_sweep_is_told_from_that_of_another(tmp_path: Path):
+    """Each sweep has one shape, so that neither varies it."""
+    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1", "name=one"])])
+    sweep_folder(tmp_path / "two", [trial("8x1x1-2d_tp", 150, asked=[f"{LAYERS}=4", "name=two"])])
+    rows = read_rows([tmp_path])
+    assert [row.work.varied for row in rows] == [("layers=1",), ("layers=4",)]
+    said = as_markdown(rows)
+    assert "| 1 | 8x1x1-dp layers=1 |" in said and "| 2 | 8x1x1-2d_tp layers=4 |" in said and "faster" not in said
+
+
+def test_a_prediction_of_one_model_says_nothing_of_another(tmp_path: Path):
+    sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
+    for n in (4, 1):
+        ran = trial("8x1x1-dp", 9, stage="measure", target="auto", asked=[f"{LAYERS}={n}"])
+        sweep_folder(tmp_path / f"ran{n}", [ran])
+    apart = read_rows([tmp_path / "one", tmp_path / "ran4"])
+    assert predicted_and_measured(apart) == []
+    assert [pair.b.work.varied for pair in predicted_and_measured(read_rows([tmp_path]))] == [("layers=1",)]
+
+
+def test_a_key_that_nobody_named_has_the_value_that_was_in_force(tmp_path: Path):
+    given = [(["model.layers=1"], "1"), (["model.layers=4"], "4"), ([], "4"), (["model=own"], "2")]
+    for i, (asked, layers) in enumerate(given):
+        values_ = {"model.name": "valkyrie_tiny", LAYERS: layers, "optimizer.beta1": "0.9"}
+        sweep_folder(tmp_path / str(i), [trial("8x1x1-dp", 900 + i, asked=asked, values=values_)])
+    assert [row.work.varied for row in read_rows([tmp_path])] == [("layers=1",), *[("layers=4",)] * 2, ("layers=2",)]
+    unnamed = read_rows([tmp_path / "2", tmp_path / "3"])
+    assert [row.work.varied for row in unnamed] == [("layers=4",), ("layers=2",)]
+    sweep_folder(tmp_path / "old", [trial("8x1x1-dp", 1)])
+    assert [row.work.varied for row in read_rows([tmp_path / "2", tmp_path / "old"])] == [(), ()]
+
+
+def test_sweeps_differ_in_work_by_what_a_step_computes_alone(tmp_path: Path):
+    sweep_folder(tmp_path / "a", [trial("8x1x1-dp", 9, asked=["steps=7", "seed=1", "sweep=a", "log_every=1"])])
+    sweep_folder(tmp_path / "b", [trial("8x1x1-dp", 9, asked=["optimizer.ema_decay=0.99", "remat=full"])])
+    sweep_folder(tmp_path / "c", [trial("8x1x1-dp", 9, asked=["seed=2", "data=bytes", "name=c"])])
+    rows = read_rows([tmp_path])
+    assert [row.work.varied for row in rows] == [(), ("ema_decay=0.99",), ()]
+    assert len(compare(rows, str(tmp_path / "a"), str(tmp_path / "c")).pairs) == 1
+
+
+def test_sweeps_without_a_work_in_common_are_not_compared(tmp_path: Path):
+    one = sweep_folder(tmp_path / "one", [trial("8x1x1-dp", 900, asked=[f"{LAYERS}=1"])])
+    three = sweep_folder(tmp_path / "three", [trial("8x1x1-dp", 300, asked=[f"{LAYERS}=4"])])
+    rows = read_rows([tmp_path])
+    found = compare(rows, str(one), str(three))
+    assert found.pairs == []
+    assert found.said.startswith(f"Nothing to compare: {one} and {three} have no work in common (")
+    assert f"{one}: valkyrie_tiny, 16 x 64 tokens, layers=1, bf16_mixed; " in found.said
+    said = as_markdown(rows, found)
+    assert found.said in said and "ratio" not in said
+    assert page(rows, found).count("<th scope") == page(rows).count("<th scope")
+    other = compare(rows_of(tmp_path / "more", FSDP, replace(TP, sweep="elsewhere")), "hand", "elsewhere")
+    assert other.said.startswith("Nothing to compare: hand and elsewhere have no layout in common whose speed was told")
 
 
 def test_partitions_are_compared_within_a_shape(varied: list[Row]):
@@ -188,6 +247,14 @@ def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
     (row,) = rows_of(tmp_path, trial("2x4x1-fsdp", 9, asked=asked))
     said = "valkyrie-train mode=compile mesh=2x4x1 partition=fsdp sweep=laptop_8 'model.block_pattern=[s5,attention]'"
     assert command(row) == f"{said} hydra.mode=RUN"
+
+
+def test_the_command_of_a_layout_finds_a_configuration_of_ones_own(tmp_path: Path):
+    flags = ["--config-dir", "/home/me/my own", "hydra.searchpath=[file:///elsewhere]"]
+    (row,) = rows_of(tmp_path, replace(trial("2x4x1-fsdp", 9), flags=flags))
+    said = "valkyrie-train --config-dir '/home/me/my own' 'hydra.searchpath=[file:///elsewhere]' mode=compile mesh="
+    assert command(row).startswith(said)
+    assert " ".join(details(row)["command"]) == command(row)
 
 
 def test_csv_says_what_was_varied(varied: list[Row]):

@@ -18,7 +18,7 @@ from valkyrie.sweep import launcher
 from valkyrie.sweep import plan as plan_module
 from valkyrie.sweep.names import GIVEN_FULL_ERROR
 from valkyrie.sweep.plan import PREDICTED_BY, Plan, child_environment
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 
 def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
@@ -78,6 +78,34 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     assert not plan.settled_by(by_others)
     (measured,) = plans_of(command, monkeypatch, *asked, "mode=measure")
     assert PREDICTED_BY not in measured.about, "a measurement stays what it was"
+
+
+def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, monkeypatch: pytest.MonkeyPatch):
+    asked = ["-m", "model=s5_tiny", "mesh=1x1x1,3x1x1", "partition=dp", "batch=8", "model.dropout=1e-1"]
+    plans = plans_of(command, monkeypatch, *asked)
+    assert [plan.refusal is None for plan in plans] == [True, False]
+    for plan in plans:
+        values = plan.ended(Status.ok, None, "", 1.0).values
+        assert values["model.name"] == "s5_tiny" and values["model.dropout"] == "0.1"
+        assert values["model.block_pattern"] == "[s5]" and values["model.s5.bidirectional"] == "false"
+        assert values["optimizer.ema_decay"] == "null" and values["precision.compute"] == "float32"
+        assert {key.partition(".")[0] for key in values} == {"model", "precision", "optimizer"}
+
+
+def test_a_record_says_where_a_configuration_of_ones_own_lies(
+    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    (tmp_path / "my own" / "optimizer").mkdir(parents=True)
+    (tmp_path / "my own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
+    asked = ["--config-dir", "my own", "-m", "optimizer=mine", "mesh=1x1x1", "batch=8"]
+    plans = plans_of(command, monkeypatch, *asked, "partition=dp", "steps=0,1")
+    assert [plan.refusal is None for plan in plans] == [False, True]
+    flags = ["--config-dir", str(tmp_path / "my own")]
+    assert [plan.ended(Status.ok, None, "", 0.0).flags for plan in plans] == [flags] * 2
+    space = ["mode=show", "hydra/sweeper=layouts", "hydra.sweeper.space.partitions=[dp]", "steps=0"]
+    space += ["hydra.sweeper.space.meshes=[1x1x1]", "name=space"]
+    command(*asked, *space)
+    assert [trial.flags for trial in TrialLog(tmp_path / "runs" / "space").read()] == [flags]
 
 
 def test_a_search_path_of_the_command_line_reaches_the_trials(

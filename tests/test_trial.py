@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path: Path, kept: int
     assert log.read() == [trial("1")]
     log.append([trial("3")])
     assert log.read() == [trial("1"), trial("3")]
+
+
+def test_a_line_without_the_newest_keys_is_read(tmp_path: Path):
+    log = TrialLog(tmp_path)
+    values = json.loads(replace(trial("1"), values={"model.layers": "4"}, flags=["--config-dir", "/mine"]).to_json())
+    log.path.write_text(json.dumps({k: v for k, v in values.items() if k not in ("values", "flags")}) + "\n")
+    assert log.read() == [trial("1")] and (trial("1").values, trial("1").flags) == ({}, [])
 
 
 def test_a_newer_schema_is_refused_and_new_keys_are_not(tmp_path: Path):

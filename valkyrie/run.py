@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,11 @@ class Run:
         layout = self.layout
         return self.asked() | {"layout": layout.name, "roles": layout.describe_roles(), "degrees": layout.degrees}
 
+    def values(self) -> dict[str, str]:
+        """Return what decides what a step computes, by its key on the command line: `model.layers`: `4`."""
+        groups = {"model": self.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
+        return dict(_leaves({name: asdict(group) for name, group in groups.items()}))
+
     @staticmethod
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
@@ -264,6 +270,24 @@ class Run:
                 "or set mesh.placement."
             ]
         return []
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Return the values of nested groups as texts, by their full keys."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    """Return a value as a person writes it on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:

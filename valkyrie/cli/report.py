@@ -87,7 +87,16 @@ def _report(arguments: argparse.Namespace) -> None:
         sys.stdout.write(text)
         return
     output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
+    _make_folder(output.parent)
     print(f"{len(rows)} trials: {write_whole(output, text)}")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the file to write; ValueError where something else has its name, or a part of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"--output: {folder} is no folder, and none can be made there. Name another file.") from error
 
 
 if __name__ == "__main__":

@@ -153,10 +153,12 @@
     roles: "what each mesh axis does", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
     memory: "memory holds", reported: "devices report a peak of", compiled: "compiled in", placement: "on the torus", hints: "hints",
   };
+  const told = (place) => (Array.isArray(place) ? place.map(told) : data.texts[place]);
   const fact = (name, value) => {
     const dd = make("dd");
-    if (Array.isArray(value)) dd.append(make("ul", {}, ...value.map((line) => make("li", {}, line))));
-    else dd.append(name === "command" || name === "folder" ? make("code", {}, value) : value);
+    if (name === "command") dd.append(make("code", {}, value.join(" ")));
+    else if (Array.isArray(value)) dd.append(make("ul", {}, ...value.map((line) => make("li", {}, line))));
+    else dd.append(name === "folder" ? make("code", {}, value) : value);
     return [make("dt", {}, NAMES[name]), dd];
   };
   const choose = (index, jump) => {
@@ -169,7 +171,7 @@
       const word = TIMED.includes(column.kind) && simulated[row[at.seen]] ? " simulated" : "";
       facts.push(...fact(id, (written[column.kind] || String)(value) + word));
     }
-    for (const [name, value] of Object.entries(data.details[index])) facts.push(...fact(name, value));
+    for (const [name, places] of Object.entries(data.details[index])) facts.push(...fact(name, told(places)));
     byId("facts").replaceChildren(...facts);
     drawTorus(data.toruses[index]);
     drawTimeline(data.timelines[index]);

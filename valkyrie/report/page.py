@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -23,11 +23,11 @@ from valkyrie.search.units import percent
 from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
-"""Bytes that a page should not go beyond: timelines are left out until it does not."""
+"""Bytes that a page should not go beyond: hints and timelines are left out until it does not."""
 TIMELINES = 8
 """Of how many layouts a page holds the timeline, the best of every kind of speed first."""
 TORUSES = 60
-"""Of how many layouts a page holds the picture on the torus."""
+"""Of how many layouts a page holds the picture on the torus, and the hints where it has little room."""
 LONG = 44
 """Letters of a layout and what tells it apart, beyond which figures take the whole width."""
 
@@ -40,15 +40,39 @@ def write_report(folder: Path) -> Path:
 def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """Return the page of these trials; `comparison` adds two sweeps side by side.
 
-    Beyond `LIMIT` timelines are left out, those of the best layouts last.
+    Beyond `LIMIT` the hints of all but the best layouts are left out, then timelines, except that of the best layout.
     """
-    data, parts = _data(rows), _parts(rows, comparison)
-    text = _filled(parts | {"data": _json(data)})
-    while len(text.encode()) > LIMIT and data["timelines"]:
-        kept = list(data["timelines"].items())
-        data["timelines"] = dict(kept[: len(kept) // 2])
-        text = _filled(parts | {"data": _json(data)})
+    parts, text = _parts(rows, comparison), ""
+    for data in _ever_less(_data(rows)):
+        text = _filled(parts | {"data": _json(_packed(data))})
+        if len(text.encode()) <= LIMIT:
+            break
     return text
+
+
+def _ever_less(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the data of a page, then without what it can do without, least missed first."""
+    yield data
+    ranks = [row[0] for row in data["rows"]]
+    without = [{name: fact for name, fact in one.items() if name != "hints"} for one in data["details"]]
+    best = [rank is not None and rank <= TORUSES for rank in ranks]
+    details = [one if kept else less for kept, one, less in zip(best, data["details"], without, strict=True)]
+    yield data | {"details": details}
+    timelines = list(data["timelines"].items())
+    while len(timelines) > 1:
+        timelines = timelines[: len(timelines) // 2]
+        yield data | {"details": details, "timelines": dict(timelines)}
+
+
+def _packed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return data with each text of `details` once, in `texts`, and the place there wherever it stood."""
+    places: dict[str, int] = {}
+
+    def place(fact: str | list[str]) -> int | list[Any]:
+        return places.setdefault(fact, len(places)) if isinstance(fact, str) else [place(text) for text in fact]
+
+    details = [{name: place(fact) for name, fact in one.items()} for one in data["details"]]
+    return data | {"details": details, "texts": list(places)}
 
 
 def _filled(parts: dict[str, str]) -> str:

@@ -106,8 +106,8 @@ class Comparison:
 
     @property
     def said(self) -> str:
-        """Return in a few sentences what is in both, what in one alone, and what was left out."""
-        found = f"Layouts of one work that are in both: {len(self.pairs)}"
+        """Return in a few sentences what is in both, or why nothing is, what in one alone, and what was left out."""
+        found = f"Layouts of one work that are in both: {len(self.pairs)}" if self.pairs else self._unlike
         found += f"; in the middle {self.b} is {self.median:.2f}x as fast as {self.a}" if self.median else ""
         found += f". Only {self.a} has {len(self.only_a)} trials, only {self.b} {len(self.only_b)}."
         if self.again:
@@ -115,6 +115,16 @@ class Comparison:
                 f" Left out, because the same sweep has a faster trial of their layout and work: {len(self.again)}."
             )
         return found
+
+    @property
+    def _unlike(self) -> str:
+        """Return that there is nothing to compare, and what the two sweeps do not share."""
+        one, other = ({row.work for row in rows} for rows in (self.only_a, self.only_b))
+        said = f"Nothing to compare: {self.a} and {self.b} have "
+        if one & other:
+            return f"{said}no layout in common whose speed was told in one way"
+        first, second = (f"{rows[0].work.label}, {rows[0].work.precision}" for rows in (self.only_a, self.only_b))
+        return f"{said}no work in common ({self.a}: {first}; {self.b}: {second})"
 
 
 def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:

@@ -84,7 +84,7 @@ def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
 
 
 def details(row: Row) -> dict[str, Any]:
-    """Return what the page tells of one layout beside its row of the table."""
+    """Return what the page tells of one layout beside its row of the table; its command argument by argument."""
     about, results = row.trial.about, row.trial.results
     held = results.get("memory") or {}
     facts = {
@@ -92,7 +92,7 @@ def details(row: Row) -> dict[str, Any]:
         "on": about.get("described"),
         "work": f"{row.work.label}, {row.work.precision}",
         "parameters": f"{count:,}" if (count := results.get("parameters")) else None,
-        "command": command(row),
+        "command": _arguments(row),
         "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory(size)}" for name, size in (held.get("split") or {}).items()),
         "reported": memory(held["reported_peak"]) if held.get("reported_peak") else None,
@@ -105,7 +105,12 @@ def details(row: Row) -> dict[str, Any]:
 
 def command(row: Row) -> str:
     """Return the command that does a trial again, for a shell: as one run, in a folder that is not the sweep's."""
-    return shlex.join(["valkyrie-train", *without_place(row.trial.overrides), "hydra.mode=RUN"])
+    return " ".join(_arguments(row))
+
+
+def _arguments(row: Row) -> list[str]:
+    given = (*row.trial.flags, *without_place(row.trial.overrides))
+    return [shlex.quote(a) for a in ("valkyrie-train", *given, "hydra.mode=RUN")]
 
 
 def best(rows: Sequence[Row]) -> str:
@@ -165,7 +170,7 @@ def compared(comparison: Comparison) -> str:
             f'<td class="number">{rates[0]}</td><td class="number">{rates[1]}</td><td class="number">{ratio}</td></tr>'
         )
     heads = ("layout", "speed is", f"{comparison.a}, tokens/s/chip", f"{comparison.b}, tokens/s/chip", "ratio")
-    shown = _table(f"{comparison.a} against {comparison.b}", heads, body)
+    shown = _table(f"{comparison.a} against {comparison.b}", heads, body) if body else ""
     return f'<section id="compared"><h2>{a} against {b}</h2><p>{_text(comparison.said)}</p>{shown}</section>'
 
 

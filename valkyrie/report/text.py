@@ -123,7 +123,7 @@ def _compared(comparison: Comparison) -> list[str]:
         for pair in comparison.pairs
     ]
     heads = ["layout", "speed is", f"{a}, tokens/s/chip", f"{b}, tokens/s/chip", "ratio"]
-    return [f"## {a} against {b}", "", comparison.said, "", *_table(heads, body, "llrrr")]
+    return [f"## {a} against {b}", "", comparison.said, "", *(_table(heads, body, "llrrr") if body else [])]
 
 
 def _step(row: Row) -> str:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.compose import accelerators
 from valkyrie.sweep.asked import Asked, Composer, changes_layouts, read_asked, shapes_of
 from valkyrie.sweep.end import SweepEnd
-from valkyrie.sweep.plan import illegal_plan
+from valkyrie.sweep.plan import config_flags, illegal_plan
 from valkyrie.sweep.space import Cell, Cells, Shape, enumerate_space
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.train.folder import key_value
@@ -60,7 +60,8 @@ class Sweep:
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
-        for trial in record_refused(folder, [(cell, [*asked.fixed, *cell.overrides]) for cell in cells.refused]):
+        refused = [(cell, [*asked.fixed, *cell.overrides]) for cell in cells.refused]
+        for trial in record_refused(folder, refused, config_flags(self.config.hydra)):
             if end is not None:
                 end.take(trial)
         if not cells.cells:
@@ -136,12 +137,12 @@ def reasons(cells: Cells) -> list[tuple[str, int]]:
     return found.most_common()
 
 
-def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]]) -> list[Trial]:
+def record_refused(folder: Path, cells: Sequence[tuple[Cell, list[str]]], flags: tuple[str, ...]) -> list[Trial]:
     """Append the refused cells that `trials.jsonl` does not have yet, and return the records of all of them."""
     log = TrialLog(folder)
     known = {(trial.key, trial.reason): trial for trial in log.read()}
     now = datetime.now(UTC).isoformat()
-    plans = [illegal_plan(cell.run, cell.problems, folder, overrides) for cell, overrides in cells]
+    plans = [illegal_plan(cell.run, cell.problems, folder, overrides, flags) for cell, overrides in cells]
     trials = [plan.ended(Status.refused, plan.refusal, now, 0.0) for plan in plans]
     log.append(trial for trial in trials if (trial.key, trial.reason) not in known)
     return [known.get((trial.key, trial.reason), trial) for trial in trials]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from valkyrie import search
 from valkyrie.parallel.topology import libtpu_missing
@@ -50,7 +50,8 @@ PREDICTED_BY = "predicted_by"
 class Plan:
     """A trial before it runs. `refusal` says why it cannot; `folder` is the sweep's, `command` its process.
 
-    `leaves` are files that it was asked to leave in its folder beside its numbers.
+    `leaves` are files that it was asked to leave in its folder beside its numbers; `values` and `flags` are those of
+    its record.
     """
 
     key: str
@@ -65,6 +66,8 @@ class Plan:
     limit_s: float | None = LIMIT_S
     retry: bool = False
     leaves: tuple[str, ...] = ()
+    values: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
 
     @property
     def trial_folder(self) -> Path:
@@ -88,6 +91,8 @@ class Plan:
             wall_s=round(wall_s, 3),
             folder=None if status is Status.refused and not wall_s else self.name,
             results=results or {},
+            values=self.values,
+            flags=list(self.flags),
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
@@ -116,7 +121,8 @@ def plan_trial(config: DictConfig) -> Plan:
         run = Run.from_config(config)
     except ValueError as error:
         key, stage = unread_key(overrides), str(config.mode.name)
-        return Plan(key, f"{folder_name(stage)}-{key[:6]}", stage, Path(hydra.sweep.dir), overrides, {}, str(error))
+        name = f"{folder_name(stage)}-{key[:6]}"
+        return Plan(key, name, stage, Path(hydra.sweep.dir), overrides, {}, str(error), flags=config_flags(hydra))
     return plan_run(run, hydra, overrides)
 
 
@@ -129,9 +135,9 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
     if config.resume is not None and config.mode.name not in READS_A_RUN:
         raise ValueError(_not_in_a_multirun(config.resume, config.mode.name))
     if illegal := run.problems():
-        return illegal_plan(run, illegal, folder, overrides)
+        return illegal_plan(run, illegal, folder, overrides, config_flags(hydra))
     stage, key = config.mode.name, trial_key(run)
-    refusals, own, about = _missing(run), [], run.about()
+    refusals, own, about, flags = _missing(run), [], run.about(), config_flags(hydra)
     name = trial_name(run, key, about["layout"])
     try:
         own = _own_overrides(run, overrides, folder_name(folder.resolve().name))
@@ -145,18 +151,32 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
         overrides=tuple(overrides),
         about=about | ({PREDICTED_BY: _predictor()} if stage == "compile" else {}),
         refusal=" ".join(refusals) or None,
-        command=(*child_program(), *_flags(hydra), *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
+        command=(*child_program(), *flags, *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
         limit_s=_limit_s(run),
         retry=config.trial.retry,
         leaves=_leaves(run),
+        values=run.values(),
+        flags=flags,
     )
 
 
-def illegal_plan(run: Run, problems: Sequence[str], folder: Path, overrides: Sequence[str]) -> Plan:
+def illegal_plan(
+    run: Run, problems: Sequence[str], folder: Path, overrides: Sequence[str], flags: tuple[str, ...]
+) -> Plan:
     """Return the plan of a run that is refused for its problems, in a sweep's folder."""
-    key, reason = trial_key(run), " ".join(problems)
-    return Plan(key, trial_name(run, key), run.config.mode.name, folder, tuple(overrides), run.asked(), reason)
+    key = trial_key(run)
+    return Plan(
+        key=key,
+        name=trial_name(run, key),
+        stage=run.config.mode.name,
+        folder=folder,
+        overrides=tuple(overrides),
+        about=run.asked(),
+        refusal=" ".join(problems),
+        values=run.values(),
+        flags=flags,
+    )
 
 
 def child_program() -> tuple[str, ...]:
@@ -229,7 +249,7 @@ def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
     return kept
 
 
-def _flags(hydra: Any) -> list[str]:
+def config_flags(hydra: Any) -> tuple[str, ...]:
     """Return the flags and overrides by which the configuration was found, for another process to find it by."""
     flags = []
     for source in hydra.runtime.config_sources:
@@ -239,7 +259,9 @@ def _flags(hydra: Any) -> list[str]:
             flags += ["--config-path", source.path]
     name = hydra.job.config_name
     flags += [] if name in (None, "train") else ["--config-name", name]
-    return flags + [o for o in hydra.overrides.hydra if key_value(o)[0] == "hydra.searchpath"]
+    given = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
+    assert isinstance(given, list)
+    return (*flags, *(o for o in map(str, given) if key_value(o)[0] == "hydra.searchpath"))
 
 
 def _quoted(path: Path) -> str:
