@@ -278,13 +278,13 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", _text(value)
+            yield f"{prefix}{key}", as_written(value)
 
 
-def _text(value: Any) -> str:
+def as_written(value: Any) -> str:
     """Return a value as a person writes it on the command line."""
     if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(as_written, value))}]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value.value if isinstance(value, Enum) else value)

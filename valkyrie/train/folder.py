@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.checkpoint import FOLDER, latest_step
-from valkyrie.run import Run
+from valkyrie.run import Run, as_written
 
 COMMAND = "command.json"
 """The file of a run folder with the arguments of its last training; `resume` composes from them."""
@@ -94,21 +94,15 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
 
 def _changed(asked: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
     if asked.get("name") != saved.get("name") and prefix:
-        return {f"{prefix}name": (_written(asked.get("name")), _written(saved.get("name")))}
+        return {f"{prefix}name": (as_written(asked.get("name")), as_written(saved.get("name")))}
     found: dict[str, tuple[str, str]] = {}
     for key in [key for key in asked if key in saved and f"{prefix}{key}" not in _NOT_OF_THE_TRAINING]:
         now, was = asked[key], saved[key]
         if isinstance(now, dict) and isinstance(was, dict):
             found |= _changed(now, was, f"{prefix}{key}.")
         elif now != was:
-            found[f"{prefix}{key}"] = (_written(now), _written(was))
+            found[f"{prefix}{key}"] = (as_written(now), as_written(was))
     return found
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def versions() -> dict[str, str]:
