@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from helpers import compose_config, compose_run, names
+from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
 from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
 from valkyrie.hardware import known_chips, known_targets
@@ -201,8 +201,8 @@ def test_a_prompt_written_for_hydra_is_read_by_hydra(command: Any, typed: str, p
     ("typed", "prompts"),
     [
         ("class ,b", ["class", "b"]),
-        ("'a (b), c','null'", ["a (b), c", "null"]),
-        ("def f(a, b): ", ["def f(a, b): "] * 2),
+        pytest.param("'a (b), c','null'", ["a (b), c", "null"], marks=pytest.mark.slow),
+        pytest.param("def f(a, b): ", ["def f(a, b): "] * 2, marks=pytest.mark.slow),
         ("class ", ["class "] * 2),
     ],
 )
@@ -291,7 +291,7 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
 MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
 
 
-@pytest.mark.parametrize("sizes", ["4,4,2", "4x4x2", "4,4"])
+@pytest.mark.parametrize("sizes", some_quick(["4,4,2", "4x4x2", "4,4"], ["4x4x2"]))
 @pytest.mark.parametrize("chosen", ["mesh=4x1x1", "experiment=mine"])
 def test_the_launch_environment_is_not_read_beside_another_mesh(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: str, chosen: str

@@ -122,15 +122,17 @@ def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureF
             "optimizer.clip_norm=null",
             "optimizer.clip_norm=1.0 was saved, null is asked for. Use optimizer.clip_norm=1.0",
         ),
-        (
+        pytest.param(
             (),
             "optimizer.ema_decay=0.9",
             "optimizer.ema_decay=null was saved, 0.9 is asked for. Use optimizer.ema_decay=null",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("optimizer.ema_decay=0.9",),
             "optimizer.ema_decay=null",
             "optimizer.ema_decay=0.9 was saved, null is asked for. Use optimizer.ema_decay=0.9",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -165,6 +167,7 @@ def test_other_data_are_refused_with_both_values(
     assert err.endswith(", or another name=.\n")
 
 
+@pytest.mark.slow
 def test_what_a_continued_run_does_otherwise_is_said_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
