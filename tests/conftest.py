@@ -1,4 +1,4 @@
-"""Decides in which world tests run: eight CPU devices, types checked, warnings fatal, nobody's home touched.
+"""The world tests run in: eight CPU devices, types checked at run time, warnings fatal, nobody's home touched.
 
 Everything here happens before JAX starts a backend and before `valkyrie` is imported.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+import turns
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
@@ -51,6 +53,27 @@ def _prepare_libraries() -> None:
 
 _set_environment()
 _prepare_libraries()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    turns.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    turns.begin(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turns.order(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    turns.skip_when_over(item)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    turns.summarise(terminalreporter, config)
 
 
 class Command(NamedTuple):

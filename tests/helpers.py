@@ -13,14 +13,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.compose import register
-from valkyrie.models import module_class
-from valkyrie.models.base import Assembly
+from valkyrie.models.assembly import Assembly
 from valkyrie.ops.linear import Numerics
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
 from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state
+from valkyrie.trees import names_of
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 61,
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "model.s5.state_size": 32,
     "model.s5.blocks": 4,
     "model.attention.heads": 4,
-    "model.attention.kv_heads": 4,
+    "model.attention.kv_heads": 2,
     "model.attention.head_dim": 8,
 }
 """What makes a tiny model tinier, so that compiling is all that a test waits for; keys a family lacks are left out.
@@ -126,9 +126,14 @@ def run_steps(program: StepProgram, count: int = 2, state: TrainState | None = N
     return Steps(metrics, state)
 
 
+def named(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a nested dict by dotted name."""
+    return dict(zip(names_of(tree), jax.tree.leaves(tree), strict=True))
+
+
 def assembly_of(run: Run) -> Assembly:
     """Return the model of a run without its arrays."""
-    return Assembly(module_class(run.model.family), run.model, Numerics.of(run.config.precision))
+    return Assembly(run.model, Numerics.of(run.config.precision))
 
 
 @lru_cache

@@ -16,11 +16,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from valkyrie.compiled.hlo import Module, parse
 from valkyrie.hardware import ChipConfig, Topology
+from valkyrie.machine.network import Machine
+from valkyrie.machine.torus import Position
 from valkyrie.parallel.topology import ENVIRONMENT
 from valkyrie.search.compiled import serialised_module
-from valkyrie.search.hlo import Module, parse
-from valkyrie.search.replay import Machine, Position
 
 # The one skip of these tests. libtpu has wheels for Linux on x86_64 alone, so it cannot be among the packages that
 # every machine gets to run them; `.ci/run` installs the extra wherever there is a wheel, and nothing is skipped there.
@@ -121,11 +122,18 @@ def tpu_mesh(name: str, slices: int = 1) -> tuple[Mesh, Machine]:
 
 
 def compiled(
-    function: Callable[..., Any], mesh: Mesh, *shapes: tuple[tuple[int, ...], Any], spec: Any = None
+    function: Callable[..., Any],
+    mesh: Mesh,
+    *shapes: tuple[tuple[int, ...], Any],
+    spec: Any = None,
+    options: dict[str, str] | None = None,
 ) -> Module:
-    """Return the module of a function compiled for a mesh; arguments are laid out by `spec`, or replicated."""
+    """Return the module of a function compiled for a mesh; arguments are laid out by `spec`, or replicated.
+
+    `options` are the compiler's.
+    """
     sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     with without_cache():
-        done = jax.jit(function).lower(*arguments).compile()
+        done = jax.jit(function, compiler_options=options).lower(*arguments).compile()
     return parse(serialised_module(done))

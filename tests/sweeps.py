@@ -16,27 +16,30 @@ from typing import Any
 import pytest
 
 from valkyrie.sweep import launcher
-from valkyrie.sweep import run as trial_run
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.run import Watcher
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 ACTOR = """
-import hashlib, json, os, pathlib, resource, signal, sys, time, traceback
+import hashlib, json, os, pathlib, re, resource, signal, sys, time, traceback
 
-arguments = sys.orig_argv
-if "hydra.mode=RUN" in arguments:
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    part = json.loads(os.environ["PARTS"]).get(given["partition"], "measure")
-    folder = pathlib.Path(given["runs"].strip("'")) / given["name"]
+if "valkyrie.sweep.child" in sys.orig_argv:
+    folder = pathlib.Path(sys.orig_argv[-1])
+    partition = re.search(r"^partition:\\n  name: (\\S+)", folder.joinpath("run.yaml").read_text(), re.MULTILINE)[1]
+    part = json.loads(os.environ["PARTS"]).get(partition, "measure")
     with open(os.environ["STARTS"], "a") as starts:
-        starts.write(given["name"] + "\\n")
+        starts.write(folder.name + "\\n")
+
+    def leave(status, reason, results):
+        outcome = {"status": status, "reason": reason, "results": results}
+        folder.joinpath("outcome.json").write_text(json.dumps(outcome))
+        os._exit(0)
+
     if part == "fail":
         print("ValueError: the trial was asked to fail", file=sys.stderr)
         os._exit(1)
     elif part == "refuse":
-        print("valkyrie-train: partition=x cannot be. Use another.", file=sys.stderr)
-        os._exit(2)
+        leave("refused", "partition=x cannot be. Use another.", {})
     elif part == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif part == "hang":
@@ -51,13 +54,11 @@ if "hydra.mode=RUN" in arguments:
             os._exit(1)
     elif part.startswith("measure"):
         time.sleep(float(part.partition(" ")[2] or 0))
-        speed = float(int(hashlib.sha256(given["name"].encode()).hexdigest()[:4], 16) + 1)
+        speed = float(int(hashlib.sha256(folder.name.encode()).hexdigest()[:4], 16) + 1)
         step = {"step_s": 1 / speed, "tokens_per_second": 8 * speed, "tokens_per_second_per_chip": speed}
-        found = {"status": "ok", "reason": None, "simulated": True, "step": step, "memory": {"peak": 2**20}}
-        folder.joinpath("measure.json").write_text(json.dumps(found))
-        os._exit(0)
+        leave("ok", None, {"simulated": True, "step": step, "memory": {"peak": 2**20}})
 """
-"""What a trial's process does in place of, or before, `valkyrie-train`; the part `real` does nothing."""
+"""What a trial's process does in place of, or before, the trial; the part `real` does nothing."""
 
 
 class Stage:
@@ -68,7 +69,8 @@ class Stage:
         self.starts = folder / "starts"
         (folder / "site").mkdir(parents=True, exist_ok=True)
         (folder / "site" / "sitecustomize.py").write_text(ACTOR)
-        self.environment = {"PYTHONPATH": str(folder / "site"), "STARTS": str(self.starts)}
+        path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.environment = {"PYTHONPATH": path, "STARTS": str(self.starts)}
         self.play(**parts)
 
     def play(self, **parts: str) -> None:
@@ -134,8 +136,7 @@ def plans_of(command: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
         plans.extend(asked)
         return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in asked}
 
-    for module in (launcher, trial_run):
-        monkeypatch.setattr(module, "carry_out", carry_out)
+    monkeypatch.setattr(launcher, "carry_out", carry_out)
     ended = command(*arguments)
     assert ended.status == 0, ended.err
     return plans
@@ -155,5 +156,4 @@ def play(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> No
             watcher.ended(plan, found[plan.key], earlier=False)
         return found
 
-    for module in (launcher, trial_run):
-        monkeypatch.setattr(module, "carry_out", carry_out)
+    monkeypatch.setattr(launcher, "carry_out", carry_out)

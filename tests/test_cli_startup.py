@@ -66,7 +66,7 @@ def test_help_and_configuration_need_no_jax(tmp_path: Path, arguments: list[str]
     [
         (["partition=2dtp"], "partition=2dtp is not a choice. Did you mean partition=2d_tp?"),
         (["stps=3"], "stps is not a key. Did you mean steps?"),
-        (["mesh=2x2x2", "batch=7"], "batch=7 is not divisible by 2"),
+        (["mesh=2x2x2", "batch=7"], "batch=7 is not divisible by 8"),
         (["mesh=3x1x1", "partition=2d_tp"], "4 is not divisible by 3"),
         (["resume=nothing"], "resume=nothing is no run with a checkpoint under runs=runs."),
     ],

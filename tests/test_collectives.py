@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from machines import CHIPS, machine, torus
-from valkyrie.hardware import Topology, known_targets, topology_of
-from valkyrie.search import assumptions
-from valkyrie.search.collectives import Machine, Network, Traffic, algorithm, payload
-from valkyrie.search.torus import DCN, Position
+from valkyrie.compiled.collectives import payload
+from valkyrie.hardware import Topology, topology_of
+from valkyrie.machine import assumptions
+from valkyrie.machine.network import Machine, Network, Traffic, algorithm
+from valkyrie.machine.torus import DCN, Position
+from valkyrie.targets import parse_target
 
 BYTES = 64e6
 LINK = CHIPS["v4"].ici_link_gbs * 1e9
@@ -151,7 +153,7 @@ def test_between_slices_a_hosts_devices_share_its_network():
 @pytest.mark.parametrize("name", ["v5e-8", "v5e-16", "v6e-8", "v6e-16"])
 def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
     """A v5e-8 is one host of 8 chips, a v5e-16 has 4 hosts of 4; Cloud TPU gives a chip 3.125 GB/s, on v6e 12.5."""
-    (target,) = (replace(t, slices=2) for t in known_targets() if t.name == name)
+    target = replace(parse_target(name), slices=2)
     assert target.chip is not None
     topology = topology_of(target)
     places = [Position(s, c, 0) for s in (0, 1) for c in np.ndindex(topology.shape)]
@@ -175,6 +177,20 @@ TWO_DIMS = config(
     "\nStrategyND{colors:2 phases:2 cores:{4 4},{4 4} num_dims:2 active_dims:110 dim_sizes:4,4 "
     "dim_used:{1 2},{2 1},{0 0}}",
 )
+
+
+BESIDE_PRODUCTS = config("BarnaCoreAllGatherEmitter", "\ngroup_size = 16 \nhas_reordering_map: false \n")
+
+
+def test_v4s_gathers_beside_products_are_one_ring_in_the_order_of_the_mesh():
+    """From the end of a row the ring steps back over the whole row, which the other members' bytes cross too."""
+    net, ids = network((4, 4, 4), wrap=(False, False, False))
+    planes = ids[0].reshape(4, 16)
+    found = net.collective("all-gather", planes, BYTES, algorithm(BESIDE_PRODUCTS))
+    one_link_of_a_row = 15 / 16 * BYTES / LINK
+    assert seconds_of_links(found, "all-gather") == pytest.approx(one_link_of_a_row)
+    by_rows_and_columns = net.collective("all-gather", planes, BYTES)
+    assert seconds_of_links(by_rows_and_columns, "all-gather") == pytest.approx(one_link_of_a_row / 2)
 
 
 def test_the_compilers_one_ring_through_a_plane_uses_two_links():

@@ -15,7 +15,7 @@ import pytest
 from helpers import compose_run
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
-from valkyrie.search.child import parse_out_of_memory
+from valkyrie.search.child import OUTCOME, parse_out_of_memory
 from valkyrie.search.compile import compile_layout, program_key
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
@@ -76,6 +76,9 @@ def test_a_layout_is_compiled_once(tiny: Run):
     assert lines[0].startswith("compiling for cpu")
     again = compile_layout(tiny, 300)
     assert (again.outcome, again.cached) == (first.outcome, True)
+    (first.folder / OUTCOME).write_text('{"status": "o')  # a disk that was full, say
+    mended = compile_layout(tiny, 300)
+    assert (mended.status, mended.cached) == ("ok", False)
 
 
 def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run):

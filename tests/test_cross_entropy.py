@@ -84,6 +84,7 @@ def test_sums_and_ignored_targets(inputs):
     assert not np.asarray(out.per_token)[1, 5:].any()
 
 
+@pytest.mark.slow
 def test_bfloat16_operands_and_a_float32_gradient_of_float32_parameters(inputs):
     hidden, unembed, targets, weights = inputs
 

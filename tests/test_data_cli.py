@@ -33,7 +33,7 @@ def test_prepare_verify_and_show(corpus: Path, capsys: pytest.CaptureFixture[str
     assert prepared(corpus, capsys, "--shard-tokens", "100") == path != prepared(corpus, capsys)
     main(["verify", path])
     size = sum(len(file.read_bytes()) + 1 for file in corpus.iterdir()) * 2
-    assert f" shards, {size:,} bytes: every checksum is right" in capsys.readouterr().out
+    assert f" shards, {size:,} bytes: all checksums match" in capsys.readouterr().out
     main(["show", path, "--tokens", "30"])
     shown = capsys.readouterr().out
     assert "text: kind=text" in shown and "tokenizer bytes, 257 ids, uint16" in shown

@@ -10,8 +10,8 @@ from helpers import names
 
 TOP = (
     "Known: batch, checkpoint, data, debug, eval_batches, eval_every, log_every, mesh, microbatches, mode, model, "
-    "name, optimizer, partition, precision, prompt, remat, resume, runs, sample_tokens, seed, seq, steps, target, "
-    "temperature, top_k, tracking, trial."
+    "modules, name, optimizer, partition, precision, prompt, remat, resume, runs, sample_tokens, seed, seq, steps, "
+    "target, temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
 
@@ -61,8 +61,8 @@ ONE_LINE = {
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),
     "a key of a group": (
         ["optimizer.lr=3"],
-        "optimizer.lr is not a key. Known in optimizer: beta1, beta2, clip_norm, ema_decay, epsilon, final_ratio, "
-        "learning_rate, name, ssm_learning_rate_ratio, warmup_steps, weight_decay.",
+        "optimizer.lr is not a key. Known in optimizer: beta1, beta2, clip_norm, decay_steps, ema_decay, epsilon, "
+        "final_ratio, learning_rate, name, ssm_learning_rate_ratio, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
         ["model.attention.head=3"],
@@ -71,8 +71,8 @@ ONE_LINE = {
     ),
     "a word for a number": (["steps=abc"], "steps: Value 'abc' of type 'str' could not be converted to Integer."),
     "a number for a list": (
-        ["partition.parameters.mlp=3"],
-        "partition.parameters.mlp: Invalid value assigned: int is not a ListConfig, list or tuple.",
+        ["partition.parameters.embed=3"],
+        "partition.parameters.embed: Invalid value assigned: int is not a ListConfig, list or tuple.",
     ),
     "a word that is no choice of an enum": (
         ["remat=some"],
@@ -98,7 +98,11 @@ ONE_LINE = {
         "quotes of its own: data.paths=\"['...']\".",
     ),
     "an argument that is no pair": (["steps"], "steps cannot be read as KEY=VALUE."),
-    "a family that is none": (["model.family=x"], "model.family=x is not known. Known: gpt, valkyrie."),
+    "a family that is none": (
+        ["model.family=x"],
+        "model.family=x is not known. Known: gpt, valkyrie, or the name of a module of yours beside the YAMLs of "
+        "--config-dir.",
+    ),
     "a variable that is not set": (
         ["runs=${oc.env:NOT_SET}"],
         "KeyError raised while resolving interpolation: \"Environment variable 'NOT_SET' not found\".",
@@ -131,7 +135,13 @@ ONE_LINE = {
     "a target of two devices a chip": (
         ["mesh=2x2x1", "target=v3-8"],
         "target=v3-8 (4 v3 chips 2x2, 1 host) has 4 chips, each of 2 JAX devices, but mesh=2x2x1 needs 4 devices. "
-        "Use a mesh of 8 devices, such as mesh=2x2x2, or a target of 4.",
+        "No slice has 4 devices; the nearest are target=v3-2 (1 v3 chip 1x1, 1 host) and target=v3-8 (4 v3 chips 2x2, "
+        "1 host). Use a mesh of 8 devices, such as mesh=2x2x2.",
+    ),
+    "simulated devices of another number": (
+        ["mesh=2x2x1", "target=cpu8"],
+        "target=cpu8 has 8 devices, but mesh=2x2x1 needs 4 devices. 4 devices are target=cpu4. Use a mesh of 8 "
+        "devices, or a target of 4.",
     ),
     "slices that no axis crosses": (
         ["mesh=4x4x4", "target=v4-64", "target.slices=2", "batch=64"],
@@ -156,8 +166,8 @@ ONE_LINE = {
     ),
     "a topology that there is not": (
         ["mesh=4x4x2", "target=v4-64", "target.topology=4x4x3", "batch=64"],
-        "target.topology=4x4x3 is no slice of v4: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4; "
-        "from there on every axis is a multiple of 4. Nearest: target.topology=2x4x4 (32 chips), "
+        "target.topology=4x4x3 is not a slice of v4: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, "
+        "2x4x4; from there on every axis is a multiple of 4. Nearest: target.topology=2x4x4 (32 chips), "
         "target.topology=4x4x4 (64 chips).",
     ),
     "a learning rate of nothing": (["optimizer.learning_rate=0"], "optimizer.learning_rate=0.0: must be above 0."),
@@ -191,11 +201,11 @@ def test_every_problem_of_a_layout_is_told_at_once(command: Any):
     start, *problems = refused.err.splitlines()
     assert start == f"valkyrie-train: {len(problems)} problems"
     assert problems[0] == (
-        "  - partition=2d_tp puts state (32) of s5.B, s5.C on x=3: 32 is not divisible by 3. Use a mesh whose x "
-        "divides it (1, 2, 4, 8, 16, 32), or set model.s5.state_size so that it is 30 or 33."
+        "  - partition=2d_tp puts state (32) of s5.B, s5.C, s5.Lambda_re and 2 more on x=3: 32 is not divisible by "
+        "3. Use a mesh whose x divides it (1, 2, 4, 8, 16, 32), or set model.s5.state_size so that it is 30 or 33."
     )
     named = [problem.split(" puts ")[1].split(" of ")[0] for problem in problems if " puts " in problem]
-    assert named == ["state (32)", "mlp (128)", "heads (4)", "kv_heads (4)", "mlp (256)"]
+    assert named == ["state (32)", "mlp (128)", "mlp (256)", "heads (4)"]
 
 
 def test_a_partition_that_wants_an_axis_the_mesh_lacks(command: Any):

@@ -2,12 +2,24 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+import valkyrie
 from helpers import compose_run
-from valkyrie.train.folder import COMMAND, changed_settings, find_run, resumed_arguments, run_folder
+from valkyrie.train.folder import (
+    COMMAND,
+    RUN,
+    changed_settings,
+    find_run,
+    resumed_arguments,
+    run_folder,
+    saved_config,
+    schedule_change,
+    write_about,
+)
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
@@ -108,11 +120,75 @@ def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path:
     }
 
 
-@pytest.mark.parametrize("text", [None, "", "steps: [1,\n", "- 1\n"])
-def test_without_a_record_that_can_be_read_no_setting_has_changed(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        (tmp_path / "run.yaml").write_text(text)
+def test_without_a_record_no_setting_has_changed(tmp_path: Path) -> None:
     assert changed_settings(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp"), tmp_path) == {}
+
+
+def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
+    run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
+    run.save(tmp_path / RUN)
+    text = (tmp_path / RUN).read_text()
+    remedy = f"Delete it and continue with valkyrie-train resume={tmp_path.name}, which writes it again."
+    for length in (0, 30, 200, 211, 300, text.index("hydra:")):
+        (tmp_path / RUN).write_text(text[:length])
+        with pytest.raises(ValueError) as caught:
+            saved_config(tmp_path)
+        assert str(caught.value).startswith(f"{tmp_path / RUN} is damaged (")
+        assert str(caught.value).endswith(f"). {remedy}")
+    with pytest.raises(ValueError, match="is damaged"):
+        changed_settings(run, tmp_path)
+
+
+@pytest.mark.parametrize("text", ['["model=s5_tiny", "ba', "", '{"a": 1}', "[1]", "\0\0"])
+def test_a_damaged_command_is_named_with_what_to_do(tmp_path: Path, text: str) -> None:
+    folder = make_run(tmp_path, "one", "model=s5_tiny")
+    (folder / COMMAND).write_text(text)
+    with pytest.raises(ValueError) as caught:
+        resumed_arguments(["resume=one", f"runs={tmp_path}"])
+    assert str(caught.value).startswith(f"{folder / COMMAND} is damaged (")
+    assert str(caught.value).endswith(
+        f"). Continue from the settings in run.yaml: valkyrie-train --config-path {folder} --config-name run "
+        f"runs={tmp_path} name=one"
+    )
+
+
+def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
+    write_about(run, tmp_path, ["model=s5_tiny"])
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_about(run.changed(steps=7), tmp_path, ["model=s5_tiny", "steps=7"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_no_module_writes_a_record_in_pieces() -> None:
+    package = Path(valkyrie.__file__).parent
+    assert [str(file) for file in package.rglob("*.py") if ".write_text(" in file.read_text()] == []
+
+
+def test_a_rate_that_jumps_in_a_continued_run_is_said_with_how_to_keep_it(tmp_path: Path) -> None:
+    asked = ["model=gpt_tiny", "mesh=1x1x1", "partition=dp", "optimizer.learning_rate=1e-3"]
+    compose_run(*asked, "steps=200").save(tmp_path / RUN)
+
+    def note(*overrides: str, step: int = 200) -> str | None:
+        return schedule_change(compose_run(*asked, *overrides), tmp_path, step)
+
+    assert note("steps=400") == (
+        "learning rate at step 200: 0.00059, and 0.0001 so far: its schedule now takes 400 steps (it took 200). To "
+        "keep the schedule and its last rate, add optimizer.decay_steps=200"
+    )
+    assert note("steps=400", "optimizer.decay_steps=200") is None
+    assert note("steps=200", step=50) is None
+    assert note("steps=200", "optimizer.learning_rate=2e-3") is None, "that is said with the other changed settings"
+    compose_run(*asked, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN)
+    assert note("steps=800", "optimizer.decay_steps=200", step=400) is None
+    assert "takes 800 steps (it took 200)" in str(note("steps=800", step=400))
 
 
 def test_a_run_that_is_continued_takes_no_other_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from helpers import assembly_of, compose_run, small
 from valkyrie.data.tokenizer import load_tokenizer
-from valkyrie.models.base import Assembly
+from valkyrie.models.assembly import Assembly
 from valkyrie.train.generate import generate, sample
 
 BYTES = load_tokenizer("bytes")
@@ -90,7 +90,7 @@ def test_the_end_of_the_document_ends_the_text(recite: Any) -> None:
 def tiny_model(name: str = "valkyrie_tiny") -> tuple[Assembly, Any]:
     run = compose_run(*small(name), "model.vocab_size=257", "mesh=1x1x1", "partition=dp")
     assembly = assembly_of(run)
-    sharper = jax.tree.map(lambda x: 4 * x, jax.jit(assembly.init)(jax.random.key(5)))
+    sharper = jax.tree.map(lambda x: 4 * x, jax.jit(assembly.init)(jax.random.key(6)))
     return assembly, sharper
 
 
@@ -113,6 +113,7 @@ def test_greedy_text_is_the_argmax_of_the_parallel_model() -> None:
     assert text(prompt, tokens=tokens) == BYTES.decode_bytes(ids[3:]).decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_and_another_another() -> None:
     one = text("a", temperature=1.0, seed=1)
     assert one == text("a", temperature=1.0, seed=1)

@@ -1,63 +1,44 @@
-"""Hardware: every target is a slice that exists, its torus and hosts follow, and what does not exist is refused."""
+"""Hardware: the torus and hosts of a target follow from its chip, and a topology that does not exist is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import compose_run
 from machines import needs_libtpu
 from valkyrie.hardware import (
     ChipConfig,
     Platform,
     TargetConfig,
-    Wrap,
     known_chips,
-    known_targets,
-    legal_neighbours,
     topology_of,
-    torus_shape,
 )
 from valkyrie.parallel import topology as compiling
 from valkyrie.parallel.topology import compile_devices
 from valkyrie.paths import conf_dir
+from valkyrie.search import compile as compile_
+from valkyrie.search import replayed
+from valkyrie.slices import Wrap, parse_shape, shape_text
+from valkyrie.targets import parse_target
 
-TARGETS = {target.name: target for target in known_targets()}
-SLICES = [target for target in TARGETS.values() if target.platform is Platform.tpu]
 TPUS = [chip for chip in known_chips().values() if chip.platform is Platform.tpu]
 
 
 def target(name: str, **changes: object) -> TargetConfig:
-    return dataclasses.replace(TARGETS[name], **changes)
-
-
-def test_every_generation_has_its_slices():
-    assert {chip.name for chip in TPUS} == {"v3", "v4", "v5e", "v5p", "v6e", "tpu7x"}
-    expected = {"v3": 8, "v4": 12, "v5e": 8, "v5p": 12, "v6e": 8, "tpu7x": 13}
-    assert {c.name: sum(t.chip == c for t in SLICES) for c in TPUS} == expected
-
-
-@pytest.mark.parametrize("slice_", SLICES, ids=lambda t: t.name)
-def test_a_slice_agrees_with_its_name_topology_and_hosts(slice_: TargetConfig):
-    assert slice_.chip is not None and slice_.chips is not None
-    assert slice_.problems() == []
-    assert slice_.name == f"{slice_.chip.name}-{slice_.chips * slice_.chip.units_in_name}"
-    torus = topology_of(slice_)
-    assert torus.chips == slice_.chips == math.prod(torus.shape)
-    assert torus.devices == slice_.devices == slice_.chips * slice_.chip.devices
-    assert slice_.hosts * math.prod(torus.host_bounds) == slice_.chips
-    assert "with topology" not in slice_.describe()
+    return dataclasses.replace(parse_target(name), **changes)
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
 def test_every_figure_of_a_chip_is_there_with_its_source(chip: ChipConfig):
     unknown = {field.name for field in dataclasses.fields(chip) if getattr(chip, field.name) is None}
-    assert unknown == {"spot_usd_per_hour"} | ({"dcn_gbs_per_host"} if chip.name == "v3" else set())
+    absent = {"spot_usd_per_hour"} | ({"dcn_gbs_per_host"} if chip.name == "v3" else set())
+    assert unknown == absent | (set() if chip.name in ("v5e", "v6e") else {"single_host_chips"})
     assert chip.hbm_gib is not None and chip.usable_hbm_gib is not None and chip.hbm_gib > 0
     assert 0.95 < chip.usable_hbm_gib / chip.hbm_gib < 1.01
     for line in (conf_dir() / "target" / "chip" / f"{chip.name}.yaml").read_text().splitlines():
@@ -98,6 +79,7 @@ def test_a_topology_decides_chips_and_hosts():
         "mine (128 v5p chips 4x4x8, 32 hosts)"
     )
     assert target("v4-64", topology="4x4x2").describe() == "v4-64 (32 v4 chips 4x4x2, 8 hosts)"
+    assert target("v5e-16", topology="2x4") == dataclasses.replace(parse_target("v5e-8"), name="v5e-16")
 
 
 def test_slices_multiply():
@@ -108,13 +90,13 @@ def test_slices_multiply():
 
 
 def test_a_target_without_a_torus_is_a_row_of_chips():
-    torus = topology_of(TARGETS["cpu32"])
+    torus = topology_of(parse_target("cpu32"))
     assert (torus.shape, torus.wrap, torus.devices) == ((32,), (False,), 32)
-    assert topology_of(TARGETS["h100-8"]).host_bounds == (8,)
+    assert topology_of(parse_target("h100-16")).host_bounds == (8,)
     with pytest.raises(
         ValueError, match=r"^target=auto is whatever the machine has, so nothing is known of its links\."
     ):
-        topology_of(TARGETS["auto"])
+        topology_of(TargetConfig())
 
 
 @pytest.mark.parametrize(
@@ -123,27 +105,27 @@ def test_a_target_without_a_torus_is_a_row_of_chips():
         (
             "v5p-64",
             "2x4x5",
-            "target.topology=2x4x5 is no slice of v5p: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, "
+            "target.topology=2x4x5 is not a slice of v5p: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, "
             "2x4x4; from there on every axis is a multiple of 4. Nearest: target.topology=2x4x4 (32 chips), "
             "target.topology=4x4x4 (64 chips).",
         ),
         (
             "v5e-16",
             "2x8",
-            "target.topology=2x8 is no slice of v5e: slices are n x n or n x 2n chips, n a power of 2, with sides up "
-            "to 16. Nearest: target.topology=4x4 (16 chips), target.topology=2x4 (8 chips), target.topology=4x8 "
+            "target.topology=2x8 is not a slice of v5e: slices are n x n or n x 2n chips, n a power of 2, with sides "
+            "up to 16. Nearest: target.topology=4x4 (16 chips), target.topology=2x4 (8 chips), target.topology=4x8 "
             "(32 chips).",
         ),
         (
             "v6e-16",
             "32x16",
-            "target.topology=32x16 is no slice of v6e: the largest has 256 chips, this one would have 512. Nearest: "
+            "target.topology=32x16 is not a slice of v6e: the largest has 256 chips, this one would have 512. Nearest: "
             "target.topology=16x16 (256 chips).",
         ),
         (
             "v4-8",
             "2x1x2",
-            "target.topology=2x1x2 is no slice of v4: hosts of 2x2x1 chips do not fit into it. Write "
+            "target.topology=2x1x2 is not a slice of v4: hosts of 2x2x1 chips do not fit into it. Write "
             "target.topology=2x2x1.",
         ),
         (
@@ -159,6 +141,13 @@ def test_a_target_without_a_torus_is_a_row_of_chips():
             "target.topology=4x4.",
         ),
         ("h100-8", "2x4", "target=h100-8 has no torus, so target.topology=2x4 means nothing. Leave it out."),
+        ("cpu8", "2x4", "target=cpu8 has no torus, so target.topology=2x4 means nothing. Leave it out."),
+        (
+            "v4-4x4x2",
+            "2x4x4",
+            "target=v4-4x4x2 names a topology, and target.topology=2x4x4 another one. Use target=v4-2x4x4, or leave "
+            "target.topology out.",
+        ),
     ],
 )
 def test_a_topology_that_does_not_exist_is_refused_with_its_neighbours(name: str, topology: str, problem: str):
@@ -169,24 +158,61 @@ def test_a_topology_that_does_not_exist_is_refused_with_its_neighbours(name: str
     assert str(refused.value) == problem
 
 
+@pytest.mark.parametrize(
+    ("figures", "problem"),
+    [
+        ({"devices": 0}, "target.chip.devices=0: at least 1 is needed."),
+        ({"units_in_name": -1}, "target.chip.units_in_name=-1: at least 1 is needed."),
+        (
+            {"wrap": Wrap.axes_of_16},
+            "target.chip.wrap=axes_of_16 is for a torus of 2 axes, target.chip.ici_axes=3 for another. Use "
+            "target.chip.ici_axes=2, or target.chip.wrap=none.",
+        ),
+        (
+            {"host_bounds": [2, 2]},
+            "target.chip.host_bounds=[2, 2]: write the chips of a host along each axis of the torus, which "
+            "target.chip.ici_axes=3 of this chip has, each at least 1.",
+        ),
+    ],
+)
+def test_a_chip_whose_figures_contradict_each_other_is_refused(figures: dict[str, object], problem: str):
+    slice_ = parse_target("v4-64")
+    assert slice_.chip is not None
+    wrong = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, **figures))
+    assert wrong.problems() == [problem]
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        topology_of(wrong)
+
+
 @given(st.sampled_from(TPUS), st.data())
 def test_neighbours_exist_and_enclose(chip: ChipConfig, data: st.DataObject):
     assert chip.ici_axes is not None
     shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=chip.ici_axes, max_size=chip.ici_axes)))
-    asked = TargetConfig(name="mine", chip=chip, topology="x".join(str(n) for n in shape))
-    near = [torus_shape(n) or () for n in legal_neighbours(chip, shape)]
+    near = chip.slices.nearest_to(shape)
     assert near and shape not in near
-    for found in near:
-        assert TargetConfig(chip=chip, topology="x".join(str(n) for n in found)).problems() == []
+    for other in near:
+        assert TargetConfig(chip=chip, topology=shape_text(other)).problems() == []
+    asked = TargetConfig(name="mine", chip=chip, topology=shape_text(shape))
     if asked.problems() == []:
         assert chip.wrap is not Wrap.cubes_of_4 or asked.chips in (1, 4, 8, 16, 32) or not any(n % 4 for n in shape)
-        assert torus_shape(asked.topology) == topology_of(asked).shape
+        assert parse_shape(asked.topology) == topology_of(asked).shape
+
+
+def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypatch: pytest.MonkeyPatch):
+    sources: list[tuple[str, ...]] = []
+    for module in (compile_, replayed):
+        monkeypatch.setattr(module, "source_digest", lambda *names: sources.append(names) or "")
+    run = compose_run("target=v4-8", "partition=dp", "model=s5_tiny")
+    compile_.program_digest(run)
+    replayed._digest(run.config.target)
+    assert len(sources) == 2
+    assert all({"hardware.py", "slices.py"} <= set(names) for names in sources)
 
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v3-32", "v4-64", "v4-128", "v5e-8", "v5e-128", "v5p-16", "v6e-1", "tpu7x-16"])
 def test_libtpu_has_the_slice_with_these_hosts(name: str, capfd: pytest.CaptureFixture[str]):
-    slice_ = TARGETS[name]
+    slice_ = parse_target(name)
     devices = compile_devices(slice_)
     torus = topology_of(slice_)
     assert slice_.chip is not None
@@ -209,7 +235,7 @@ def test_slices_carry_their_index():
 def test_what_only_libtpu_refuses_is_one_line_with_neighbours(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "_options", lambda _: {"chips_per_host_bounds": (3, 2, 1)})
     with pytest.raises(ValueError) as refused:
-        compile_devices(TARGETS["v4-64"])
+        compile_devices(parse_target("v4-64"))
     assert str(refused.value) == (
         "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) is refused by libtpu: Topology layout "
         '"v4:2x4x4" is not divisible by the given (or default) chips_per_host_bounds "3x2x1". '
@@ -226,7 +252,7 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as refused:
-        compile_devices(TARGETS["v4-64"])
+        compile_devices(parse_target("v4-64"))
     assert str(refused.value) == (
         "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) is compiled by libtpu, which is not installed here. Install it with "
         "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
@@ -235,4 +261,4 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
 
 def test_only_tpu_slices_have_devices_to_compile_for():
     with pytest.raises(ValueError, match="is no TPU slice: only those are compiled for without a device"):
-        compile_devices(TARGETS["cpu8"])
+        compile_devices(parse_target("cpu8"))

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from valkyrie.compiled.flops import product_flops
+from valkyrie.compiled.groups import permute_pairs, replica_groups
+from valkyrie.compiled.hbm import hbm_bytes, is_elementwise
+from valkyrie.compiled.hlo import Module, parse
+from valkyrie.compiled.loops import constant, trip_count
 from valkyrie.search.compiled import serialised_module
-from valkyrie.search.hlo import Module, parse
-from valkyrie.search.hlo_bytes import hbm_bytes, is_elementwise
-from valkyrie.search.hlo_flops import product_flops
-from valkyrie.search.hlo_groups import permute_pairs, replica_groups
-from valkyrie.search.hlo_loops import constant, trip_count
 
 HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->f32[8,128]}, num_partitions=8\n"
 

@@ -46,6 +46,7 @@ def test_every_launcher_gives_the_same_set_of_trials(launcher: str, tmp_path_fac
     assert rows(launcher, folder) == rows("trials", folder)
 
 
+@pytest.mark.slow
 def test_the_task_function_alone_records_a_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):

@@ -11,21 +11,29 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, PARTITIONS, compose_run
-from valkyrie.models.config import Tensor
-from valkyrie.parallel.layout import ACTIVATIONS, Layout, make_layout
+from valkyrie.axes import Arrays, Tensor
+from valkyrie.models import known_axes
+from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import Memory, PartitionConfig, Remat
 from valkyrie.paths import read_group
 
-YAMLS = {partition.name: partition for partition, _ in read_group("partition", PartitionConfig)}
-TENSORS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").model.tensors() for model in MODELS}
+YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
+ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}
+
+
+def listed(*parameters: tuple[str, Tensor], follows: dict[str, str] | None = None) -> Arrays:
+    """Arrays as a test lists them."""
+    axes = ["batch", "seq", "layers", *(a for _, t in parameters for a in t.axes if a)]
+    return Arrays(dict.fromkeys(axes, ""), {t: [name] for name, t in parameters}, {}, follows or {})
 
 
 def layout_of(mesh: str | MeshConfig, partition: PartitionConfig, **asked: Any) -> tuple[Layout | None, list[str]]:
     defaults: dict[str, Any] = {
         "microbatches": 1,
         "remat": Remat.none,
-        "tensors": TENSORS["valkyrie_tiny"],
+        "arrays": ARRAYS["valkyrie_tiny"],
+        "known_axes": known_axes(),
         "batch": 32,
         "seq": 128,
     }
@@ -65,7 +73,7 @@ def test_a_layout_without_problems_divides_every_array(
     mesh: str, name: str, model: str, zero1: bool, microbatches: int, batch: int, seq: int
 ):
     partition = replace(YAMLS[name], zero1=zero1)
-    asked = {"tensors": TENSORS[model], "microbatches": microbatches, "batch": batch, "seq": seq}
+    asked = {"arrays": ARRAYS[model], "microbatches": microbatches, "batch": batch, "seq": seq}
     layout, problems = layout_of(mesh, partition, **asked)
     assert len(problems) == len(set(problems))
     event("refused" if problems else "legal")
@@ -74,7 +82,7 @@ def test_a_layout_without_problems_divides_every_array(
     assert layout is not None
     assert batch % (layout.shards("batch") * microbatches) == 0
     assert seq % layout.shards("seq") == 0
-    for tensor in TENSORS[model]:
+    for tensor in ARRAYS[model].parameters:
         for split in (
             layout.stored(tensor.axes),
             layout.computed(tensor.axes),
@@ -84,9 +92,11 @@ def test_a_layout_without_problems_divides_every_array(
             assert len(used) == len(set(used)), (tensor, split)
             for size, held in zip(tensor.shape, split, strict=True):
                 assert size % parts(layout, held) == 0, (tensor, split)
-    for axes in ACTIVATIONS:
-        used = [axis for held in layout.activation(axes) for axis in held]
-        assert len(used) == len(set(used)), axes
+    for tensor in ARRAYS[model].activations:
+        used = [axis for held in layout.activation(tensor.axes) for axis in held]
+        assert len(used) == len(set(used)), tensor
+        for size, held in zip(tensor.shape, layout.activation(tensor.axes), strict=True):
+            assert size % parts(layout, held) == 0, tensor
 
 
 rules = st.dictionaries(
@@ -155,12 +165,12 @@ def problems_of(mesh: str, partition: PartitionConfig, **asked: Any) -> list[str
 
 
 def test_an_indivisible_dimension_names_axis_tensor_dimension_and_what_divides():
-    tensors = [
-        Tensor("up", ("embed", "mlp"), (128, 130), ("model.embed", "model.mlp")),
-        Tensor("other", ("mlp", None), (130, 5), ("model.mlp", None)),
-        Tensor("odd", ("state",), (3,), (None,)),
-    ]
-    assert problems_of("4x1x2", YAMLS["2d_tp"], tensors=tensors) == [
+    arrays = listed(
+        ("up", Tensor(("embed", "mlp"), (128, 130), ("model.embed", "model.mlp"))),
+        ("other", Tensor(("mlp", None), (130, 5), ("model.mlp", None))),
+        ("odd", Tensor(("state",), (3,), (None,))),
+    )
+    assert problems_of("4x1x2", YAMLS["2d_tp"], arrays=arrays) == [
         "partition=2d_tp puts mlp (130) of up, other on x=4: 130 is not divisible by 4. Use a mesh whose x divides it "
         "(1, 2, 5, 10, 13, 26), or set model.mlp so that it is 128 or 132.",
         "partition=2d_tp puts state (3) of odd on x=4: 3 is not divisible by 4. Use a mesh whose x divides it (1, 3), "
@@ -187,26 +197,68 @@ def test_an_axis_spent_twice_is_refused_for_parameters_and_activations():
         parameters=YAMLS["2d_tp"].parameters | {"mlp": ["y"]},
         activations=YAMLS["2d_tp"].activations | {"embed": ["z"]},
     )
-    assert problems_of("2x2x2", partition, tensors=TENSORS["longformer_tiny"]) == [
-        "partition=2d_tp spends mesh axis y twice on feed_forward.up: on embed and on mlp. Give one of them another "
-        "axis.",
+    assert problems_of("2x2x2", partition, arrays=ARRAYS["longformer_tiny"]) == [
+        "partition=2d_tp spends mesh axis y twice on feed_forward.up, feed_forward.gate, feed_forward.down: on embed "
+        "and on mlp. Give one of them another axis.",
         "partition=2d_tp spends mesh axis z twice on activation (batch, seq, embed): on batch and on embed. Give one "
         "of them another axis.",
     ]
 
 
-def test_missing_rules_are_all_named():
-    partition = PartitionConfig(name="mine", parameters={"embed": []}, activations=YAMLS["dp"].activations)
-    tensors = [Tensor("up", ("embed", "mlp"), (128, 256), ("model.embed", "model.mlp"))]
-    assert problems_of("2x1x1", partition, tensors=tensors) == [
-        "partition=mine has no rule for parameters.mlp, which up needs. Add `mlp: []` to leave it whole, or name mesh "
-        "axes (x, y, z)."
-    ]
-    partition = PartitionConfig(name="mine", parameters=YAMLS["dp"].parameters, activations={})
-    assert len(problems_of("2x1x1", partition, tensors=tensors)) == 9
-    assert problems_of("2x1x1", partition, tensors=tensors)[0] == (
-        "partition=mine has no rule for activations.batch. Add `batch: []` to leave it whole."
+def test_an_axis_without_a_rule_is_whole_or_as_the_default_says():
+    batch = {"batch": ["x"]}
+    whole = legal("2x1x1", PartitionConfig("mine", {}, batch))
+    assert (
+        whole.stored(("layers", "embed", "mlp", None)) == whole.activation(("heads", "mlp", "embed", None)) == ((),) * 4
     )
+    arrays = listed(("filter", Tensor(("layers", "conv"), (3, 8), ("model.layers", None))))
+    asked = legal("2x1x2", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays)
+    assert asked.stored(("layers", "conv")) == ((), ("z",)) and asked.activation(("seq", "conv")) == ((), ("z",))
+    assert problems_of("2x1x3", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays) == [
+        "partition=mine puts conv (8) of filter on z=3: 8 is not divisible by 3. Use a mesh whose z divides it (1, 2, "
+        "4, 8), or make conv 6 or 9."
+    ]
+
+
+def test_a_rule_for_an_axis_that_nothing_has_is_refused_unless_it_is_marked():
+    def mine(axis: str) -> list[str]:
+        partition = PartitionConfig("mine", {axis: ["y"]}, {"batch": ["x"]})
+        return problems_of("2x1x1", partition, arrays=ARRAYS["gpt_tiny"])
+
+    own = "The model has layers, embed, vocab, heads, kv_heads, head_dim, mlp."
+    assert mine("emebd") == [
+        "partition=mine has a rule for parameters.emebd, which is no logical axis of parameters. Did you mean embed? "
+        + own
+    ]
+    assert mine("conv") == [
+        "partition=mine has a rule for parameters.conv, which is no logical axis of parameters. If it is an axis of "
+        f"another model, write conv?. {own}"
+    ]
+    assert mine("batch")[0].startswith("partition=mine has a rule for parameters.batch, which is no logical axis of")
+    assert mine("conv?") == mine("state") == [], "an axis that another model of the package has needs no mark"
+
+
+KEYS = Tensor(("kv_heads",), (2,), (None,))
+HEADS = Tensor(("heads",), (16,), (None,))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rule", "split", "note"),
+    [
+        ("2x1x1", ["x"], ("x",), ()),
+        ("4x1x1", ["x"], (), ("kv_heads (2) cannot be split like heads: whole over x=4",)),
+        ("2x4x1", ["x", "y"], ("x",), ("kv_heads (2) cannot be split like heads: whole over y=4",)),
+        ("4x2x1", ["x", "y"], (), ("kv_heads (2) cannot be split like heads: whole over x=4·y=2",)),
+    ],
+)
+def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split, note):
+    arrays = listed(("q", HEADS), ("k", KEYS), follows={"kv_heads": "heads"})
+    both = {"heads": rule, "kv_heads": rule}
+    layout = legal(mesh, PartitionConfig("mine", both, both), arrays=arrays)
+    assert layout.stored(("heads", "kv_heads")) == layout.activation(("heads", "kv_heads")) == (tuple(rule), split)
+    assert layout.notes == note
+    otherwise = PartitionConfig("mine", {"heads": ["y"], "kv_heads": ["x"]}, {"batch": ["x"]})
+    assert any("kv_heads (2) of k on x=4" in p for p in problems_of("4x1x1", otherwise, arrays=arrays))
 
 
 def test_an_axis_that_does_nothing_is_refused():

@@ -6,21 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from valkyrie.axes import UNSHARDED
-from valkyrie.models.base import describe, flatten, parameters_of
-from valkyrie.models.config import AttentionConfig
-from valkyrie.models.longformer import LongformerAttention
+from valkyrie.axes import UNSHARDED, Arrays, Shard, Tensor
+from valkyrie.models.attention import Attention
+from valkyrie.models.attention_layer import AttentionLayer
+from valkyrie.models.block import Site
+from valkyrie.models.layers import Boundaries
 from valkyrie.ops.choices import AttentionImpl
 from valkyrie.ops.linear import FLOAT32, Numerics
+from valkyrie.parallel.layout import derive_layout
+from valkyrie.parallel.mesh import build_mesh, parse_mesh
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.sharding import MeshShard
+from valkyrie.trees import names_of
 
 EMBED, SEQ = 16, 29
 
 
-def layer(window: int | None, dilation: int = 1, numerics: Numerics = FLOAT32, **settings) -> LongformerAttention:
-    config = AttentionConfig(**{"heads": 4, "kv_heads": 2, "head_dim": 8, **settings})
-    key = jax.random.key(5)
-    return LongformerAttention(config, EMBED, window=window, dilation=dilation, depth=2, numerics=numerics, key=key)
+def layer(window: int | None, dilation: int = 1, numerics: Numerics = FLOAT32, **settings) -> AttentionLayer:
+    block = Attention(
+        **{"heads": 4, "kv_heads": 2, "head_dim": 8, "windows": [window], "dilations": [dilation], **settings}
+    )
+    return block.build(Site(EMBED, layers=2), numerics=numerics, key=jax.random.key(5))
 
 
 def rotated(x: np.ndarray, theta: float) -> np.ndarray:
@@ -36,10 +44,11 @@ def projected(p: dict[str, np.ndarray], name: str, x: np.ndarray, theta: float) 
     return [rotated(q, theta), rotated(k, theta), v]
 
 
-def definition(module: LongformerAttention, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
+def definition(module: AttentionLayer, x: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
     """Row i sees itself, its window and the first tokens; a first token sees every row with projections of its own."""
     c = module.config
-    p = {path: np.asarray(value, np.float64) for path, value in flatten(parameters_of(module)).items()}
+    tree = nnx.to_pure_dict(nnx.state(module))
+    p = {name: np.asarray(x, np.float64) for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True)}
     i, j = np.arange(SEQ)[:, None], np.arange(SEQ)[None, :]
     near = (i - j) % module.dilation == 0
     if module.window is not None:
@@ -75,8 +84,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked], ids=lambda i: i.value)
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("impl", "packed"),
+    [
+        pytest.param(AttentionImpl.chunked, False, marks=pytest.mark.slow),
+        (AttentionImpl.chunked, True),
+        pytest.param(AttentionImpl.dense, False, marks=pytest.mark.slow),
+        (AttentionImpl.dense, True),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_layer_is_its_definition(case, packed, impl):
     places, settings = CASES[case]
@@ -84,25 +100,78 @@ def test_layer_is_its_definition(case, packed, impl):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, SEQ, EMBED)).astype(np.float32)
     ids = np.cumsum(rng.random((2, SEQ)) < 0.15, axis=1).astype(np.int32) if packed else None
-    found = module(jnp.asarray(x), segment_ids=None if ids is None else jnp.asarray(ids), shard=UNSHARDED)
+    found = module(jnp.asarray(x), Boundaries(None, None if ids is None else jnp.asarray(ids)), UNSHARDED)
     np.testing.assert_allclose(found, definition(module, x.astype(np.float64), ids), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_window_counts_the_token_itself():
     module = layer(3, kv_heads=4)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, SEQ, EMBED)), jnp.float32)
-    change = jax.jacobian(lambda x: module(x, segment_ids=None, shard=UNSHARDED)[0, 10].sum())(x)
+    change = jax.jacobian(lambda x: module(x, Boundaries(), UNSHARDED)[0, 10].sum())(x)
     assert sorted(set(np.nonzero(np.abs(change[0]).max(-1))[0])) == [8, 9, 10]
 
 
 def test_logits_and_softmax_are_float32_under_a_narrow_policy():
     narrow = layer(6, numerics=Numerics("float32", "bfloat16", "float32"))
     x = jnp.zeros((2, SEQ, EMBED), jnp.bfloat16)
-    traced = jax.make_jaxpr(lambda x: narrow(x, segment_ids=None, shard=UNSHARDED))(x)
+    traced = jax.make_jaxpr(lambda x: narrow(x, Boundaries(), UNSHARDED))(x)
     exponentials = [e for e in traced.jaxpr.eqns if e.primitive.name == "exp"] or [
         line for line in str(traced).splitlines() if "= exp" in line
     ]
     assert exponentials
     assert all("f32" in str(e) and "bf16[" not in str(e).split("=")[0] for e in exponentials)
     assert traced.out_avals[0].dtype == jnp.bfloat16
-    assert {spec.dtype for spec in flatten(describe(narrow)).values()} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(narrow))} == {jnp.dtype("float32")}
+
+
+GROUPED = {
+    "key heads whole": ("4x1x1", {"heads": ["x"]}, {}),
+    "one key head a device": ("2x1x1", {"heads": ["x"]}, {"heads": 2, "kv_heads": 1}),
+    "a device's queries begin within a group": ("6x1x1", {"heads": ["x"]}, {"heads": 12, "kv_heads": 4}),
+    "heads split further": ("2x4x1", {"heads": ["x", "y"], "kv_heads": ["x"]}, {"heads": 16, "kv_heads": 4}),
+    "on another axis": ("2x2x1", {"heads": ["x"], "kv_heads": ["y"]}, {}),
+    "heads whole": ("1x2x1", {"kv_heads": ["y"]}, {}),
+    "alike": ("2x1x2", {"heads": ["x"], "kv_heads": ["x"]}, {}),
+    "alike, but too few": ("8x1x1", {"heads": ["x"], "kv_heads": ["x"]}, {}),
+    "with the sequence": ("2x2x1", {"heads": ["x"], "seq": ["y"]}, {}),
+    "full, with the sequence": ("2x2x1", {"heads": ["x"], "seq": ["y"]}, {"windows": [None]}),
+    "with global tokens": ("4x2x1", {"heads": ["x"], "seq": ["y"]}, {"global_tokens": 2}),
+}
+"""Meshes, rules that split heads and key heads each in a way of its own, and the heads where they are not 8 and 2."""
+GROUPED_ONCE = [
+    pytest.param(case, impl, marks=[pytest.mark.slow] * ((i + 2 * j) % 4 != 2))
+    for i, case in enumerate(GROUPED)
+    for j, impl in enumerate([AttentionImpl.chunked, AttentionImpl.dense])
+]
+"""Every case with both implementations; the default part has every other case, by turns with one of them."""
+
+
+@pytest.mark.parametrize(("case", "impl"), GROUPED_ONCE)
+def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
+    mesh, rules, settings = GROUPED[case]
+    block = Attention(**{"heads": 8, "kv_heads": 2, "head_dim": 8, "windows": [5], "impl": impl, **settings})
+    site = Site(EMBED, layers=1)
+    arrays = Arrays(
+        axes=dict.fromkeys(["batch", "seq", "layers", "embed", *block.axes], ""),
+        parameters={Tensor(p.axes, p.shape, p.keys): [name] for name, p in block.parameters(site).items()},
+        activations={},
+        follows=dict(block.follows),
+    )
+    parameters = {axis: on for axis, on in rules.items() if axis != "seq"}
+    partition = PartitionConfig("mine", parameters, {"batch": ["z"], **rules})
+    layout, problems = derive_layout(parse_mesh(mesh), partition, arrays)
+    assert not problems
+    shard = MeshShard(layout, build_mesh(parse_mesh(mesh), jax.devices()))
+    module = block.build(site, numerics=FLOAT32, key=jax.random.key(1))
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 16, EMBED)), jnp.float32)
+    segments = jnp.asarray(np.arange(16) // 6)[None].repeat(2, 0)
+
+    def loss(module: AttentionLayer, x: jax.Array, shard: Shard) -> jax.Array:
+        return (module(x, Boundaries(None, segments), shard) ** 2).sum()
+
+    def value_and_gradients(shard: Shard) -> tuple[jax.Array, object]:
+        return jax.jit(jax.value_and_grad(lambda module, x: loss(module, x, shard), argnums=(0, 1)))(module, x)
+
+    found, expected = value_and_gradients(shard), value_and_gradients(UNSHARDED)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import compose_run
 from runs import SINGLE, TINY, command
-from valkyrie.search.measure import random_batch
+from valkyrie.tasks import task_of
 
 
 def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
@@ -42,9 +41,8 @@ def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
 
 
 def test_the_batch_is_next_tokens_of_the_seed():
-    run = compose_run(*TINY, *SINGLE)
-    batch, again = random_batch(run), random_batch(run)
-    assert batch["tokens"].shape == (8, 16) and batch["tokens"].max() < run.model.vocab_size
+    batch, again = (task_of("next_token").random_batch(8, 16, vocab_size=61, seed=0) for _ in range(2))
+    assert batch["tokens"].shape == (8, 16) and batch["tokens"].max() < 61
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     np.testing.assert_array_equal(batch["tokens"], again["tokens"])
 

@@ -171,3 +171,31 @@ def test_slices_lie_along_the_slice_axis(monkeypatch: pytest.MonkeyPatch):
     assert mesh.axis_names == ("s", "x", "y", "z")
     for s in (0, 1):
         assert {device.slice_index for device in mesh.devices[s].flat} == {s}
+
+
+def tpu_slices(shape: tuple[int, int, int], slices: int) -> list[SimpleNamespace]:
+    kind = {"platform": "tpu", "device_kind": "TPU v4", "core_on_chip": 0}
+    places = enumerate(np.ndindex(slices, *shape))
+    return [SimpleNamespace(id=i, process_index=i // 4, slice_index=s, coords=at, **kind) for i, (s, *at) in places]
+
+
+@pytest.mark.parametrize("inner", ["8x8x1", "2x32x1", "4x4x4", "64x1x1", "2x4x4x2"])
+def test_the_mesh_of_a_slice_is_one_of_several_slices_too(inner: str, monkeypatch: pytest.MonkeyPatch):
+    """An axis of 8 is part of two axes of a 4x4x4 torus, in each slice as in one alone."""
+    monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, **_: SimpleNamespace(devices=grid, axis_names=axes))
+    alone = build_mesh(parse_mesh(inner), tpu_slices((4, 4, 4), 1))
+    both = build_mesh(parse_mesh(f"2s{inner}"), tpu_slices((4, 4, 4), 2))
+    assert both.axis_names == ("s", *alone.axis_names)
+    for s in (0, 1):
+        assert {device.slice_index for device in both.devices[s].flat} == {s}
+        assert [d.coords for d in both.devices[s].flat] == [d.coords for d in alone.devices.flat]
+
+
+@pytest.mark.parametrize(("name", "slices"), [("8x8x2", "1 slice"), ("4s4x4x2", "4 slices")])
+def test_a_mesh_of_other_slices_than_the_devices_is_refused(name: str, slices: str):
+    with pytest.raises(ValueError) as refused:
+        build_mesh(parse_mesh(name), tpu_slices((4, 4, 4), 2))
+    assert str(refused.value) == (
+        f"mesh={name} needs {slices}; its 128 devices are in 2. Use a mesh that begins with 2s, with 64 devices in "
+        "each slice, or set mesh.placement."
+    )

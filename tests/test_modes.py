@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runs import command, copied, start, tiny, trained
+from helpers import some_quick
+from runs import SINGLE, command, copied, start, tiny, trained
+from valkyrie.modes import MODES, Mode, ModeConfig, Needs
 from valkyrie.tracking import read_metrics
 
 
@@ -27,7 +29,7 @@ def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFi
     assert err == ""
 
 
-@pytest.mark.parametrize("prompt", ["def ", 'x = "é" # 😀', "two\nlines", ""])
+@pytest.mark.parametrize("prompt", some_quick(["def ", 'x = "é" # 😀', "two\nlines", ""], []))
 def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: str) -> None:
     quoted = "'" + prompt + "'"
     assert command(*reading(trained(), "mode=generate", f"prompt={quoted}", "sample_tokens=3")) == 0
@@ -36,6 +38,7 @@ def test_text_begins_with_its_prompt(capfd: pytest.CaptureFixture[str], prompt: 
     assert err == ""
 
 
+@pytest.mark.slow
 def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     said = []
     for seed in (1, 1, 2):
@@ -44,6 +47,7 @@ def test_the_same_seed_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     assert said[0] == said[1] != said[2]
 
 
+@pytest.mark.slow
 def test_without_resume_the_latest_run_is_read_with_its_settings(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,3 +121,32 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     job.wait(60)
     job.stderr.close()
     assert not re.search("Traceback|Exception ignored|Errno", err)
+
+
+def test_the_keys_of_the_modes_are_those_of_the_configuration() -> None:
+    keys = [key for mode in MODES.values() for key in mode.keys]
+    assert sorted([*keys, "name"]) == sorted(vars(ModeConfig()))
+    assert all(set(mode.files) <= set(mode.keys) for mode in MODES.values())
+
+
+def test_a_new_mode_is_its_object_and_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "counting.py").write_text(
+        "def count(run, arguments):\n    print(run.model.parameter_count(), 'parameters,', *arguments)\n    return 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    count = Mode("count", "the number of parameters", "counting:count", needs=Needs.nothing)
+    monkeypatch.setitem(MODES, "count", count)
+    assert command("mode=count", *SINGLE, "model=s5_tiny") == 0
+    assert re.search(r"\d+ parameters, mode=count mesh=1x1x1", capfd.readouterr().out)
+    assert command("--help") == 0
+    assert "mode=count     the number of parameters" in capfd.readouterr().out
+    assert command("mode=counted") == 2
+    assert "mode=counted is not a choice. Did you mean mode=count? Choices: compile, count," in capfd.readouterr().err
+
+
+def test_a_mode_that_is_none_is_refused_by_its_key_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("mode.name=look", *SINGLE) == 2
+    known = "train, show, compile, measure, eval, generate"
+    assert capfd.readouterr().err == f"valkyrie-train: mode=look is not known. Known: {known}.\n"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,14 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
     np.testing.assert_allclose(rates[:5], 1e-2 * np.array([0.2, 0.4, 0.6, 0.8, 1.0]), rtol=1e-6)
     progress = np.arange(17) / 16
     np.testing.assert_allclose(rates[4:], 1e-3 + 9e-3 * (1 + np.cos(np.pi * progress)) / 2, rtol=1e-5)
+
+
+def test_a_schedule_of_its_own_length_stays_at_its_last_rate() -> None:
+    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1, decay_steps=20)
+    rates = [[float(learning_rate(config, steps)(step)) for step in range(40)] for steps in (20, 40)]
+    assert rates[0] == rates[1]
+    assert rates[0][:20] == [float(learning_rate(replace(config, decay_steps=None), 20)(step)) for step in range(20)]
+    np.testing.assert_allclose(rates[1][20:], 1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -90,6 +99,7 @@ def test_adam_is_adam_with_the_betas_given() -> None:
         ({"final_ratio": -1.0}, "optimizer.final_ratio=-1.0: must be at least 0."),
         ({"ssm_learning_rate_ratio": math.inf}, "optimizer.ssm_learning_rate_ratio=inf: must be at least 0."),
         ({"warmup_steps": -1}, "optimizer.warmup_steps=-1: must be at least 0."),
+        ({"decay_steps": 0}, "optimizer.decay_steps=0: at least 1 is needed, or null for `steps`."),
         ({"clip_norm": 0.0}, "optimizer.clip_norm=0.0: must be above 0, or null for no clipping."),
         ({"ema_decay": 1.0}, "optimizer.ema_decay=1.0: must be in (0, 1), or null for no average."),
     ],

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import needs_libtpu
-from valkyrie.hardware import Topology, known_targets, topology_of
+from valkyrie.hardware import Topology, topology_of
 from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
 from valkyrie.parallel.placement import (
-    Span,
+    Factor,
     arrange,
     describe_entries,
     describe_placement,
@@ -27,8 +27,7 @@ from valkyrie.parallel.placement import (
     placements,
 )
 from valkyrie.parallel.topology import compile_devices
-
-TARGETS = {target.name: target for target in known_targets()}
+from valkyrie.targets import parse_target
 
 
 def torus(*shape: int, wrap: bool = False, slices: int = 1, cores: int = 1) -> Topology:
@@ -135,14 +134,14 @@ def test_what_is_described_is_where_the_devices_are(shape: list[int], wrap: bool
     entries = found[data.draw(st.integers(0, len(found) - 1))]
     cells = arrange(np.arange(topology.devices), entries, axes)
     for dimension, (axis, placed) in enumerate(describe_entries(entries, axes, topology).items()):
-        assert placed.straight and math.prod(span.factor for span in placed.spans) == placed.size == axes[axis]
+        assert placed.straight and math.prod(factor.size for factor in placed.factors) == placed.size == axes[axis]
         first = np.moveaxis(cells, dimension, -1).reshape(-1, axes[axis])[0]
         block = {(0,) * len(shape)}
-        for span in placed.spans:
-            at = "abc".index(span.on)
-            steps = [tuple(i * span.stride * (k == at) for k in range(len(shape))) for i in range(span.factor)]
+        for factor in placed.factors:
+            at = "abc".index(factor.on)
+            steps = [tuple(i * factor.stride * (k == at) for k in range(len(shape))) for i in range(factor.size)]
             block = {tuple(a + b for a, b in zip(p, q, strict=True)) for p in block for q in steps}
-            assert span.ring == (wrap and span.factor * span.stride == shape[at])
+            assert factor.ring == (wrap and factor.size * factor.stride == shape[at])
         assert {tuple(int(n) for n in np.unravel_index(cell, shape)) for cell in first} == block
 
 
@@ -188,7 +187,7 @@ def test_links_are_counted_per_chip():
     axes = {"x": 16, "y": 4, "z": 1}
     placed = describe_entries(["x", "y"], axes, torus(4, 4, 4, wrap=True))
     assert (placed["x"].links, placed["x"].ring) == (4.0, True)
-    assert placed["y"].spans == (Span("c", 4, 1, 4, True),)
+    assert placed["y"].factors == (Factor("c", 4, 1, 4, True),)
     assert str(placed["z"]) == "z=1 on one device"
     assert (placed["z"].links, placed["z"].ring) == (0, False)
 
@@ -242,7 +241,7 @@ def test_devices_that_fill_no_block_are_called_scattered():
 )
 def test_the_choice_of_mesh_utils_is_told(target: str, mesh: str, entries: list[str] | None, words: str):
     """Which axis JAX lays where differs between its versions; the words for one choice do not."""
-    topology, devices = topology_of(TARGETS[target]), compile_devices(TARGETS[target])
+    topology, devices = topology_of(parse_target(target)), compile_devices(parse_target(target))
     built = build_mesh(parse_mesh(mesh), devices)
     placed = describe_placement(built, topology)
     told = placement_of(built, topology)

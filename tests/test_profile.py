@@ -9,14 +9,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from helpers import compose_run, make_program
+from helpers import compose_run, make_batch, make_program
 from runs import TINY
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.hlo import Module, parse
 from valkyrie.search import profile
 from valkyrie.search.compiled import serialised_module
-from valkyrie.search.hlo import Module, parse
-from valkyrie.search.measure import random_batch
 from valkyrie.search.profile import STEPS, Event, collective_times, known_collectives, read_events, seconds_by_use
-from valkyrie.search.uses import traffic
 
 AXES = {"x": 2, "y": 2, "z": 2}
 
@@ -66,7 +65,7 @@ def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
     run = compose_run(*TINY, "mesh=2x2x2", "partition=2d_tp", "model.layers=2")
     program = make_program(run)
     compiled = program.lower_step().compile()
-    module, state, batch = parse(serialised_module(compiled)), program.init(0), program.place(random_batch(run))
+    module, state, batch = parse(serialised_module(compiled)), program.init(0), program.place(make_batch(run))
 
     def step() -> object:
         nonlocal state

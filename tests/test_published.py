@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from helpers import assembly_of, compose_run, names
-from valkyrie.models.base import flatten
+from helpers import compose_run, names
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))
@@ -41,7 +43,28 @@ def test_rows_that_cannot_be_matched_say_why():
     assert len({row["row"] for row in ROWS}) == len(ROWS)
 
 
+def predict_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("predict", TABLE.with_name("predict.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["predict"] = module  # where dataclasses look for the module of a class
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_trivial_guess_is_the_median_mfu_of_the_other_rows_on_the_chip(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "predict", ModuleType("predict"))
+    predict = predict_module()
+    rows = [("a", "v4", 1.0, 2.0), ("b", "v4", 3.0, 4.0), ("c", "v4", 1.0, 4.0), ("d", "v5e", 1.0, 9.0)]
+    works = [predict.Work(*row) for row in rows]
+    assert predict.trivial_guess("b", works) == pytest.approx(3.0 / ((0.5 + 0.25) / 2))
+    errors = {"error": -0.1, "guess_error": 0.3, "measured_s": 2.0, "predicted_s": 1.8, "guessed_s": 2.6}
+    table = predict.markdown([{"row": "a", "layout": "dp", "status": "ok", "libtpu": "0.0.1"} | errors])
+    assert "| a | dp | 2.000 | 1.800 | -10.0% | 2.600 | +30.0% |" in table
+    assert "1 rows, libtpu 0.0.1: predicted median absolute error 10.0%" in table
+
+
 @pytest.mark.parametrize("experiment", names("experiment/published"))
 def test_parameters_of_published_models(experiment):
-    specs = flatten(assembly_of(compose_run(f"experiment=published/{experiment}", "target=auto")).specs)
-    assert sum(spec.size for spec in specs.values()) == PARAMETERS[experiment]
+    run = compose_run(f"experiment=published/{experiment}", "target=auto")
+    assert run.model.parameter_count() == PARAMETERS[experiment]

@@ -10,11 +10,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from machines import CHIPS, machine, torus
-from valkyrie.search import assumptions
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.hlo import Module, parse
+from valkyrie.machine import assumptions
+from valkyrie.machine.links import Links, Transfer
+from valkyrie.machine.replay import Replay, replay
 from valkyrie.search.compiled import serialised_module
-from valkyrie.search.hlo import Module, parse
-from valkyrie.search.links import Links, Transfer
-from valkyrie.search.replay import Replay, replay, traffic
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9
 HEAD = "HloModule m, is_scheduled=true, num_partitions=64\nadd {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n"
@@ -112,6 +113,51 @@ def test_a_fusion_that_keeps_a_slice_of_an_all_reduce_is_a_reduce_scatter():
     for (use,) in (played(module).collectives, traffic(module, {"x": 4, "y": 4, "z": 4})):
         assert use.kind == "reduce-scatter" and use.bytes_sent == 0.75 * BYTES
         assert (use.op_name, use.source) == ("gradient", "step.py:7"), "the all-reduce inside has no name of its own"
+
+
+PLANE = "replica_groups=[4,16]<=[64], use_global_device_ids=true"
+RING = "\\ngroup_size = 16 \\nhas_reordering_map: false \\n"
+ALONE = f'"collective_algorithm_config":{{"emitter":"1DAllGatherNonMajorDim","debug":"{RING}"}}'
+FUSED = '"async_collective_fusion_config":{"flag_start":"2","flag_end":"8"}'
+
+
+def gathered(name: str, operand: str, config: str, groups: str = PLANE) -> str:
+    configured = f"dimensions={{0}}, backend_config={{{config}}}"
+    return f"  {name} = f32[16384,1024] all-gather({operand}), channel_id=7, {groups}, {configured}\n"
+
+
+def carried_on_by_a_product(cycles: int, alone: str = "") -> Module:
+    """A gather as libtpu fuses it: one fusion starts it, a product carries it on, a third fusion ends it."""
+    whole = "f32[16384,1024]"
+    head = HEAD + (
+        f"begin {{\n  w = f32[1024,1024] parameter(0)\n{gathered('g', 'w', FUSED)}"
+        f'  ROOT c = {whole} custom-call(g), custom_call_target="AsyncCollectiveStart"\n}}\n'
+        f"carry {{\n  v = f32[1024,1024] parameter(0)\n{gathered('h', 'v', FUSED)}"
+        "  ROOT m = f32[1024,1024] dot(v, v), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
+        f"end {{\n  u = f32[1024,1024] parameter(0)\n{gathered('k', 'u', FUSED)}"
+        f'  ROOT e = {whole} custom-call(k), custom_call_target="AsyncCollectiveDone"\n}}\n'
+    )
+    return program(
+        f"{alone}  s = {whole} fusion(a), kind=kCustom, calls=begin\n"
+        f"  p = f32[1024,1024] fusion(a), kind=kOutput, calls=carry{WORK.format(cycles, 'product')}\n"
+        f"  ROOT d = {whole} fusion(a), kind=kCustom, calls=end\n",
+        head,
+    )
+
+
+def test_a_gather_that_products_carry_on_takes_the_ring_of_those_alone():
+    (alone,) = played(program(gathered("ROOT r", "a", ALONE))).collectives
+    uses = {u.op_name: u for u in played(carried_on_by_a_product(1000, gathered("r", "a", ALONE))).collectives}
+    assert sum(u.busy_s for u in uses.values()) == pytest.approx(2 * alone.busy_s), "the fused one as the one alone"
+    (other,) = played(carried_on_by_a_product(1000)).collectives
+    assert other.busy_s < alone.busy_s / 1.5, "without a gather alone over these groups, rings along each axis"
+
+
+def test_a_product_that_carries_a_gather_on_hides_it():
+    (use,) = played(carried_on_by_a_product(1000)).collectives
+    assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s - 1000 / CLOCK)
+    done = played(carried_on_by_a_product(int(2 * use.busy_s * CLOCK)))
+    assert set(done.seconds) == {"matmul"} and done.sending_s == pytest.approx(use.busy_s)
 
 
 def test_a_product_without_an_estimate_takes_the_peak_of_bfloat16():

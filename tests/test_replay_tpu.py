@@ -9,16 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
 from machines import CHIPS, compiled, needs_libtpu, tpu_mesh, without_cache
-from valkyrie.models.config import BlockKind
+from valkyrie.compiled.hlo import parse
+from valkyrie.machine import assumptions
+from valkyrie.machine.replay import Replay, replay
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.search import assumptions
 from valkyrie.search.compiled import serialised_module
-from valkyrie.search.hlo import parse
-from valkyrie.search.replay import Replay, replay
 from valkyrie.train.program import StepProgram
 
 pytestmark = needs_libtpu
@@ -144,6 +143,7 @@ def test_loops_multiply_what_they_hold():
     assert done.flops == 3 * 5 * 2 * 1024**3
 
 
+@pytest.mark.slow
 def test_a_permute_goes_on_beside_a_product():
     mesh, machine = tpu_mesh("v4:4x4x4")
 
@@ -162,6 +162,30 @@ def test_a_permute_goes_on_beside_a_product():
     use = use_of(done, "collective-permute")
     assert use.busy_s == pytest.approx(8192 * 1024 * 2 / links(use.kind), rel=0.1)
     assert use.exposed_s < 0.05 * use.busy_s
+
+
+ASYNC = {"xla_enable_async_all_gather": "true"}
+FUSED = ASYNC | {f"xla_tpu_enable_async_collective_fusion{more}": "true" for more in ("", "_fuse_all_gather")}
+FUSED |= {"xla_tpu_overlap_compute_collective_tc": "true"}
+
+
+@pytest.mark.parametrize("options", [ASYNC, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["async", "fused"])
+def test_gathers_beside_products_take_the_same_ring_as_those_alone(options):
+    mesh, machine = tpu_mesh("v4:2x4x4")
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def gathered(x, *weights):
+        for w in weights:
+            x = jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole))
+        return x
+
+    shapes = [((2048, 2048), jnp.bfloat16)] * 4
+    rows = PartitionSpec(("x", "y", "z"))
+    alone, beside = (replay(compiled(gathered, mesh, *shapes, spec=rows, options=o), machine) for o in ({}, options))
+    before, after = (next(u for u in done.collectives if u.kind == "all-gather") for done in (alone, beside))
+    assert (before.calls, after.calls) == (3, 3) and after.bytes_sent == before.bytes_sent
+    assert after.busy_s == pytest.approx(before.busy_s, rel=0.01)
+    assert after.exposed_s < before.exposed_s
 
 
 def test_a_pallas_kernel_states_its_own_cost():
@@ -224,7 +248,7 @@ def expected_flops(run: Any, devices: int) -> float:
     tokens = run.config.batch * seq / devices
     logits = 2.0 * model.embed * model.vocab_rows
     total = run.step_flops / devices + logits * tokens
-    a, layers = model.attention, sum(kind is BlockKind.attention for kind in model.kinds)
+    a, layers = model.attention, model.kinds.count("attention")
     if layers:
         width = a.heads * a.head_dim
         window = a.windows[0]

@@ -137,7 +137,7 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
     said = words.because(*rows_of(tmp_path, fast, slow))
     assert "because matrix products take 64.0 ms, not 230.4 ms (the slower one executes 100% more FLOPs" in said
-    assert "although it waits 64.0 ms of a step for other devices, not 25.6 ms" in said
+    assert "although it waits 64.0 ms of a step for communication, not 25.6 ms" in said
 
 
 def test_only_the_same_work_is_compared(tmp_path: Path):
@@ -155,7 +155,7 @@ def test_simulated_speeds_are_compared_without_a_cause(rows):
     ran = [row for row in rows if row.group.stage == "measure"]
     said = words.answer(ran[0].group, sorted(ran, key=lambda r: -(r.rate or 0)))
     assert "50 tokens/s/chip simulated" in said[0]
-    assert "1.2x faster than fsdp on 8x1x1 (simulated); what is known beside the time: a device sends" in said[1]
+    assert "1.2x faster than fsdp on 8x1x1 (simulated); other differences: a device sends" in said[1]
     assert "because" not in " ".join(said)
 
 

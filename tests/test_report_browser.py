@@ -57,8 +57,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass
 class Opened:
     page: Page
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
     def column(self, name: str) -> list[str]:
         """Return the cells of a column, row by row; "" where the row has none, because its reason stands there."""
@@ -81,14 +81,14 @@ def opened(browser: Browser, report: Path, request: pytest.FixtureRequest) -> It
     options = getattr(request, "param", {})
     page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
     found = Opened(page)
-    page.on("console", lambda message: found.said.append(message.text))
-    page.on("pageerror", lambda error: found.said.append(str(error)))
-    page.on("request", lambda one: found.asked.append(one.url))
+    page.on("console", lambda message: found.messages.append(message.text))
+    page.on("pageerror", lambda error: found.messages.append(str(error)))
+    page.on("request", lambda one: found.requests.append(one.url))
     page.goto(report.as_uri())
     page.wait_for_selector("body[data-ready]", timeout=30_000)
     yield found
-    assert found.said == []
-    assert [url for url in found.asked if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
+    assert found.messages == []
+    assert [url for url in found.requests if not url.startswith(("data:", "blob:"))] == [report.as_uri()]
     page.close()
 
 
@@ -115,11 +115,11 @@ def test_every_simulated_speed_bears_the_word(opened: Opened):
 
 
 def test_sort(opened: Opened):
-    assert opened.sort("memory") == "ascending"
+    assert opened.sort("peak memory") == "ascending"
     sizes = ["5.9 MiB", "13.9 MiB", "4.0 GiB", "4.0 GiB", "12.0 GiB", "12.0 GiB", "20.0 GiB"]
-    assert opened.column("memory") == [*sizes, ""]
-    assert opened.sort("memory") == "descending"
-    assert opened.column("memory") == [*reversed(sizes), ""]
+    assert opened.column("peak memory") == [*sizes, ""]
+    assert opened.sort("peak memory") == "descending"
+    assert opened.column("peak memory") == [*reversed(sizes), ""]
     assert opened.sort("tokens/s/chip") == "descending"
     assert opened.column("layout")[:2] == ["2x4x1-fsdp", "2x2x2-2d_tp"]
     heads = opened.page.locator("#table thead th").count()
@@ -129,7 +129,7 @@ def test_sort(opened: Opened):
 def test_a_reason_stands_where_nothing_is_known(opened: Opened):
     row = opened.page.locator("#table tbody tr", has_text="1x1x8-dp")
     assert row.locator("td.reason").inner_text() == "needs 20.0 GiB of 16.0 GiB usable"
-    assert row.locator("td[data-id=held]").inner_text() == "20.0 GiB"
+    assert row.locator("td[data-id=peak]").inner_text() == "20.0 GiB"
     refused = opened.page.locator("#table tbody tr", has_text="3x1x1-dp")
     spans = refused.locator("td, th").evaluate_all("cells => cells.map((cell) => cell.colSpan)")
     assert sum(spans) == opened.page.locator("#table thead th").count() and spans.count(1) == len(spans) - 1
@@ -230,7 +230,7 @@ def test_a_sweep_without_timelines_opens_on_the_best_layout(browser: Browser, tm
 def test_a_sweep_without_speeds_shows_memory_and_bytes(browser: Browser, tmp_path: Path):
     found = [for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6)]
     opened = opened_at(browser, write_report(sweep_folder(tmp_path, found)))
-    assert opened.column("memory") == ["2.0 GiB", "4.0 GiB"] and opened.column("sent") == ["9.00 MB", "4.00 MB"]
+    assert opened.column("peak memory") == ["2.0 GiB", "4.0 GiB"] and opened.column("sent") == ["9.00 MB", "4.00 MB"]
     assert opened.page.locator("#memory svg .mark-rect path").count() == 2
     assert opened.page.locator("#sent svg .mark-rect path").count() == 2
     assert opened.page.locator("#table td.reason").count() == 0

@@ -76,7 +76,7 @@ def test_a_project_needs_its_entity(project: str) -> None:
     with pytest.raises(ValueError) as refused:
         main_wandb(project, None, dry_run=True)
     assert str(refused.value) == (
-        f"--wandb={project} is no project of W&B. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
+        f"--wandb={project} is not a W&B project. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
     )
 
 

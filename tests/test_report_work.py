@@ -14,8 +14,8 @@ from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
 from valkyrie.report.rank import agreement, compare, groups, memory_of, predicted_and_measured, unbeaten
+from valkyrie.report.ranking import command, details
 from valkyrie.report.records import Row, read_rows
-from valkyrie.report.table import command, details
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.sweep.trial import Status, Trial
 
@@ -128,13 +128,15 @@ def test_sweeps_without_a_work_in_common_are_not_compared(tmp_path: Path):
     rows = read_rows([tmp_path])
     found = compare(rows, str(one), str(three))
     assert found.pairs == []
-    assert found.said.startswith(f"Nothing to compare: {one} and {three} have no work in common (")
-    assert f"{one}: valkyrie_tiny, 16 x 64 tokens, layers=1, bf16_mixed; " in found.said
+    assert found.summary.startswith(f"Nothing to compare: {one} and {three} have no work in common (")
+    assert f"{one}: valkyrie_tiny, 16 x 64 tokens, layers=1, bf16_mixed; " in found.summary
     said = as_markdown(rows, found)
-    assert found.said in said and "ratio" not in said
+    assert found.summary in said and "ratio" not in said
     assert page(rows, found).count("<th scope") == page(rows).count("<th scope")
     other = compare(rows_of(tmp_path / "more", FSDP, replace(TP, sweep="elsewhere")), "hand", "elsewhere")
-    assert other.said.startswith("Nothing to compare: hand and elsewhere have no layout in common whose speed was told")
+    assert other.summary.startswith(
+        "Nothing to compare: hand and elsewhere have no layout in common with the same kind of speed"
+    )
 
 
 def test_partitions_are_compared_within_a_shape(varied: list[Row]):
@@ -190,8 +192,8 @@ def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
     before, after = sweep_folder(tmp_path / "a", [again, FSDP]), sweep_folder(tmp_path / "b", [FSDP])
     found = compare(read_rows([tmp_path]), str(before), str(after))
     assert [p.ratio for p in found.pairs] == [0.5] and [row.rate_per_chip for row in found.again] == [1000]
-    assert found.said.endswith("a faster trial of their layout and work: 1.")
-    assert found.said in as_markdown(read_rows([tmp_path]), found)
+    assert found.summary.endswith("a faster trial of that layout and work: 1.")
+    assert found.summary in as_markdown(read_rows([tmp_path]), found)
 
 
 def test_a_comparison_names_what_became_of_a_trial_in_words(tmp_path: Path):
@@ -272,11 +274,11 @@ def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
 def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
     rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
     assert words.answer(rows[0].group, rows) == [
-        "No layout predicted for cpu8 has a speed: compiled for a CPU: memory and bytes are told, no time. "
-        "Least memory: 2x4x1-2d_tp, 2.0 GiB of a device. Least sent: 8x1x1-fsdp, 4 MB by a device in a step."
+        "No layout predicted for cpu8 has a speed: CPU target: memory and bytes per axis only; choose a TPU slice for "
+        "step time. Least memory: 2x4x1-2d_tp, 2.0 GiB a device. Least sent: 8x1x1-fsdp, 4 MB by a device in a step."
     ]
     assert {v["label"] for v in values.sent(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
-    assert [(v["label"], v["held"], v["rate"]) for v in values.memory(rows)] == [
+    assert [(v["label"], v["peak"], v["rate"]) for v in values.memory(rows)] == [
         ("2x4x1-2d_tp", 2, None),
         ("8x1x1-fsdp", 4, None),
     ]
@@ -300,7 +302,7 @@ def test_pairs_are_simulated_one_by_one(tmp_path: Path):
     real = replace(real, results=real.results | {"simulated": False})
     simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
     drawn = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
-    assert [(v["kind"], "simulated" in v["ran"]) for v in drawn] == [("simulated", True), ("measured", False)]
+    assert [(v["kind"], "simulated" in v["measured"]) for v in drawn] == [("simulated", True), ("measured", False)]
     mixed, alone = specs.pairs(True, drawn), specs.pairs(True, drawn[:1])
     assert mixed["layer"][1]["encoding"]["shape"]["field"] == "kind"
     assert mixed["layer"][1]["encoding"]["y"]["title"] == "measured step, ms"

@@ -71,7 +71,8 @@ def back_to(folder: Path, step: int) -> None:
             shutil.rmtree(later)
 
 
-@pytest.mark.parametrize("how", ["latest", "run", "path", "name"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", some_quick(["latest", "run", "path", "name"], ["latest"]))
 def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
     whole = trained("checkpoint.every=3")
     folder = copied(whole, tmp_path)
@@ -86,6 +87,7 @@ def test_a_run_is_resumed_by_any_of_its_names(tmp_path: Path, how: str) -> None:
     assert_same_run(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = copied(trained(), tmp_path)
     before = saved(folder)

@@ -9,24 +9,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, assembly_of, compose_run
-from valkyrie.axes import LOGICAL_AXES
 from valkyrie.hardware import topology_of
-from valkyrie.models.base import flatten
-from valkyrie.models.config import Activation
+from valkyrie.models.s5 import Activation
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
 from valkyrie.run import Run
+from valkyrie.search.meshes import Same, meshes_of
+from valkyrie.search.space import Cells, Named, Shape, SpaceConfig, enumerate_space
 from valkyrie.sweep.layouts import count_line
-from valkyrie.sweep.meshes import Same, meshes_of
-from valkyrie.sweep.space import Cells, Named, Shape, SpaceConfig, enumerate_space
 
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -60,12 +59,12 @@ DRAWN = st.tuples(
 
 def partition_of(order: Sequence[str], kinds: Sequence[str], zero1: bool) -> PartitionConfig:
     """A partition that gives x, y and z any kind of work, in any order within a rule."""
-    parameters: dict[str, list[str]] = {a: [] for a in LOGICAL_AXES if a not in ("batch", "seq")}
-    activations: dict[str, list[str]] = {a: [] for a in LOGICAL_AXES if a != "layers"}
+    parameters: dict[str, list[str]] = {}
+    activations: dict[str, list[str]] = {}
     for axis, kind in zip(order, kinds, strict=True):
-        for held, logical_axes in zip((parameters, activations), KINDS[kind], strict=True):
+        for rules, logical_axes in zip((parameters, activations), KINDS[kind], strict=True):
             for logical in logical_axes:
-                held[logical].append(axis)
+                rules.setdefault(logical, []).append(axis)
     return PartitionConfig("drawn", parameters, activations, zero1=zero1)
 
 
@@ -75,9 +74,9 @@ def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: 
     layout, problems = make_layout(
         mesh,
         partition,
+        run.arrays,
         microbatches=microbatches,
         remat=c.remat,
-        tensors=run.model.tensors(),
         batch=c.batch,
         seq=c.seq,
     )
@@ -225,11 +224,7 @@ def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():
 # What is left out, what is refused
 
 
-ONLY_X = PartitionConfig(
-    "only_x",
-    {a: (["x"] if a == "mlp" else []) for a in LOGICAL_AXES if a not in ("batch", "seq")},
-    {a: (["x"] if a == "mlp" else []) for a in LOGICAL_AXES if a != "layers"},
-)
+ONLY_X = PartitionConfig("only_x", {"mlp": ["x"]}, {"mlp": ["x"]})
 
 
 def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
@@ -240,15 +235,15 @@ def test_axes_that_a_partition_does_not_use_multiply_nothing():
     found = cells(SpaceConfig(meshes=["AxBxC", "AxBxCxD"]), tiny("cpu8"), ONLY_X)
     assert [cell.overrides for cell in found.cells] == [("mesh=8x1x1", "partition=only_x")]
     # Eleven meshes of three axes leave one idle; of four, 1x8x1x1 is the same as 8x1x1 and the others idle.
-    assert sum(found.left_out.values()) == 9 + 20
-    assert "  28 left out: meshes with an axis that their partition does not use" in count_line(found, found.legal)
+    assert sum(found.skipped.values()) == 9 + 20
+    assert "  28 skipped: mesh has an axis that the partition does not use" in count_line(found, found.legal)
 
 
 def test_a_mesh_that_was_asked_for_is_refused_with_its_reason():
     found = cells(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
     assert [cell.legal for cell in found.cells] == [False, True]
     assert found.cells[0].problems[0].startswith("partition=only_x leaves mesh axis y=2 idle")
-    assert not found.left_out
+    assert not found.skipped
 
 
 def test_a_partition_without_any_mesh_is_one_refusal():
@@ -282,8 +277,8 @@ def test_a_range_keeps_the_shapes_in_it(key: str):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
         found = enumerate_space(space, shapes, dp)
         assert [cell.overrides[0] for cell in found.cells] == [f"model.layers={n}" for n in kept]
-        assert sum(found.left_out.values()) == 8 - len(kept)
-        assert key in next(iter(found.left_out))
+        assert sum(found.skipped.values()) == 8 - len(kept)
+        assert key in next(iter(found.skipped))
 
 
 @pytest.mark.parametrize("model", [*MODELS, "variants"])
@@ -296,7 +291,9 @@ def test_parameters_are_counted_as_they_are_built(model: str):
             c, layers=5, attention=replace(c.attention, global_tokens=2, kv_heads=2), feed_forward_after=c.kinds[:1]
         )
         run = Run(run.config, c)
-    assert run.model.parameter_count() == sum(spec.size for spec in flatten(assembly_of(run).specs).values())
+    assert run.model.parameter_count() == sum(
+        leaf.size for leaf in jax.tree.leaves(assembly_of(run).abstract_parameters)
+    )
 
 
 def test_a_cell_takes_about_a_millisecond():

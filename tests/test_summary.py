@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
+from valkyrie.compiled.collectives import CollectiveUse
+from valkyrie.machine.replay import Cost, Replay
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.search.hints import hints
-from valkyrie.search.replay import CollectiveUse, Cost, Replay
 from valkyrie.search.show import show
 from valkyrie.search.summary import short_cause, short_source, summarise
+from valkyrie.train.options import CHIP, YOU, Option
 
 MEMORY = {
     "parameters": 300,
@@ -115,11 +117,50 @@ def test_hints_about_copies_and_narrow_products(run: Run, tmp_path: Path):
     found = summary(run, tmp_path, replay([])) | {"seconds": {"matmul": 0.6, "copies": 0.4}}
     assert "Waits for copies between memories are 40% of the step" in hints(found)[0] and "host" not in hints(found)[0]
     offloads = found | {"about": {**found["about"], "remat": "offload"}}
-    assert "remat=full computes them again" in hints(offloads)[0]
+    offloads["step"] = {**found["step"], "executed_flops": 2e13, "model_flops": 1e13}
+    assert not any("recomputation" in hint for hint in hints(offloads)), "an offload is not blamed for it"
+    larger = [{"change": "remat=none", "needs": 99 * 2**30}, {"change": "remat=dots", "needs": 2**30}]
+    assert "remat=dots keeps them on the chip: about 1.0 GiB of" in hints(offloads | {"larger": larger})[0]
+    assert "remat=full" not in hints(offloads | {"larger": [{"change": "remat=full", "needs": 1}]})[0]
     slow = found | {"seconds": {"matmul": 1.0}, "step": {**found["step"], "product_rate": 0.3}}
     assert "Splitting weights over fewer devices" in hints(slow)[0]
     whole = slow | {"about": {**slow["about"], "degrees": {"MP1": 1, "MP2": 1}}}
     assert "no axis splits weights" in hints(whole)[0]
+
+
+def test_what_is_said_where_no_part_is_large(run: Run, tmp_path: Path):
+    found = summary(run, tmp_path, replay([use(("y",), 7.0, 0.1)]))
+    found["step"]["product_rate"] = 0.77
+    assert hints(found) == [
+        "Matrix products and kernels are 90% of the step at 77% of peak; the largest other part is waiting for "
+        "communication over y, 10%."
+    ]
+    found["seconds"] = {"matmul": found["step"]["step_s"]}
+    assert hints(found) == ["Matrix products and kernels are 100% of the step at 77% of peak."]
+
+
+def test_sums_of_gradients_that_are_waited_for_name_the_dtype(tmp_path: Path):
+    asked = ("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64", "precision=bf16_mixed")
+    waited = replay([use(("x", "y", "z"), 7.0, 0.29)])
+    said = hints(summary(compose_run(*asked), tmp_path, waited))[1]
+    assert said.startswith("Waiting for sums over data axes, gradients foremost, is 29% of the step; gradients are")
+    assert "precision.reduction=bfloat16 sends half the bytes" in said
+    narrow = summary(compose_run(*asked, "precision.reduction=bfloat16"), tmp_path, waited)
+    assert not any("precision.reduction" in hint for hint in hints(narrow))
+    gathers = replay([replace(use(("x", "y", "z"), 7.0, 0.29), kind="all-gather")])
+    assert not any("precision.reduction" in hint for hint in hints(summary(compose_run(*asked), tmp_path, gathers)))
+
+
+def test_communication_that_is_all_waited_for_is_0_percent_hidden(run: Run, tmp_path: Path):
+    found = summary(run, tmp_path, replay([use(("y",), 7e9, 0.41)]))
+    found["communication"]["sending_s"] = found["communication"]["exposed_s"] * (1 - 1e-9)
+    assert "\n0% of the time in which anything is sent is hidden behind compute" in printed(found)
+
+
+def test_the_report_says_which_options_stand_and_who_set_them(run: Run, tmp_path: Path):
+    options = [Option("xla_a", "true", CHIP), Option("xla_b", "7", YOU), Option("xla_c", None, YOU)]
+    found = summary(run, tmp_path, replay([]), OUTCOME | {"options": [asdict(option) for option in options]})
+    assert "compiler options: xla_a=true (chip default) · xla_b=7, xla_c removed (you)" in printed(found)
 
 
 def test_the_verdict_of_a_layout_that_does_not_fit(run: Run, tmp_path: Path):

@@ -125,7 +125,7 @@ def test_nothing_is_left_beside_the_sweep_folder(stage: Stage):
     (trial,) = stage.trials().values()
     left = ["multirun.yaml", "trials.jsonl", "report.html", trial.name]
     assert sorted(p.name for p in stage.sweep.iterdir()) == sorted(left)
-    assert trial.folder == trial.name and (stage.sweep / trial.name / "measure.json").is_file()
+    assert trial.folder == trial.name and (stage.sweep / trial.name / "outcome.json").is_file()
 
 
 def test_every_trial_is_a_run_of_one_group(stage: Stage):

@@ -49,6 +49,7 @@ def test_ctrl_c_is_told_as_an_end_whoever_runs_the_trials(
     assert tracker.told == ["dp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", LAUNCHERS)
 def test_a_record_that_cannot_be_written_ends_a_sweep_with_its_table(
     command: Any, monkeypatch: pytest.MonkeyPatch, tracker: Tracker, runs: str
@@ -75,7 +76,7 @@ def test_what_fails_at_the_end_is_an_exit_status_of_its_own(
     ended = command(*ASKED, "partition=dp")
     assert ended.status == 1
     (line,) = ended.err.splitlines()
-    assert line.startswith("valkyrie-train: what the sweep came to cannot be told (KeyError: 'mesh'); its trials are")
+    assert line.startswith("valkyrie-train: the end of the sweep cannot be shown (KeyError: 'mesh'); its trials are")
     assert "recorded in runs/swept." in line
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.launcher import Launcher
-from hydra.types import RunMode
+from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 
 from helpers import compose_config, names, some_quick
@@ -20,9 +21,10 @@ from runs import TINY, start
 from valkyrie.compose import register
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
-from valkyrie.sweep.asked import Composer, read_asked
-from valkyrie.sweep.layouts import Sweep, cells_of, count_line, reasons, spread
-from valkyrie.sweep.space import Cells, SpaceConfig
+from valkyrie.search.space import Cells, SpaceConfig
+from valkyrie.sweep.arguments import read_space
+from valkyrie.sweep.composer import Composer
+from valkyrie.sweep.layouts import cells_of, count_line, reasons, spread, sweep_layouts
 from valkyrie.sweep.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (44, 39), "v4_64_topology": (62, 58), "partition_by_length": (42, 34), "pa_nas_1b": (52, 52)}
@@ -38,9 +40,9 @@ def composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
         yield Composer(master, loader), [a for a in arguments if not a.startswith("hydra")]
 
 
-def asked_cells(*arguments: str) -> Cells:
+def cells_asked_for(*arguments: str) -> Cells:
     with composer(*arguments) as (composing, task):
-        return cells_of(read_asked(composing.config.hydra.sweeper.space, task, composing), composing)
+        return cells_of(read_space(composing.config.hydra.sweeper.space, task, composing), composing)
 
 
 def test_the_keys_of_the_space_are_those_of_its_file():
@@ -51,7 +53,7 @@ def test_the_keys_of_the_space_are_those_of_its_file():
 
 def test_lists_of_the_command_line_replace_the_layouts_and_multiply_with_the_rest():
     given = ["sweep=laptop_8", "partition=dp,2d_tp", "mesh=2x2x2,1x1x8", "seq=64,128", "steps=7", "microbatches=1,2"]
-    found = asked_cells(*given)
+    found = cells_asked_for(*given)
     wanted = {
         (f"seq={seq}", f"mesh={mesh}", f"partition={partition}", f"microbatches={count}")
         for seq in (64, 128)
@@ -60,22 +62,22 @@ def test_lists_of_the_command_line_replace_the_layouts_and_multiply_with_the_res
     }
     assert {cell.overrides for cell in found.legal} == wanted
     assert len(found.cells) == len(wanted)
-    assert found.left_out == {"meshes like another under their partition": 2}
+    assert found.skipped == {"same sharding as another mesh": 2}
 
 
 def test_what_is_varied_together_stays_together():
-    found = asked_cells("sweep=partition_by_length", "partition=sp", "mesh=4x1x2")
+    found = cells_asked_for("sweep=partition_by_length", "partition=sp", "mesh=4x1x2")
     assert [(c.run.config.seq, c.run.config.batch) for c in found.cells] == [(256, 32), (1024, 8), (4096, 2)]
 
 
 def test_placements_of_the_command_line():
-    found = asked_cells(
+    found = cells_asked_for(
         "hydra/sweeper=layouts", "target=cpu8", "mesh=2x2x2", "partition=2d_tp", "mesh.placement=[z,x,y],null"
     )
     assert [cell.run.config.mesh.placement for cell in found.legal] == [["z", "x", "y"], None]
     assert found.legal[0].overrides[-1] == "mesh.placement=[z,x,y]"
     split = ["target=v4-64", "mesh=4x4x2", "partition=dp", "batch=32", "mesh.placement=[x:2,y,x:2,z]"]
-    found = asked_cells("hydra/sweeper=layouts", *split)
+    found = cells_asked_for("hydra/sweeper=layouts", *split)
     assert [cell.run.config.mesh.placement for cell in found.legal] == [["x:2", "y", "x:2", "z"]]
 
 
@@ -97,29 +99,66 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize(
-    "sweep", [pytest.param(s, marks=[pytest.mark.slow] if s == "pa_nas_1b" else []) for s in SAMPLED]
+    "sweep", [pytest.param(s, marks=[] if s == "hydra/sweeper" else [pytest.mark.slow]) for s in SAMPLED]
 )
 def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
     first = f"sweep={sweep}" if "/" not in sweep else f"{sweep}=layouts"
     with composer(first, *SAMPLED[sweep]) as (composing, task):
-        asked = read_asked(composing.config.hydra.sweeper.space, task, composing)
-        found = cells_of(asked, composing)
+        space = read_space(composing.config.hydra.sweeper.space, task, composing)
+        found = cells_of(space, composing)
     assert len({cell.overrides for cell in found.cells}) == len(found.cells)
     for cell in spread(found.cells, 4):
-        composed = Run.from_config(compose_config(*asked.fixed, *cell.overrides))
+        composed = Run.from_config(compose_config(*space.fixed, *cell.overrides))
         assert composed == cell.run
         assert tuple(composed.problems()) == cell.problems
 
 
+@pytest.mark.slow
 def test_partitions_as_shipped_are_those_that_hydra_composes():
     with composer("hydra/sweeper=layouts") as (composing, _):
-        shipped = composing.partitions(["all"], [])
-        assert [p.name for p in shipped] == names("partition")
-        changed = composing.partitions(["dp", "fsdp"], ["partition.zero1=true"])
-        assert [p.value for p in changed] == [replace(p.value, zero1=True) for p in shipped if p.name in ("dp", "fsdp")]
-        assert composing.partitions(["sp"], ["partition.zero1=false"])[0].value == shipped[-1].value
+        for name in names("partition"):
+            shipped = composing.partition(name, [])
+            assert shipped == Run.from_config(composing.compose([f"partition={name}"])).config.partition
+        assert composing.partition("dp", ["partition.zero1=true"]) == replace(composing.partition("dp", []), zero1=True)
+        assert composing.partition("sp", ["partition.zero1=false"]) == composing.partition("sp", [])
 
 
+JOBS = [
+    [f"mesh={mesh}", f"partition={partition}", f"batch={batch}"]
+    for mesh in ("2x2x1", "1x4x1", "single")
+    for partition in ("dp", "fsdp", "1d_tp")
+    for batch in (8, 16)
+]
+SWEPT_KEYS = [[], ["partition.zero1=true"], ["mesh.placement=null"], ["experiment=mine"], ["experiment=sized"]]
+
+
+@pytest.mark.parametrize("fixed", some_quick(SWEPT_KEYS, [["experiment=sized"]]), ids=str)
+def test_a_run_is_the_one_that_hydra_composes_of_its_overrides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fixed: list[str]
+):
+    """Hydra is asked once where only meshes, partitions and values differ; a configuration that ties them is obeyed."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "partition").mkdir()
+    texts = {
+        "experiment/mine": "# @package _global_\npartition: {zero1: true}\n",
+        "experiment/sized": "# @package _global_\nname: run-${mesh.name}\n",
+        "partition/dp": "defaults: [fsdp, _self_]\nname: dp\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    jobs = [[*fixed, "model=s5_tiny", *job] for job in JOBS[:: 1 if not fixed else 5]]
+    with composer(f"hydra.searchpath=[file://{tmp_path},valkyrie://groups]") as (composing, _):
+        runs = [composing.run(job) for job in jobs]
+        assert runs == [Run.from_config(composing.compose(job)) for job in jobs]
+        composed: list[object] = []
+        compose = Composer.compose
+        monkeypatch.setattr(Composer, "compose", lambda *given: composed.append(given) or compose(*given))
+        free = [job for job in JOBS if job[0] != "mesh=single"]
+        assert [run.config.batch for run in map(Composer(composing.config, composing.loader).run, free)] == [8, 16] * 6
+    assert len(composed) == 1
+
+
+@pytest.mark.slow
 def test_partitions_are_those_of_each_experiment(tmp_path: Path):
     """An experiment may change a key of the partition, which the layouts of its own shapes then have."""
     (tmp_path / "experiment").mkdir()
@@ -127,7 +166,9 @@ def test_partitions_are_those_of_each_experiment(tmp_path: Path):
         text = f"# @package _global_\npartition: {{zero1: {zero1}}}\n"
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text)
     searched = f"hydra.searchpath=[valkyrie://groups,file://{tmp_path}]"
-    found = asked_cells("hydra/sweeper=layouts", searched, "experiment=with,without", "partition=fsdp", "mesh=2x2x2")
+    found = cells_asked_for(
+        "hydra/sweeper=layouts", searched, "experiment=with,without", "partition=fsdp", "mesh=2x2x2"
+    )
     told = {cell.overrides[0]: cell.run.config.partition.zero1 for cell in found.legal}
     assert told == {"experiment=with": True, "experiment=without": False}
 
@@ -145,20 +186,21 @@ def test_every_enumerated_sweep_has_its_numbers_here():
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pa_nas_1b" else []) for n in ENUMERATED]
 )
 def test_every_enumerated_sweep_has_legal_cells(name: str):
-    found = asked_cells(f"sweep={name}")
+    found = cells_asked_for(f"sweep={name}")
     assert (len(found.cells), len(found.legal)) == CELLS[name]
     assert f"{len(found.legal)} " in (conf_dir() / "sweep" / f"{name}.yaml").read_text(), "its comment says how many"
 
 
+@pytest.mark.slow
 def test_the_laptop_sweep_has_the_same_cells_on_eight_chips():
     def asked(*arguments: str) -> list[tuple[str, ...]]:
-        return [cell.overrides for cell in asked_cells("sweep=laptop_8", *arguments).cells]
+        return [cell.overrides for cell in cells_asked_for("sweep=laptop_8", *arguments).cells]
 
     assert asked() == asked("mode=compile", "target=v5e-8")
 
 
 def test_refusals_are_grouped_and_counted():
-    found = asked_cells("hydra/sweeper=layouts", "target=cpu8", "batch=4")
+    found = cells_asked_for("hydra/sweeper=layouts", "target=cpu8", "batch=4")
     assert reasons(found)[0][0] == "batch=4 is not divisible by 8"
     assert sum(count for _, count in reasons(found)) == len(found.refused)
     line = count_line(found, found.legal[:3])
@@ -190,8 +232,8 @@ class Recording(Launcher):
 def sweep(folder: Path, *arguments: str) -> list[Sequence[str]]:
     launcher = Recording()
     with composer(*arguments, f"hydra.sweep.dir={folder}") as (composing, task):
-        sweeper = composing.config.hydra.sweeper
-        Sweep(composing.config, composing.loader, task).run(sweeper.space, sweeper.limit, launcher)
+        sweeper, context = composing.config.hydra.sweeper, HydraContext(composing.loader, Callbacks())
+        sweep_layouts(context, composing.config, task, sweeper.space, sweeper.limit, launcher)
     return launcher.jobs
 
 

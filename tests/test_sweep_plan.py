@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig, OmegaConf
 
-from helpers import some_quick
+from helpers import compose_run, some_quick
 from sweeps import plans_of, play
 from test_folder import make_run
-from valkyrie.sweep import launcher
+from valkyrie.run import Run
 from valkyrie.sweep import plan as plan_module
-from valkyrie.sweep.names import GIVEN_FULL_ERROR
-from valkyrie.sweep.plan import PREDICTED_BY, Plan, child_environment
-from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.sweep.names import trial_key
+from valkyrie.sweep.plan import PREDICTED_BY
+from valkyrie.sweep.tracking import trial_id
+from valkyrie.sweep.trial import Status, TrialLog
 
 
 def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path: Path):
@@ -41,6 +42,7 @@ READ = {
 """Runs that may be asked for, none of them the latest, which is read where none is; and their models."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", some_quick([*READ], ["name=other", "resume=base,other"]))
 def test_trials_that_read_a_run_are_planned_as_that_run(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: str
@@ -55,10 +57,8 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
     assert {str(plan.folder.parent) for plan in plans} == {"runs"}
     for plan in plans:
         run = "base" if plan.about["model"] == "s5_tiny" else "other"
-        assert f"resume='{runs / run}'" in plan.command
-        assert (
-            command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :]).run.model.name == plan.about["model"]
-        )
+        assert plan.run is not None and plan.run.config.resume == str(runs / run)
+        assert plan.run.model.name == command(*plan.arguments).run.model.name == plan.about["model"]
 
 
 def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
@@ -71,7 +71,7 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     (with_hlo,) = plans_of(command, monkeypatch, *asked, "mode.hlo=true")
     assert with_hlo.key == plan.key and not with_hlo.settled_by(done), "the module was not left"
     with_hlo.trial_folder.mkdir(parents=True)
-    for name in with_hlo.leaves:
+    for name in with_hlo.files:
         (with_hlo.trial_folder / name).touch()
     assert with_hlo.settled_by(done)
     by_others = replace(done, about=done.about | {PREDICTED_BY: "an older jax"})
@@ -92,6 +92,7 @@ def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, 
         assert {key.partition(".")[0] for key in values} == {"model", "precision", "optimizer"}
 
 
+@pytest.mark.slow
 def test_a_record_says_where_a_configuration_of_ones_own_lies(
     command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -115,25 +116,8 @@ def test_a_search_path_of_the_command_line_reaches_the_trials(
     (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
     path = "hydra.searchpath=[valkyrie://groups,file://own]"
     (plan,) = plans_of(command, monkeypatch, "-m", path, "optimizer=mine", "mesh=1x1x1", "partition=dp")
-    child = command(*plan.command[plan.command.index("valkyrie.cli.train") + 1 :])
-    assert child.err == "" and child.run.config.optimizer.name == "mine"
-
-
-@pytest.mark.parametrize("given", [None, "0", "1"])
-def test_a_trial_has_the_users_wish_for_tracebacks(command: Any, monkeypatch: pytest.MonkeyPatch, given: str | None):
-    """The command sets HYDRA_FULL_ERROR for itself while it composes, and a trial must not take that for the user's."""
-    found: list[str | None] = []
-
-    def carry_out(plans: Sequence[Plan], *_: Any) -> dict[str, Trial]:
-        found.extend(child_environment(plan).get("HYDRA_FULL_ERROR") for plan in plans)
-        return {plan.key: plan.ended(Status.ok, None, "", 0.0) for plan in plans}
-
-    monkeypatch.setattr(launcher, "carry_out", carry_out)
-    if given is not None:
-        monkeypatch.setenv("HYDRA_FULL_ERROR", given)
-    assert command("-m", "mesh=1x1x1", "partition=dp").status == 0
-    assert found == [given] and os.environ.get("HYDRA_FULL_ERROR") == given
-    assert GIVEN_FULL_ERROR not in os.environ
+    again = command(*plan.arguments)
+    assert again.err == "" and again.run.config.optimizer.name == "mine"
 
 
 def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
@@ -161,17 +145,33 @@ def test_trials_that_disturb_each_other_are_warned_of(
     assert (ended.status, ended.out.count("MEASURED SIDE BY SIDE")) == (0, int(warned))
 
 
-def test_a_run_that_a_sweeper_has_at_hand_is_planned_as_if_composed(
-    command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """A sweeper of layouts has checked every run: Hydra would take a quarter of a second more for each."""
+@pytest.mark.slow
+def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, monkeypatch: pytest.MonkeyPatch):
+    """Hydra takes a quarter of a second for each job, and the sweeper has every run already."""
     asked = ["-m", "+sweep=laptop_8", "partition=dp,fsdp", "seq=32,64", "mode.trace=true", "hydra.sweeper.limit=3"]
     asked += ["+hydra.job.env_set.NUMBER='${hydra.job.num}'"]
-    at_hand = plans_of(command, monkeypatch, *asked)
     load, composed = ConfigLoaderImpl.load_sweep_config, []
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *a: composed.append(a) or load(*a))
-    launch = launcher.launch
-    monkeypatch.setattr(launcher, "launch", lambda *given: launch(*given[:-1], {}))
-    assert plans_of(command, monkeypatch, *asked) == at_hand
-    assert len(composed) >= len(at_hand) == 3
-    assert [plan.environment for plan in at_hand] == [{"NUMBER": str(i)} for i in range(3)]
+    plans = plans_of(command, monkeypatch, *asked)
+    assert len(composed) == 2, "the shapes, and the partitions"
+    assert [plan.environment for plan in plans] == [{"NUMBER": str(i)} for i in range(3)]
+    runs = [compose_run(*(o for o in plan.overrides)) for plan in plans]
+    assert [trial_key(run) for run in runs] == [plan.key for plan in plans]
+    alone = plans_of(command, monkeypatch, *asked, "hydra/launcher=basic", "hydra.sweeper.limit=3")
+    assert [replace(plan, environment={}) for plan in alone] == [replace(plan, environment={}) for plan in plans]
+
+
+def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Its process reads the run that was planned, and `resume=` repeats it by the command beside it."""
+    asked = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
+    (plan,) = plans_of(command, monkeypatch, *asked)
+    plan.trial_folder.mkdir(parents=True)
+    plan.write()
+    config = OmegaConf.load(plan.trial_folder / "run.yaml")
+    assert isinstance(config, DictConfig) and plan.run is not None
+    run = Run.from_config(config)
+    tracking = replace(plan.run.config.tracking, id=trial_id(plan.run.config.tracking, plan.folder, plan.key))
+    assert run == plan.run.changed(tracking=tracking)
+    assert (run.config.runs, run.config.name, run.config.tracking.group) == ("runs/a-b", plan.name, "a-b")
+    again = command(*json.loads((plan.trial_folder / "command.json").read_text()))
+    assert again.run == run

@@ -1,4 +1,4 @@
-"""What W&B is told of a sweep, read back from its offline files: one group, every trial once, the parent's table."""
+"""What W&B has of a sweep, read back from its offline files: one group, every trial once, the parent's table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import wandb
 
-from valkyrie.sweep.tracking import COLUMNS, TOLD, SweepTracker
+from valkyrie.sweep.tracking import COLUMNS, REPORTED, SweepTracker, trial_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.tracking import TrackingConfig, WandbMode
 from wandb_files import wandb_log, wandb_logs
@@ -172,16 +172,20 @@ def test_told_twice_is_told_once_and_what_changed_replaces(tmp_path: Path) -> No
     assert again["laptop"]["summary"]["trials/ok"] == 2
 
 
-def test_an_uploaded_run_is_never_removed_and_a_torn_note_is_told_again(tmp_path: Path) -> None:
+def file_of(folder: Path, one: Trial) -> Path:
+    """The newest file that W&B has of a trial's run."""
+    return max(folder.rglob(f"run-{trial_id(TrackingConfig(), folder, one.key)}.wandb"))
+
+
+def test_an_uploaded_run_is_never_removed_and_one_cut_short_is_reported_again(tmp_path: Path) -> None:
     tell(tmp_path, [OK])
-    (run,) = [path for path in tmp_path.rglob("*.wandb") if not path.stem.endswith("-sweep")]
+    run = file_of(tmp_path, OK)
     run.with_suffix(".wandb.synced").touch()
-    told_lines = (tmp_path / TOLD).read_text().splitlines()
-    (tmp_path / TOLD).write_text("\n".join(told_lines[:-1]))  # the last line's end is lost, and the parent's line
+    (run.parent / REPORTED).unlink()  # the sweep was killed before W&B had the run
+    time.sleep(1)  # W&B names folders by the second
     tell(tmp_path, [OK])
-    assert run.is_file()
-    assert len(list(tmp_path.rglob("*.wandb"))) == 4
-    assert [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+    assert run.is_file() and file_of(tmp_path, OK) != run
+    assert len(list(tmp_path.rglob("*.wandb"))) == 3
 
 
 def test_two_sweeps_of_one_name_do_not_share_runs(tmp_path: Path) -> None:
@@ -250,7 +254,7 @@ def test_a_training_that_ends_well_at_last_leaves_no_failed_run(tmp_path: Path) 
 def test_a_failed_run_that_was_uploaded_stays_beside_the_trainings(tmp_path: Path) -> None:
     slow = trial("2x2x2", "2d_tp", Status.timeout, "it took longer than trial.limit_s=13 seconds", stage="train")
     tell(tmp_path, [slow])
-    (run,) = [path for path in tmp_path.rglob("*.wandb") if not path.stem.endswith("-sweep")]
+    run = file_of(tmp_path, slow)
     run.with_suffix(".wandb.synced").touch()
     (tmp_path / slow.name / "wandb" / "offline-run-20260102_030405-own").mkdir(parents=True)
     tell(tmp_path, [trial("2x2x2", "2d_tp", Status.ok, stage="train")])
@@ -268,9 +272,7 @@ def test_two_sweeps_in_one_folder_tell_of_a_trial_once(tmp_path: Path) -> None:
     for tracker in trackers:
         tracker.close()
     assert said == []
-    first, *lines = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
-    assert set(first) == {"identity"}
-    assert len(lines) == len({line["run"] for line in lines}) == 3
+    assert len(list(tmp_path.rglob("*.wandb"))) == 3
     assert sorted(log["run"].display_name for log in wandb_logs(tmp_path)) == sorted([OK.name, FAILED.name, "laptop"])
 
 
@@ -280,7 +282,7 @@ def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> 
     TrialLog(tmp_path).append([FAILED])
     other.log(OK)
     until = time.monotonic() + 20
-    while len((tmp_path / TOLD).read_text().splitlines() if (tmp_path / TOLD).is_file() else []) < 2:
+    while not list(tmp_path.rglob(REPORTED)):
         assert time.monotonic() < until
         time.sleep(0.05)
     one.log(FAILED)
@@ -306,3 +308,26 @@ def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:
     log = wandb_log(tmp_path)
     assert log["run"].run_group == "laptop" and log["run"].job_type == "train"
     assert log["summary"]["step_ms"] == 500.0 and log["summary"]["tokens_per_second"] == 4.0
+
+
+def test_a_run_has_the_same_id_whenever_and_from_wherever_it_is_reported(tmp_path: Path) -> None:
+    config, folder = TrackingConfig(), tmp_path / "swept"
+    folder.mkdir()
+    first = trial_id(config, folder, OK.key)
+    assert trial_id(TrackingConfig(), folder / ".." / "swept", OK.key) == first
+    others = [
+        (TrackingConfig(project="other"), folder, OK.key),
+        (config, folder, FASTER.key),
+        (config, tmp_path, OK.key),
+    ]
+    assert len({first, *(trial_id(*other) for other in others)}) == 4
+
+
+def test_a_training_that_reports_itself_does_so_in_the_run_of_its_trial(tmp_path: Path) -> None:
+    from valkyrie.tracking import Tracker
+
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    config = TrackingConfig(wandb=WandbMode.offline, id=trial_id(TrackingConfig(), tmp_path, OK.key))
+    Tracker(config, folder, run_name="run", fields=OK.about, group="laptop").close()
+    assert wandb_log(folder)["run"].run_id == config.id

@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valkyrie.search.replay import Span
-from valkyrie.search.timeline import trace_events, write_timeline
+from valkyrie.machine.replay import Span
+from valkyrie.machine.timeline import trace_events, write_timeline
 
 
 def span(track: str, start: float, duration: float, name: str = "fusion.1") -> Span:

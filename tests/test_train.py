@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -18,9 +19,9 @@ import pytest
 
 from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
 from valkyrie.data.synthetic import synthetic_entropy
-from valkyrie.hardware import GIB
 from valkyrie.tracking import read_metrics
 from valkyrie.train import trainer
+from valkyrie.units import GIB
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
 
@@ -53,6 +54,7 @@ def test_a_run_folder_says_what_was_run_and_what_came_of_it() -> None:
     assert "model=s5_tiny" in json.loads((folder / "command.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_training_counts_its_memory_as_a_measurement_does(tmp_path: Path) -> None:
     assert command(*tiny(tmp_path, "steps=6", "mode=measure", "mode.repeats=1", "mode.warmup=0")) == 0
     measured = json.loads((tmp_path / "run" / "measure.json").read_text())["memory"]["peak"]
@@ -72,6 +74,7 @@ def test_what_is_printed_says_simulated_and_what_to_do_next(tmp_path: Path, capf
     assert "step 6: validation loss" in out
 
 
+@pytest.mark.slow
 def test_run_yaml_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained()
     monkeypatch.chdir(folder.parent)
@@ -142,6 +145,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
     assert all(np.isfinite(a).all() for a in saved(folder).values() if a.dtype.kind == "f")
 
 
+@pytest.mark.slow
 def test_debug_names_the_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +188,7 @@ def test_every_validation_token_counts_once_and_bits_per_byte_are_right() -> Non
     assert found["eval_bits_per_byte"] == pytest.approx(nats[text].sum() / text.sum() / math.log(2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     from helpers import compose_run, make_program
     from valkyrie.data.prepare import prepare
@@ -205,6 +210,7 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     np.testing.assert_allclose(np.asarray(state.ema["embedding"]), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +289,7 @@ def wait_for(path: Path, seconds: float = 90) -> None:
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     import signal
 
@@ -322,3 +329,14 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> 
     out, err = job.communicate(timeout=60)
     assert job.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in out + err and "Exception ignored" not in err
+
+
+def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
+    process = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        lines = list(itertools.takewhile(lambda line: line != "compiling the step\n", process.stdout))
+        assert process.poll() is None and any(line.startswith("data synthetic:") for line in lines)
+    finally:
+        process.kill()
+        process.communicate()

@@ -13,7 +13,8 @@ import pytest
 
 from runs import command
 from sweeps import Stage
-from valkyrie.sweep.results import last_words, outcome, refusal
+from valkyrie.modes import MODES
+from valkyrie.sweep.results import last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
 
 
@@ -101,7 +102,7 @@ def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
     started = stage.started()
     assert len(started) == len(set(started)) == 5
     assert all("10 trials: 5 ok, 5 refused" in said for said in ended), ended
-    assert any("left, in the hands of another sweep: waiting for it" in said for said in ended), ended
+    assert any("left, which another sweep is carrying out: waiting for it" in said for said in ended), ended
     names = [trial.name for trial in stage.trials().values() if trial.status is Status.ok]
     assert sorted(names) == sorted(started)
 
@@ -114,6 +115,7 @@ def _wait(happened: object, limit_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_sweep_and_its_trial(tmp_path: Path):
     stage = Stage(tmp_path, dp="measure 60")
     sweep = stage.start("partition=dp")
@@ -175,27 +177,38 @@ For simplicity, JAX has removed its internal frames from the traceback.
 
 def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     output = tmp_path / "output.log"
-    assert last_words(output) == "it said nothing"
+    assert last_error(output) == "it printed nothing"
     output.write_text(TRACEBACK)
-    found = outcome(tmp_path, "train", 1)
-    assert found.status is Status.does_not_fit
-    assert found.reason is not None and "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes." in found.reason
+    ended = outcome(tmp_path, 1)
+    assert ended.status is Status.does_not_fit
+    assert ended.reason is not None and "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes." in ended.reason
     output.write_text("F0101 00:00 thing.cc:1] Check failed: a == b\n*** Check failure stack trace: ***\n    @ 0x1\n")
-    found = outcome(tmp_path, "measure", -signal.SIGABRT)
-    assert (found.status, found.reason) == (
+    ended = outcome(tmp_path, -signal.SIGABRT)
+    assert (ended.status, ended.reason) == (
         Status.killed,
         "its process was ended by SIGABRT: F0101 00:00 thing.cc:1] Check failed: a == b",
     )
-    output.write_text("hello\nvalkyrie-train: 2 problems\n  - one.\n  - two.\n")
-    assert refusal(output) == "one. two."
-    assert outcome(tmp_path, "measure", 0).status is Status.failed, "no measure.json"
-    assert outcome(tmp_path, "measure", 130).status is Status.killed
+    assert results_of(tmp_path, MODES["measure"]).reason == "it left no measure.json"
+    assert outcome(tmp_path, 130).status is Status.killed
 
 
 def test_a_training_leaves_what_its_last_part_knows(tmp_path: Path):
     parts = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = outcome(tmp_path, "train", 0)
-    assert found.status is Status.ok
-    assert found.results == {"eval_loss": 2.0, "memory": {"peak": 2**28}, "step": {"step_s": 0.4}, "loss": 2.0}
+    ended = results_of(tmp_path, MODES["train"])
+    assert ended.status is Status.ok
+    assert ended.results == {"eval_loss": 2.0, "memory": {"peak": 2**28}, "step": {"step_s": 0.4}, "loss": 2.0}
+
+
+def test_what_a_trial_raises_is_its_outcome_in_words_and_in_its_log_in_full(tmp_path: Path):
+    """A process refuses what its plan could not know: here its data, which another process has removed."""
+    stage = Stage(tmp_path, dp="real")
+    asked = ["partition=dp", "mode=train", "data=text", "data.paths=[lost.txt]", "steps=1"]
+    sweep = stage.start(*asked)
+    said, _ = sweep.communicate()
+    (trial,) = stage.trials().values()
+    assert (sweep.returncode, trial.status) == (2, Status.refused), said
+    assert trial.reason is not None and "lost" in trial.reason and "Traceback" not in said
+    log = (stage.sweep / trial.name / "output.log").read_text()
+    assert "Traceback" in log and log.splitlines()[-1].startswith("ValueError: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers import compose_run
+from runs import SINGLE, command
+from sweeps import Stage
+from valkyrie.locks import Lock, lock
 from valkyrie.sweep.lock import TrialLock
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess
@@ -40,7 +45,8 @@ def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
 
 
 def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = Plan("k", "trial", "show", tmp_path, (), {}, command=SLEEP)
+    plan = Plan("k", "trial", "show", tmp_path, (), {}, run=compose_run(*SINGLE))
+    monkeypatch.setattr(Plan, "command", SLEEP)
     lock = TrialLock.take(plan.trial_folder)
     assert lock is not None
     noted: list[int] = []
@@ -55,3 +61,26 @@ def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeyp
     lock.release()
     with pytest.raises(ProcessLookupError):
         os.kill(noted[0], 0)
+
+
+def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path):
+    with (tmp_path / "file").open("w") as one, (tmp_path / "file").open("w") as other:
+        assert lock(one) is Lock.ours
+        assert lock(other, wait=False) is Lock.another
+        one.close()
+        assert lock(other, wait=False) is Lock.ours
+
+
+def test_a_file_system_without_locks_does_not_end_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    stage = Stage(tmp_path)
+    stage.enter(monkeypatch)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert command(*stage.arguments("partition=dp,fsdp")) == 0
+    assert [trial.status.value for trial in stage.trials().values()] == ["ok", "ok"]
+    assert capfd.readouterr().err.count("has no file locks (flock). Run one sweep at a time there") == 1

@@ -1,30 +1,26 @@
-"""Decides the vocabulary of logical axes and how single-device model code asks for a placement.
+"""Logical axes: the named dimensions of a model's arrays, and how single-device model code asks for a placement.
 
-A model never names a mesh axis. It names the logical axes of an array and calls the `Shard` it was given;
-`UNSHARDED` does nothing, so every model runs without a mesh.
+A block declares its axes, and its parameters with them (`Parameter`). A model never names a mesh axis: it names the
+logical axes of an array and calls the `Shard` it was given. `UNSHARDED` does nothing: every model runs without a mesh.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
 
-LOGICAL_AXES: dict[str, str] = {
-    "batch": "sequences of the global batch",
-    "seq": "positions in a sequence",
-    "embed": "the residual stream",
-    "mlp": "the hidden side of a feed-forward or gating product",
-    "heads": "query heads",
-    "kv_heads": "key and value heads",
-    "head_dim": "the width of one head",
-    "vocab": "rows of the token embedding, padded to a multiple",
-    "state": "complex states of an S5 layer",
-    "layers": "repetitions of a block, stacked for a scan",
+BATCH, SEQ, LAYERS = "batch", "seq", "layers"
+SHARED_AXES: dict[str, str] = {
+    BATCH: "sequences of the global batch",
+    SEQ: "positions in a sequence",
+    LAYERS: "repetitions of a block, stacked for a scan",
 }
-"""Every logical axis a parameter or an activation may carry, with what it counts."""
+"""The logical axes of every model, with what each counts; the others are declared by blocks and models."""
 
 Axis = str | tuple[str, ...] | None
 """What splits one dimension: a logical axis, several of them in turn, or nothing."""
@@ -34,6 +30,57 @@ Axes = tuple[str | None, ...]
 
 Placed = tuple[Axis, ...]
 """The same where one dimension may be split over several logical axes."""
+
+
+class Size(NamedTuple):
+    """The length of a logical axis, and the config key that sets it (None: no one key)."""
+
+    length: int
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array before it exists: per dimension its logical axis, its length, and the config key that sets it.
+
+    Lengths of `batch` and `seq` are 0: they are a run's, not a model's.
+    """
+
+    axes: Axes
+    shape: tuple[int, ...]
+    keys: tuple[str | None, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Parameter(Tensor):
+    """A parameter before it exists.
+
+    `group` is the optimizer's: `matrix` (decayed), `vector` (not decayed), `ssm` (not decayed, at a rate of its own).
+    `float32`: kept so whatever the precision policy says.
+    """
+
+    group: str = "matrix"
+    float32: bool = False
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What a layout splits of a model.
+
+    `axes`: every logical axis, with what it counts; `follows`: axes that are split like another one as far as their
+    length divides. `parameters` and `activations` (those whose placement is asked for): every different tensor with
+    the names that messages use for it.
+    """
+
+    axes: dict[str, str]
+    parameters: dict[Tensor, list[str]]
+    activations: dict[Tensor, list[str]]
+    follows: dict[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Decides what of a run is kept on disk, how often, and how it comes back. Orbax does the work."""
+"""Checkpoints by Orbax: what is saved and how often, and how a run is restored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from valkyrie.trees import flat, names_of
 
 FOLDER = "checkpoints"
 """The folder of a run folder that holds its checkpoints, one sub-folder a step."""
@@ -23,12 +25,12 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """Return every reason why this makes no sense, in the words of the command line."""
-        found = []
+        problems = []
         if self.every is not None and self.every < 1:
-            found.append(f"checkpoint.every={self.every}: at least 1 is needed, or null to save only at the end.")
+            problems.append(f"checkpoint.every={self.every}: at least 1 is needed, or null to save only at the end.")
         if self.keep < 1:
-            found.append(f"checkpoint.keep={self.keep}: at least 1 is needed.")
-        return found
+            problems.append(f"checkpoint.keep={self.keep}: at least 1 is needed.")
+        return problems
 
 
 class Checkpoints:
@@ -104,11 +106,11 @@ class Checkpoints:
 
     def _refuse_other_shapes(self, step: int, wanted: dict[str, Any]) -> None:
         saved = saved_shapes(self.path / str(step))
-        asked = _shapes(wanted["parameters"])
+        built = _shapes(wanted["parameters"])
         problems = [
-            f"{path} is {saved.get(path, 'missing')} in the checkpoint and {asked.get(path, 'missing')} in the model"
-            for path in sorted({*asked, *saved})
-            if saved.get(path) != asked.get(path)
+            f"{path} is {saved.get(path, 'missing')} in the checkpoint and {built.get(path, 'missing')} in the model"
+            for path in sorted({*built, *saved})
+            if saved.get(path) != built.get(path)
         ]
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -120,8 +122,8 @@ class Checkpoints:
 
     def _refuse_other_state(self, step: int, wanted: dict[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
         """Refuse a sound checkpoint whose state has other arrays; one that cannot be read is left to the reading."""
-        saved, asked = _saved_arrays(self.path / str(step)), _arrays(wanted)
-        if saved is None or saved == asked:
+        saved, wanted_names = _saved_arrays(self.path / str(step)), set(names_of(wanted))
+        if saved is None or saved == wanted_names:
             return
         # another number keeps the arrays; an optimizer, an average or a clipping that comes or goes does not
         options = {
@@ -133,8 +135,8 @@ class Checkpoints:
             differs = "; ".join(f"{key}={was} was saved, {now} is asked for" for key, (now, was) in options.items())
             again = " ".join(f"{key}={was}" for key, (_, was) in options.items())
         else:
-            path, more = min(saved ^ asked), len(saved ^ asked) - 1
-            differs = f"{'.'.join(path)} is only in the {'checkpoint' if path in saved else 'run'} (and {more} more)"
+            name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
+            differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'} (and {more} more)"
             again = "the optimizer options it was saved with"
         raise ValueError(
             f"the checkpoint of step {step} in {self.path} is sound, but of another optimizer: {differs}. "
@@ -169,20 +171,12 @@ def _tree(state: Any) -> dict[str, Any]:
     return {key: value for key, value in state._asdict().items() if value is not None}
 
 
-def _arrays(tree: Any) -> set[tuple[str, ...]]:
-    """Return the path of every array of a state, as Orbax writes it down."""
-    import jax
-
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return {tuple(jax.tree_util.keystr((part,), simple=True) for part in path) for path in paths}
-
-
-def _saved_arrays(path: Path) -> set[tuple[str, ...]] | None:
-    """Return the path of every array of a saved state; None where that cannot be read."""
+def _saved_arrays(path: Path) -> set[str] | None:
+    """Return the dotted name of every array of a saved state; None where that cannot be read."""
     try:
         entries = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
         return {
-            tuple(str(part["key"]) for part in entry["key_metadata"])
+            ".".join(str(part["key"]) for part in entry["key_metadata"])
             for entry in entries
             if entry["value_metadata"]["value_type"] != "None"
         }
@@ -190,14 +184,8 @@ def _saved_arrays(path: Path) -> set[tuple[str, ...]] | None:
         return None
 
 
-def _shapes(tree: Any, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= _shapes(value, f"{prefix}{key}.")
-        elif hasattr(value, "shape"):
-            found[f"{prefix}{key}"] = tuple(value.shape)
-    return found
+def _shapes(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in flat(parameters).items()}
 
 
 def _first_line(error: Exception) -> str:

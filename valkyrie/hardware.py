@@ -1,19 +1,21 @@
-"""Decides what is known of the hardware a run is meant for: chips, slices, and their published figures."""
+"""The hardware a run is meant for: a chip with its published figures, how many of them, and the torus they lie on."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from valkyrie.paths import read_group
+from valkyrie.paths import config_names, read_config
 from valkyrie.precision import DType
+from valkyrie.slices import WRAP_AXES, Shape, Slices, Wrap, parse_shape, shape_text
 
-GIB = 2**30
+CHIPS = "target/chip"
+"""The config group of chips."""
 
 
 class Platform(Enum):
@@ -23,19 +25,6 @@ class Platform(Enum):
     cpu = "cpu"
     gpu = "gpu"
     tpu = "tpu"
-
-
-class Wrap(Enum):
-    """Which axes of a torus close into rings: those as long as the pod's, all if all are whole cubes, or none."""
-
-    none = "none"
-    axes_of_16 = "axes_of_16"
-    axes_of_32 = "axes_of_32"
-    cubes_of_4 = "cubes_of_4"
-
-
-_POD_SIDE = {Wrap.axes_of_16: 16, Wrap.axes_of_32: 32}
-_BELOW_A_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
 
 @dataclass
@@ -48,9 +37,12 @@ class ChipConfig:
     `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `host_bounds`: chips of a host,
     by axis; `dcn_gbs_per_host`: GB/s one way out of such a host over the data-centre network; a host of more
     chips has more in proportion.
-    `max_chips`: the largest slice; `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores).
+    `single_host_chips`: of a host that is the only one, where it may have more. `max_chips`: the largest slice;
+    `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores); `aliases`: what else stands
+    before the N (`v5litepod-N`).
     `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
-    `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: what the compiler of a step is told.
+    `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: options that a step is compiled with,
+    whether to train or to predict; null takes one away.
     `device_kinds`: by which JAX reports it.
     """
 
@@ -67,20 +59,51 @@ class ChipConfig:
     hop_us: float | None = None
     wrap: Wrap = Wrap.none
     host_bounds: list[int] = field(default_factory=list)
+    single_host_chips: int | None = None
     dcn_gbs_per_host: float | None = None
     max_chips: int | None = None
     units_in_name: int = 1
+    aliases: list[str] = field(default_factory=list)
     usd_per_hour: float | None = None
     spot_usd_per_hour: float | None = None
     compiler_name: str | None = None
     compiler_options: dict[str, Any] = field(default_factory=dict)
-    xla_options: dict[str, str] = field(default_factory=dict)
+    xla_options: dict[str, Any] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
 
     def peak_flops(self, compute: DType) -> float | None:
         """Return peak FLOP/s of one chip for this dtype, or None where none is published."""
         peak = self.peak_tflops.get(compute.value)
         return None if peak is None else peak * 1e12
+
+    @property
+    def slices(self) -> Slices:
+        """The slices it comes in; ValueError where its figures contradict each other."""
+        problems = self.problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+        return Slices(self.ici_axes, self.wrap, self.max_chips, tuple(self.host_bounds), self.single_host_chips)
+
+    def problems(self) -> list[str]:
+        """Return why there is no such chip, in the words of the command line."""
+        counts = {"devices": self.devices, "ici_axes": self.ici_axes, "max_chips": self.max_chips}
+        counts |= {"units_in_name": self.units_in_name, "single_host_chips": self.single_host_chips}
+        problems = [f"target.chip.{k}={n}: at least 1 is needed." for k, n in counts.items() if n is not None and n < 1]
+        if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
+            problems.append(
+                f"target.chip.host_bounds={self.host_bounds}: write the chips of a host along each axis of the torus, "
+                f"which target.chip.ici_axes={self.ici_axes} of this chip has, each at least 1."
+            )
+        for name, value in self.xla_options.items():
+            if not isinstance(value, str | int | float | None):
+                problems.append(f"target.chip.xla_options.{name}={value}: write a word, a number, true, false or null.")
+        axes = WRAP_AXES.get(self.wrap)
+        if axes not in (None, self.ici_axes):
+            problems.append(
+                f"target.chip.wrap={self.wrap.value} is for a torus of {axes} axes, target.chip.ici_axes="
+                f"{self.ici_axes} for another. Use target.chip.ici_axes={axes}, or target.chip.wrap=none."
+            )
+        return problems
 
 
 @dataclass
@@ -100,11 +123,12 @@ class TargetConfig:
     slices: int = 1
 
     def __post_init__(self) -> None:
-        shape = torus_shape(self.topology)
-        if shape is None or self.chip is None or math.prod(shape) == self.chips:
+        shape, chip = parse_shape(self.topology), self.chip
+        if shape is None or chip is None or math.prod(shape) == self.chips:
             return
         self.chips = math.prod(shape)
-        self.hosts = -(-self.chips // math.prod(_host_bounds(self.chip, shape)))
+        if len(shape) == chip.ici_axes and not chip.problems():
+            self.hosts = chip.slices.hosts(shape)
 
     @property
     def devices(self) -> int | None:
@@ -115,35 +139,63 @@ class TargetConfig:
         """Return the target with chips, topology and hosts, as every message prints it."""
         if self.chips is None or self.chip is None:
             return self.name
-        named = re.fullmatch(r".*?-([0-9]+)", self.name)
-        custom = named is not None and int(named[1]) != self.chips * self.chip.units_in_name
+        size = self._size_in_name()
+        custom = size.isdigit() and int(size) != self.chips * self.chip.units_in_name
         title = f"{self.name} with topology {self.topology}" if custom and self.topology else self.name
-        shape = f" {self.topology}" if self.topology and title == self.name else ""
+        shape = f" {self.topology}" if self.topology and title == self.name and size != self.topology else ""
         each = f" in each of {self.slices} slices" if self.slices > 1 else ""
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
         return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{each})"
 
     def problems(self) -> list[str]:
         """Return why there is no such hardware, in the words of the command line."""
-        if self.slices < 1:
-            return [f"target.slices={self.slices}: at least 1 is needed."]
-        if self.slices > 1 and self.chip is not None and self.chip.ici_axes and self.chip.dcn_gbs_per_host is None:
+        chip, override = self.chip, f"target.topology={self.topology}"
+        for key in ("chips", "hosts", "slices"):
+            if (count := getattr(self, key)) is not None and count < 1:
+                return [f"target.{key}={count}: at least 1 is needed."]
+        if chip is None:
+            return [] if self.topology is None else [self._no_torus()]
+        if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
             return [
-                f"target.slices={self.slices}: no bandwidth between slices of {self.chip.name} is published. Set "
+                f"target.slices={self.slices}: no bandwidth between slices of {chip.name} is published. Set "
                 "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use one slice."
             ]
-        if self.topology is None:
-            return []
-        if self.chip is None or self.chip.ici_axes is None:
-            return [f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."]
-        shape, axes = torus_shape(self.topology), self.chip.ici_axes
-        if shape is None or len(shape) != axes:
+        if self.topology is None or chip.problems():
+            return chip.problems()
+        if chip.ici_axes is None:
+            return [self._no_torus()]
+        if "x" in self._size_in_name() and self._size_in_name() != self.topology:
             return [
-                f"target.topology={self.topology}: a {self.chip.name} slice is a torus of {axes} axes. Write the chips "
-                f"along each, such as target.topology={'x'.join('4' * axes)}."
+                f"target={self.name} names a topology, and {override} another one. Use "
+                f"target={chip.name}-{self.topology}, or leave target.topology out."
             ]
-        reason = _illegal(self.chip, shape)
-        return [f"target.topology={self.topology} is no slice of {self.chip.name}: {reason}"] if reason else []
+        shape = parse_shape(self.topology)
+        if shape is None or len(shape) != chip.ici_axes:
+            return [override + chip.slices.wrong_axes(chip.name, "target.topology=")]
+        refusal = chip.slices.refusal(shape, chip.name, topology_text)
+        return [] if refusal is None else [override + refusal]
+
+    def resized(self, devices: int) -> TargetConfig | None:
+        """Return one slice of so many devices of the same kind; None where there is none."""
+        if self.chip is None:
+            return simulated(devices) if self.platform is Platform.cpu else None
+        chips, rest = divmod(devices, self.chip.devices)
+        shape = None if rest else self.chip.slices.default(chips)
+        return None if shape is None else slice_of(self.chip, shape)
+
+    def nearest(self, devices: int) -> list[TargetConfig]:
+        """Return the slices of the same chip with the next fewer and the next more devices."""
+        if self.chip is None:
+            return []
+        return [slice_of(self.chip, shape) for shape in self.chip.slices.nearest(Fraction(devices, self.chip.devices))]
+
+    def _size_in_name(self) -> str:
+        """Return the `64` of `v4-64` and the `4x4x2` of `v4-4x4x2`, nothing where the name is not of that kind."""
+        word, _, size = self.name.rpartition("-")
+        return size if self.chip is not None and word == self.chip.name else ""
+
+    def _no_torus(self) -> str:
+        return f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."
 
 
 @dataclass(frozen=True)
@@ -170,13 +222,6 @@ class Topology:
         return self.chips * self.devices_per_chip * self.slices
 
 
-def torus_shape(topology: str | None) -> tuple[int, ...] | None:
-    """Return the chips along each axis that a topology like `8x8x12` names, or None when it names none."""
-    if topology is None or not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", topology):
-        return None
-    return tuple(int(n) for n in topology.split("x"))
-
-
 def topology_of(target: TargetConfig) -> Topology:
     """Return the torus of a target; a target without one (CPU, GPU) is a single axis of chips that does not wrap.
 
@@ -190,54 +235,49 @@ def topology_of(target: TargetConfig) -> Topology:
             f"target={target.name} is whatever the machine has, so nothing is known of its links. Name the hardware, "
             "such as target=v4-64, or target=cpu8 for simulated devices."
         )
-    chip, shape = target.chip, torus_shape(target.topology)
+    chip, shape = target.chip, parse_shape(target.topology)
     devices = chip.devices if chip else 1
     if chip is None or shape is None:
         bounds = (-(-target.chips // target.hosts),)
         return Topology((target.chips,), (False,), bounds, target.slices, devices)
-    bounds = shape if target.hosts == 1 else _host_bounds(chip, shape)
-    return Topology(shape, _wraps(chip, shape), bounds, target.slices, devices)
+    bounds = shape if target.hosts == 1 else chip.slices.host(shape)
+    return Topology(shape, chip.slices.rings(shape), bounds, target.slices, devices)
 
 
-def legal_neighbours(chip: ChipConfig, shape: tuple[int, ...]) -> list[str]:
-    """Return the slices of a chip nearest to a shape: one of as many chips if there is, the next smaller and larger."""
-    size = math.prod(shape)
-
-    def distance(other: tuple[int, ...]) -> tuple[float, float]:
-        sides = zip(sorted(other), sorted(shape), strict=True)
-        return abs(math.log(math.prod(other) / size)), sum(abs(math.log(a / b)) for a, b in sides)
-
-    legal = _legal_shapes(chip.wrap, chip.max_chips or 0)
-    found = sorted((s for s in legal if sorted(s) != sorted(shape)), key=distance)
-    equal = [s for s in found if math.prod(s) == size][:1]
-    smaller = [s for s in found if math.prod(s) < size][:1]
-    larger = [s for s in found if math.prod(s) > size][:1]
-    return [_text(s) for s in equal + smaller + larger]
+def slice_of(chip: ChipConfig, shape: Shape) -> TargetConfig:
+    """Return the slice of a chip that has this shape, by its shortest name: `v4-64`, or else `v4-4x4x2`."""
+    chips = math.prod(shape)
+    size = chips * chip.units_in_name if chip.slices.default(chips) == shape else shape_text(shape)
+    topology = None if chip.ici_axes is None else shape_text(shape)
+    return TargetConfig(f"{chip.name}-{size}", chip.platform, chip, chips, topology, chip.slices.hosts(shape))
 
 
-def neighbours_hint(chip: ChipConfig, shape: tuple[int, ...]) -> str:
-    """Return the sentence that names the nearest slices that exist, with their chips."""
-    found = legal_neighbours(chip, shape)
-    named = [f"target.topology={n} ({math.prod(torus_shape(n) or ())} chips)" for n in found]
-    return f"Nearest: {', '.join(named)}."
+def simulated(devices: int) -> TargetConfig:
+    """Return so many simulated CPU devices."""
+    return TargetConfig(f"cpu{devices}", Platform.cpu, chips=devices)
 
 
-@cache
-def known_chips() -> dict[str, ChipConfig]:
-    """Return every chip described in `conf/target/chip`, by name."""
-    return {chip.name: chip for chip, _ in read_group("target/chip", ChipConfig)}
+def topology_text(shape: Shape) -> str:
+    """Return a shape as a topology is asked for: `target.topology=4x4x2`."""
+    return f"target.topology={shape_text(shape)}"
 
 
-@cache
-def known_targets() -> tuple[TargetConfig, ...]:
-    """Return every target described in `conf/target`, with its chip, by name."""
-    found = []
-    for target, bases in read_group("target", TargetConfig):
-        for base in bases:
-            if base.startswith("chip/"):
-                target.chip = known_chips()[base.removeprefix("chip/").removesuffix("@chip")]
-        found.append(target)
-    return tuple(found)
+class _Shipped(Mapping[str, ChipConfig]):
+    """The chips in `conf/target/chip`; a file is read once, when its chip is first asked for."""
+
+    def __getitem__(self, name: str) -> ChipConfig:
+        return _chip(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(config_names(CHIPS))
+
+    def __len__(self) -> int:
+        return len(config_names(CHIPS))
+
+
+def known_chips() -> Mapping[str, ChipConfig]:
+    """Return every chip described in `conf/target/chip`, by name; `[]` and `get` take its other names as well."""
+    return _Shipped()
 
 
 def chip_of(device_kind: str) -> ChipConfig | None:
@@ -248,52 +288,11 @@ def chip_of(device_kind: str) -> ChipConfig | None:
     return None
 
 
-def _host_bounds(chip: ChipConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
-    bounds = chip.host_bounds or [1] * len(shape)
-    return tuple(min(bound, side) for bound, side in zip(bounds, shape, strict=False))
-
-
-def _wraps(chip: ChipConfig, shape: tuple[int, ...]) -> tuple[bool, ...]:
-    if chip.wrap is Wrap.cubes_of_4:
-        return (all(side % 4 == 0 for side in shape),) * len(shape)
-    full = _POD_SIDE.get(chip.wrap)
-    return tuple(side == full for side in shape)
-
-
-def _illegal(chip: ChipConfig, shape: tuple[int, ...]) -> str | None:
-    """Return why Cloud TPU has no slice of this shape, with the nearest it has, or None when it has one."""
-    chips = math.prod(shape)
-    if sorted(shape) in [sorted(s) for s in _legal_shapes(chip.wrap, chip.max_chips or 0)]:
-        hosts_fit = all(side % bound == 0 for side, bound in zip(shape, chip.host_bounds, strict=True))
-        if hosts_fit or chips < math.prod(chip.host_bounds):
-            return None
-        turned = _text(sorted(shape, reverse=True))
-        return f"hosts of {_text(chip.host_bounds)} chips do not fit into it. Write target.topology={turned}."
-    if chip.max_chips is not None and chips > chip.max_chips:
-        rule = f"the largest has {chip.max_chips} chips, this one would have {chips}."
-    elif chip.wrap is Wrap.cubes_of_4:
-        small = ", ".join(_text(s) for s in _BELOW_A_CUBE)
-        rule = f"below a cube of 4x4x4 there are {small}; from there on every axis is a multiple of 4."
-    else:
-        rule = f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {_POD_SIDE[chip.wrap]}."
-    return f"{rule} {neighbours_hint(chip, shape)}"
-
-
-def _text(shape: Iterable[int]) -> str:
-    return "x".join(str(n) for n in shape)
-
-
 @cache
-def _legal_shapes(wrap: Wrap, largest: int) -> frozenset[tuple[int, ...]]:
-    """Return every slice that Cloud TPU has of such a chip, as Cloud TPU writes it, up to `largest` chips.
-
-    Source: cloud.google.com/tpu/docs/v4 (`4i x 4j x 4k`, and the shapes below a cube), /v5e and /v6e (2-D).
-    """
-    if wrap is Wrap.cubes_of_4:
-        cubes = largest // 64
-        triples = (
-            (i, j, k) for i in range(1, cubes + 1) for j in range(i, cubes // i + 1) for k in range(j, cubes + 1)
-        )
-        return frozenset((4 * i, 4 * j, 4 * k) for i, j, k in triples if i * j * k <= cubes) | set(_BELOW_A_CUBE)
-    sides = [2**i for i in range(_POD_SIDE.get(wrap, 0).bit_length())]
-    return frozenset((a, b) for a in sides for b in sides if b in (a, 2 * a) and (a, b) != (1, 2))
+def _chip(name: str) -> ChipConfig:
+    if name in config_names(CHIPS):
+        return read_config(CHIPS, name, ChipConfig)
+    for chip in known_chips().values():
+        if name in chip.aliases:
+            return chip
+    raise KeyError(name)

@@ -1,12 +1,11 @@
-"""Decides where the configuration that ships with the package lies, how it is read without Hydra, where caches are.
-
-And how a file is written that others may be reading.
-"""
+"""Where the shipped configuration lies, how it is read without Hydra, where caches are, how files are written."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,30 +25,55 @@ def cache_root() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file in one piece, text as UTF-8: readers see the one before or this one. Return its path."""
+    """Write a file in one piece, text as UTF-8, and return its path.
+
+    Readers see the file before or this one, also after a kill, on a full disk, or when the machine goes down.
+    """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
         path.write_bytes(body)
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        partial.write_bytes(body)
+        with partial.open("wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return path
 
 
-def read_group(group: str, schema: type[Schema]) -> list[tuple[Schema, list[str]]]:
-    """Return every config of a group, by file name, as its dataclass, with the names in its defaults list."""
+@cache
+def source_digest(*names: str) -> str:
+    """Return a digest of the source of modules and folders: of this package (`run.py`, `models`), or by full path."""
+    digest = hashlib.sha256()
+    for name in names:
+        path = Path(__file__).resolve().parent / name
+        for file in sorted([*path.glob("*.py"), *path.glob("*/*.py")]) if path.is_dir() else [path]:
+            digest.update(f"{name}/{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def config_names(group: str) -> list[str]:
+    """Return the names of the configs of a group that ship with the package, in order."""
+    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+
+
+def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
+    """Return a config of a group as its dataclass, without what its defaults list adds to the schema."""
     from omegaconf import DictConfig, OmegaConf
 
-    found = []
-    for path in sorted((conf_dir() / group).glob("*.yaml")):
-        values = OmegaConf.load(path)
-        assert isinstance(values, DictConfig), path
-        bases = [str(base) for base in values.pop("defaults", [])]
-        value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
-        assert isinstance(value, schema), path
-        found.append((value, bases))
-    return found
+    path = conf_dir() / group / f"{name}.yaml"
+    values = OmegaConf.load(path)
+    assert isinstance(values, DictConfig), path
+    values.pop("defaults", None)
+    value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    assert isinstance(value, schema), path
+    return value
+
+
+def read_group(group: str, schema: type[Schema]) -> list[Schema]:
+    """Return every config of a group as its dataclass, by file name."""
+    return [read_config(group, name, schema) for name in config_names(group)]

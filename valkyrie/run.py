@@ -1,30 +1,33 @@
-"""Decides what one run is: the composed, typed and validated object behind every command. Imports no JAX."""
+"""`Run`: the composed, typed and validated object behind every command. Imports no JAX."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from valkyrie.axes import Arrays
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import DataConfig
-from valkyrie.hardware import TargetConfig, known_targets, torus_shape
-from valkyrie.models import config_class
-from valkyrie.models.config import ValkyrieConfig
+from valkyrie.hardware import TargetConfig
+from valkyrie.models import Model, config_class, folder_of, known_axes, let_import
+from valkyrie.modes import MODES, ModeConfig
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.partition import PartitionConfig, Remat
-from valkyrie.paths import read_group
+from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
+from valkyrie.slices import parse_shape
 from valkyrie.tracking import TrackingConfig
+from valkyrie.trees import flat
 
 SEEDS = 2**31
 """Seeds are below it: JAX takes them as 32-bit integers."""
@@ -35,32 +38,6 @@ class Debug(Enum):
 
     none = "none"
     nans = "nans"
-
-
-class MeasuredData(Enum):
-    """What `mode=measure` feeds a step: random tokens that lie on the devices, or the run's data by its loader."""
-
-    random = "random"
-    real = "real"
-
-
-@dataclass
-class ModeConfig:
-    """What a command does with the run: `train`, `show`, `compile`, `measure`, `eval`, `generate`.
-
-    For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
-    leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
-    `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
-    """
-
-    name: str = "train"
-    time_limit_s: float = 1800.0
-    cache: bool = True
-    hlo: bool = False
-    warmup: int = 2
-    repeats: int = 10
-    data: MeasuredData = MeasuredData.random
-    trace: bool = False
 
 
 @dataclass
@@ -77,7 +54,10 @@ class TrialConfig:
 
 @dataclass
 class RunConfig:
-    """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence."""
+    """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
+
+    `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
+    """
 
     mode: ModeConfig = field(default_factory=ModeConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -91,6 +71,7 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     name: str | None = None
     runs: str = "runs"
+    modules: list[str] = field(default_factory=list)
     resume: str | None = None
     seed: int = 0
     steps: int = 200
@@ -111,10 +92,14 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as asked: every group typed, every word known. What follows from it (layout, shardings) is derived."""
+    """One run, as asked: every group typed, every word known. What follows from it (layout, shardings) is derived.
+
+    `arguments` are those it was composed from in Python; a run folder keeps them, for `resume=` composes from them.
+    """
 
     config: RunConfig
-    model: ValkyrieConfig
+    model: Model
+    arguments: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def layout(self) -> Layout:
@@ -123,6 +108,17 @@ class Run:
         if problems or layout is None:
             raise ValueError("\n".join(problems))
         return layout
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """What a layout splits of the model."""
+        return self.model.arrays()
+
+    def changed(self, **values: Any) -> Run:
+        """Return this run with other values of its keys (`mesh`, `partition`, ...), of the same model."""
+        other = Run(replace(self.config, **values), self.model, self.arguments)
+        other.__dict__["arrays"] = self.arrays
+        return other
 
     @property
     def tokenizer(self) -> str:
@@ -167,13 +163,15 @@ class Run:
 
     def values(self) -> dict[str, str]:
         """Return what decides what a step computes, by its key on the command line: `model.layers`: `4`."""
-        groups = {"model": self.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
-        return dict(_leaves({name: asdict(group) for name, group in groups.items()}))
+        groups = {"model": self.config.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
+        values = flat({name: asdict(group) for name, group in groups.items()})
+        return {key: as_written(value) for key, value in values.items()}
 
     @staticmethod
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        let_import(OmegaConf.select(composed, "modules") or [])
         family = OmegaConf.select(composed, "model.family")
         if family is None:
             raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
@@ -186,44 +184,53 @@ class Run:
         except OmegaConfBaseException as error:
             raise ValueError(_explain(error)) from error
         assert isinstance(typed, RunConfig)
+        folder = folder_of(family)
+        if folder is not None and str(folder) not in typed.modules:
+            typed.modules.append(str(folder))
         return Run(typed, typed.model)
 
     def problems(self) -> list[str]:
         """Return everything wrong with this run that can be known without JAX and without a device."""
         c = self.config
-        found = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems()]
+        problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems()]
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
-                found.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
+                problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
         if c.mode.repeats < 1 or c.mode.warmup < 0 or c.mode.time_limit_s <= 0:
-            found.append(
+            problems.append(
                 f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
                 f"{c.mode.time_limit_s:g}: repeats must be at least 1, warmup at least 0, the limit above 0."
             )
         if c.trial.limit_s is not None and c.trial.limit_s <= 0:
-            found.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
+            problems.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
         if not 0 <= c.temperature < math.inf:
-            found.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
+            problems.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
         if c.top_k is not None and c.top_k < 1:
-            found.append(f"top_k={c.top_k}: at least 1 is needed, or null to sample among all tokens.")
+            problems.append(f"top_k={c.top_k}: at least 1 is needed, or null to sample among all tokens.")
         if c.sample_tokens < 0:
-            found.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
+            problems.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
         if not 0 <= c.seed < SEEDS:
-            found.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
+            problems.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
         if c.name is not None and (not c.name.strip() or {".", ".."} & set(Path(c.name).parts)):
-            found.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
-        if not self.model.causal and c.mode.name != "show":
-            found.append(
+            problems.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
+        if c.mode.name not in MODES:
+            problems.append(f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}.")
+        elif not self.model.causal and not MODES[c.mode.name].any_model:
+            problems.append(
                 "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
                 "predict: a next-token loss needs a causal model. Only mode=show takes this one."
             )
-        if not found:
-            found += self._layout()[1]
-        return found + self._target_problems()
+        for key, value in flat(asdict(c)).items():
+            new = not any(key in problem for problem in problems)
+            if new and isinstance(value, float) and not math.isfinite(value):
+                problems.append(f"{key}={value}: must be a finite number.")
+        if not problems:
+            problems += self._layout()[1]
+        return problems + self._target_problems()
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
-        partitions = [partition for partition, _ in read_group("partition", PartitionConfig)]
+        partitions = read_group("partition", PartitionConfig)
         return [partition.name for partition in partitions if not self._layout(partition)[1]]
 
     def save(self, path: Path) -> None:
@@ -233,9 +240,10 @@ class Run:
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
         hydra |= {"job_logging": silent, "hydra_logging": silent}
         body = OmegaConf.merge(values, {"hydra": hydra})
-        path.write_text(
+        write_whole(
+            path,
             f"# valkyrie-train --config-path {path.resolve().parent} --config-name {path.stem}\n"
-            + OmegaConf.to_yaml(body)
+            + OmegaConf.to_yaml(body),
         )
 
     def _layout(self, partition: PartitionConfig | None = None) -> tuple[Layout | None, list[str]]:
@@ -243,11 +251,12 @@ class Run:
         return make_layout(
             c.mesh,
             partition or c.partition,
+            self.arrays,
             microbatches=c.microbatches,
             remat=c.remat,
-            tensors=self.model.tensors(),
             batch=c.batch,
             seq=c.seq,
+            known_axes=known_axes(),
         )
 
     def _target_problems(self) -> list[str]:
@@ -272,15 +281,6 @@ class Run:
         return []
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Return the values of nested groups as texts, by their full keys."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", as_written(value)
-
-
 def as_written(value: Any) -> str:
     """Return a value as a person writes it on the command line."""
     if isinstance(value, list):
@@ -291,35 +291,38 @@ def as_written(value: Any) -> str:
 
 
 def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the refusal of a mesh of more or fewer devices than the target, with the targets that have as many."""
+    """Return the refusal of a mesh of more or fewer devices than the target, with the target that has as many."""
     chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
     noun = "chips" if target.chip and per_chip == 1 else "devices"
     has = f"{chips} chips, each of {per_chip} JAX devices" if per_chip > 1 else f"{chips} {noun}"
     if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
         has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
-    fitting = [t.describe() for t in known_targets() if t.chip == target.chip and t.devices == mesh.size]
-    hint = f" {mesh.size} {noun} are target={', '.join(fitting)}." if fitting else ""
-    hint = _as_slices(target, mesh) or hint
     inner = f"{target.slices}s" if target.slices > 1 else ""
     such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
+    resized = target.resized(mesh.size)
+    nearest = " and ".join(f"target={other.describe()}" for other in target.nearest(mesh.size))
+    fitting = f" No slice has {mesh.size} {noun}; the nearest are {nearest}." if nearest else ""
+    if resized is not None:
+        fitting = f" {mesh.size} {noun} are target={resized.describe()}."
     return (
-        f"target={target.describe()} has {has}, but mesh={mesh.name} needs {mesh.size} devices.{hint} "
-        f"Use a mesh of {target.devices} devices{such_as}, or a target of {mesh.size}."
+        f"target={target.describe()} has {has}, but mesh={mesh.name} needs {mesh.size} devices."
+        f"{_as_slices(target, mesh) or fitting} Use a mesh of {target.devices} devices{such_as}"
+        f"{'' if resized is None else f', or a target of {mesh.size}'}."
     )
 
 
 def _as_slices(target: TargetConfig, mesh: MeshConfig) -> str:
     """Return the sentence that names the target of each slice of a mesh, empty where the target's slices are its."""
-    each, names = mesh.size // mesh.slices, []
-    if target.topology and mesh.slices not in (1, target.slices):
-        names = [t.name for t in known_targets() if t.chip == target.chip and t.devices == each]
-    said = " or ".join(f"target={name} target.slices={mesh.slices}" for name in names)
-    return f" {mesh.slices} slices of {each} devices are {said}." if said else ""
+    each = mesh.size // mesh.slices
+    resized = target.resized(each) if target.topology and mesh.slices not in (1, target.slices) else None
+    if resized is None:
+        return ""
+    return f" {mesh.slices} slices of {each} devices are target={resized.name} target.slices={mesh.slices}."
 
 
 def _mesh_like(target: TargetConfig) -> str:
     """Return the mesh that follows the axes of a target's torus, its devices of a chip last."""
-    shape = list(torus_shape(target.topology) or (target.chips or 1,))
+    shape = list(parse_shape(target.topology) or (target.chips or 1,))
     if target.chip and target.chip.devices > 1:
         shape.append(target.chip.devices)
     return "x".join(str(n) for n in shape + [1] * (3 - len(shape)))

@@ -1,4 +1,4 @@
-"""Decides where metrics go: always one JSON line per record in the run folder, and W&B beside it when asked for."""
+"""Metrics: one JSON line per record in the run folder, and W&B where it is on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class WandbMode(Enum):
 class TrackingConfig:
     """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set.
 
-    `group` is W&B's group of the run; None groups by model and target.
+    `group` is W&B's group of the run; None groups by model and target. `id` is W&B's id of the run; None makes one of
+    its name and folder.
     """
 
     name: str = "wandb"
@@ -32,6 +33,7 @@ class TrackingConfig:
     project: str = "valkyrie"
     entity: str | None = None
     group: str | None = None
+    id: str | None = None
     init_timeout: int = 10
 
 
@@ -83,7 +85,7 @@ class Tracker:
                 mode,
                 folder,
                 name=run_name,
-                run_id=f"{run_name}-{folder.resolve().stat().st_ino}",
+                run_id=config.id or f"{run_name}-{folder.resolve().stat().st_ino}",
                 group=config.group or group,
                 job_type="train",
                 fields=fields,
@@ -131,9 +133,9 @@ def start_wandb(
 
 def compared(step: dict[str, Any]) -> dict[str, float]:
     """Return the figures by which W&B compares runs, of a step's figures: those that are known, the step in ms."""
-    found = {key: step.get(key) for key in ("tokens_per_second", "tokens_per_second_per_chip", "mfu")}
-    found["step_ms"] = None if step.get("step_s") is None else 1e3 * step["step_s"]
-    return _known(found)
+    metrics = {key: step.get(key) for key in ("tokens_per_second", "tokens_per_second_per_chip", "mfu")}
+    metrics["step_ms"] = None if step.get("step_s") is None else 1e3 * step["step_s"]
+    return _known(metrics)
 
 
 def resolve(mode: WandbMode) -> WandbMode:
@@ -141,8 +143,8 @@ def resolve(mode: WandbMode) -> WandbMode:
     if mode is not WandbMode.auto:
         return mode
     known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
-    asked = known.get(os.environ.get("WANDB_MODE", ""))
-    return asked or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
+    chosen = known.get(os.environ.get("WANDB_MODE", ""))
+    return chosen or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:

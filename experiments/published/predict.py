@@ -8,6 +8,9 @@ It needs libtpu (`pip install 'valkyrie-jax[tpu]'`) and no TPU. Nothing is fitte
 replay of the compiled step, as `valkyrie-train mode=compile` prints it. Where a source gives FLOP/s or MFU in place of
 seconds, its own count of FLOPs turned them into seconds: 6 x parameters x tokens, and attention as if every token saw
 the whole sequence (MaxText counted so until its issue 1988; PaLM, appendix B).
+
+Beside each prediction stands what a trivial guess would say: the FLOPs of the model at the median MFU of the other rows
+on the same chip. That guess has seen measured times of its neighbours; the prediction has seen none.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import argparse
 import csv
 import json
 import statistics
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,16 @@ from valkyrie.search.modes import compile_and_summarise
 HERE = Path(__file__).resolve().parent
 
 
+@dataclass(frozen=True)
+class Work:
+    """A published row: its seconds at the peak of its chips, by the model's FLOPs, and as measured."""
+
+    row: str
+    chip: str
+    ideal_s: float
+    measured_s: float
+
+
 def main() -> None:
     """Predict the rows asked for and print them beside what was measured."""
     parser = argparse.ArgumentParser(description="Predicted against published step times.")
@@ -38,12 +53,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every row's numbers here")
     asked = parser.parse_args()
     console, results = Console(width=140, highlight=False), []
-    for row in read_rows():
+    rows = read_rows()
+    works = [work_of(row) for row in rows if comparable(row)]
+    for row in rows:
         if asked.rows and not any(word in row["row"] for word in asked.rows):
             continue
         if row["chips"] and int(row["chips"]) > asked.max_chips:
             continue
-        result = predict(row, console)
+        result = predict(row, works, console)
         console.print(describe(result), soft_wrap=True)
         results.append(result)
         if asked.json:
@@ -70,9 +87,31 @@ def compose_row(row: dict[str, str]) -> Run:
     return run
 
 
-def predict(row: dict[str, str], console: Console) -> dict[str, Any]:
+def comparable(row: dict[str, str]) -> bool:
+    """Return whether a row states enough to be composed and compared."""
+    return bool(row["experiment"] and row["step_s"])
+
+
+def work_of(row: dict[str, str]) -> Work:
+    """Return what a trivial guess needs of a row."""
+    run = compose_row(row)
+    chip, chips = run.config.target.chip, int(row["chips"])
+    assert chip is not None
+    return Work(
+        row["row"], chip.name, run.step_flops / (chips * chip.peak_tflops["bfloat16"] * 1e12), float(row["step_s"])
+    )
+
+
+def trivial_guess(row: str, works: list[Work]) -> float:
+    """Return the seconds of a step at the median MFU of the other rows on the same chip."""
+    (own,) = (work for work in works if work.row == row)
+    others = [work for work in works if work.chip == own.chip and work.row != row]
+    return own.ideal_s / statistics.median(work.ideal_s / work.measured_s for work in others)
+
+
+def predict(row: dict[str, str], works: list[Work], console: Console) -> dict[str, Any]:
     """Return a row with the predicted and the measured seconds of a step, or the reason why there is no prediction."""
-    if not row["experiment"] or not row["step_s"]:
+    if not comparable(row):
         return {"row": row["row"], "layout": "", "status": "not comparable", "reason": row["note"]}
     run = compose_row(row)
     compiled, found, _ = compile_and_summarise(run, console)
@@ -82,10 +121,14 @@ def predict(row: dict[str, str], console: Console) -> dict[str, Any]:
     measured, predicted = float(row["step_s"]), found["step"]["step_s"]
     peak = found["memory"]["peak"] / 2**30
     seconds = {key: round(value, 4) for key, value in found["seconds"].items()}
+    guess = trivial_guess(row["row"], works)
     return result | {
+        "libtpu": version("libtpu"),
         "measured_s": measured,
         "predicted_s": predicted,
         "error": predicted / measured - 1,
+        "guessed_s": guess,
+        "guess_error": guess / measured - 1,
         "peak_gib": peak,
         "parameters": found["parameters"],
         "seconds": seconds,
@@ -102,18 +145,26 @@ def describe(result: dict[str, Any]) -> str:
 
 def markdown(results: list[dict[str, Any]]) -> str:
     """Return the table, and the median and the worst error under it."""
-    lines = ["| published run | layout | measured s | predicted s | error |", "|---|---|---:|---:|---:|"]
+    lines = ["| published run | layout | measured s | predicted s | error | constant MFU s | error |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
     for r in results:
         if "error" in r:
-            numbers = f"{r['measured_s']:.3f} | {r['predicted_s']:.3f} | {100 * r['error']:+.1f}%"
+            numbers = f"{r['measured_s']:.3f} | {r['predicted_s']:.3f} | {100 * r['error']:+.1f}% | "
+            numbers += f"{r['guessed_s']:.3f} | {100 * r['guess_error']:+.1f}%"
         else:
-            numbers = f" | {r['status']}: {r['reason']} | "
+            numbers = f" | {r['status']}: {r['reason']} | | | "
         lines.append(f"| {r['row']} | {r['layout']} | {numbers} |")
-    errors = [abs(r["error"]) for r in results if "error" in r]
-    if errors:
-        median, worst = 100 * statistics.median(errors), 100 * max(errors)
-        lines += ["", f"{len(errors)} rows: median absolute error {median:.1f}%, worst {worst:.1f}%."]
+    predicted = [r for r in results if "error" in r]
+    if predicted:
+        versions = ", ".join(sorted({r["libtpu"] for r in predicted}))
+        said = f"{len(predicted)} rows, libtpu {versions}: predicted {_errors(predicted, 'error')}; "
+        lines += ["", f"{said}constant MFU of the chip's other rows {_errors(predicted, 'guess_error')}."]
     return "\n".join(lines)
+
+
+def _errors(results: list[dict[str, Any]], key: str) -> str:
+    errors = [100 * abs(r[key]) for r in results]
+    return f"median absolute error {statistics.median(errors):.1f}%, worst {max(errors):.1f}%"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Decides how a configuration is run that is composed already: a `run.yaml`, or what `--cfg job` printed."""
+"""Running a configuration that is already composed: a `run.yaml`, or the output of `--cfg job`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def composed_file(arguments: Sequence[str]) -> Path | None:
         return None
     file = Path(folder) / f"{(_flag(arguments, _NAME) or 'train').removesuffix('.yaml')}.yaml"
     return file if file.is_file() and not _has(file, "defaults") else None
+
+
+def config_dirs(arguments: Sequence[str]) -> list[str]:
+    """Return the folder that the arguments give for configurations of the user's own, in full; at most one."""
+    folder = _flag(arguments, ("--config-dir", "-cd"))
+    return [] if folder is None else [str(Path(folder).resolve())]
 
 
 def without_outputs(arguments: Sequence[str], file: Path) -> list[str]:
@@ -59,12 +65,12 @@ def refuse_choices(config: DictConfig, file: Path | None) -> None:
 
 def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the last value of a flag, joined to it by `=` or standing behind it."""
-    found = None
+    given = None
     for argument, following in zip_longest(arguments, arguments[1:]):
         name, joined, value = argument.partition("=")
         if name in names:
-            found = value if joined else following
-    return found
+            given = value if joined else following
+    return given
 
 
 def _has(file: Path, key: str) -> bool:

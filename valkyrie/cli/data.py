@@ -104,7 +104,7 @@ def _verify(arguments: argparse.Namespace) -> None:
     prepared = verify(arguments.path)
     shards = [*prepared.train.shards, *prepared.validation.shards]
     size = sum(shard.tokens for shard in shards) * prepared.token_size
-    print(f"{len(shards)} shards, {size:,} bytes: every checksum is right")
+    print(f"{len(shards)} shards, {size:,} bytes: all checksums match")
 
 
 def _show(arguments: argparse.Namespace) -> None:

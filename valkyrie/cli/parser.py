@@ -1,4 +1,4 @@
-"""Decides what our commands have in common: how a wrong argument is told, and how one ends that nobody reads."""
+"""What the commands share: messages for wrong arguments, and a quiet end when the output is closed early."""
 
 from __future__ import annotations
 

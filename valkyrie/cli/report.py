@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
     arguments = _parser().parse_args(argv)
     try:
-        _refuse_what_says_nothing(arguments)
+        _refuse_ignored(arguments)
         if arguments.wandb is not None:
             sys.exit(main_wandb(arguments.wandb, arguments.group, arguments.dry_run))
         _report(arguments)
@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_what_says_nothing(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for arguments that what was asked for would not look at."""
+def _refuse_ignored(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that would be ignored."""
     if arguments.wandb is None and (arguments.group is not None or arguments.dry_run):
         raise ValueError("--group and --dry-run go with --wandb ENTITY/PROJECT.")
     if arguments.wandb is not None:
@@ -73,8 +73,8 @@ def _report(arguments: argparse.Namespace) -> None:
     named = arguments.compare or []
     paths = [*arguments.paths, *(Path(name) for name in named if Path(name).is_dir())]
     if not paths:
-        asked = f"--compare {' '.join(named)} names no folder here" if named else "no path was given"
-        raise ValueError(f"{asked}. Give a sweep's folder, or a folder of them: valkyrie-report runs")
+        problem = f"--compare {' '.join(named)} names no folder here" if named else "no path was given"
+        raise ValueError(f"{problem}. Give a sweep's folder, or a folder of them: valkyrie-report runs")
     rows = read_rows(paths)
     comparison = compare(rows, *named) if named else None
     kind = arguments.format or "html"

@@ -1,4 +1,4 @@
-"""Decides what `valkyrie-train` does: compose and check the run without JAX, then hand it to the mode asked for."""
+"""`valkyrie-train`: composes and checks the run without JAX, then hands it to its mode."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.composed import composed_file, refuse_choices, without_outputs
+from valkyrie.cli.composed import composed_file, config_dirs, refuse_choices, without_outputs
 from valkyrie.cli.parser import leave_unread
 from valkyrie.compose import explain, register
+from valkyrie.models import let_import
+from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
-from valkyrie.sweep.names import FULL_ERROR, GIVEN_FULL_ERROR, multirun_arguments
+from valkyrie.sweep.names import multirun_arguments
 from valkyrie.train.folder import resumed_arguments
 
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""What makes Hydra raise, which the command always wants, and shows the user tracebacks."""
 USER_ERROR = 2
 """Exit status after a mistake of the user."""
 OUR_ERROR = 1
@@ -41,6 +45,7 @@ def main() -> None:
     """Run `valkyrie-train` with the arguments of the process; a user's mistake is a message and exit status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = _plain(sys.argv[1:])
+    let_import(config_dirs(arguments))
     try:
         multirun, file = multirun_arguments(arguments), composed_file(arguments)
         arguments = _as_typed(multirun or arguments, multirun is not None)
@@ -79,7 +84,7 @@ def _compose(file: Path | None) -> DictConfig | None:
 
     def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            from valkyrie.sweep.run import run_trial
+            from valkyrie.sweep.launcher import run_trial
 
             refuse_choices(config, file)
             return run_trial(config)
@@ -87,8 +92,6 @@ def _compose(file: Path | None) -> DictConfig | None:
         return None
 
     given = os.environ.get(FULL_ERROR)
-    if given is not None:
-        os.environ[GIVEN_FULL_ERROR] = given  # for trials, whoever starts them
     os.environ[FULL_ERROR] = "1"  # so that Hydra raises, and the words of an error are ours
     try:
         folder = register()
@@ -96,19 +99,12 @@ def _compose(file: Path | None) -> DictConfig | None:
         with multirun_ends():
             hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
     finally:
-        os.environ.pop(GIVEN_FULL_ERROR, None)
         os.environ.pop(FULL_ERROR) if given is None else os.environ.update({FULL_ERROR: given})
     return composed[0] if composed else None
 
 
 def _dispatch(run: Run, arguments: Sequence[str]) -> int:
-    from valkyrie.search.modes import MODES as SEARCH_MODES
-    from valkyrie.train.modes import MODES
-
-    name, modes = run.config.mode.name, {**MODES, **SEARCH_MODES}
-    if name not in modes:
-        raise ValueError(f"mode={name} is not known. Known: {', '.join(modes)}.")
-    return modes[name](run, arguments)
+    return MODES[run.config.mode.name](run, arguments)
 
 
 def fail(message: str, status: int = USER_ERROR) -> None:

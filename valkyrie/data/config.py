@@ -1,4 +1,4 @@
-"""Decides what may be said about a dataset; imports nothing, so that a configuration is checked before NumPy loads."""
+"""The configuration of a dataset; imports nothing, so that it is checked before NumPy loads."""
 
 from __future__ import annotations
 

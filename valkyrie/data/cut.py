@@ -1,4 +1,4 @@
-"""Decides which document goes to which split, and cuts long ones into pieces that can be tokenised apart.
+"""Training and validation splits by document, and long documents cut into pieces that can be tokenised apart.
 
 A document's split follows from the hash of its text: the same text is in the same split on every machine, under any
 name, and a copy of a training document is never evaluated on. A single .txt, .md or .py file is split inside, its end
@@ -134,7 +134,7 @@ def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[Piece]:
     It is cut only between a single line end and a letter or digit: no pattern lets a token reach across.
     """
     start = 0
-    while (found := _CUT.search(text, start + size)) is not None:
-        yield Piece(text[start : found.end()], split, start == 0)
-        start = found.end()
+    while (boundary := _CUT.search(text, start + size)) is not None:
+        yield Piece(text[start : boundary.end()], split, start == 0)
+        start = boundary.end()
     yield Piece(text[start:], split, start == 0)

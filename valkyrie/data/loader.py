@@ -1,4 +1,4 @@
-"""Decides which row of a dataset goes to which step, place in the batch and process, and reads ahead of the loop.
+"""The data loader: which row of a dataset goes to which step, place in the batch and process, read ahead of the loop.
 
 Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are the tokens one further:
 windows are packed documents, and every token but the first is a target once. Training draws a new order of the rows

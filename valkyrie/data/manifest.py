@@ -1,4 +1,4 @@
-"""Decides how prepared token shards lie on disk, and when they are trusted.
+"""Prepared token shards on disk: their manifest, and when their checksums are compared.
 
 A directory holds `manifest.json` and flat little-endian token files. Sizes are compared whenever it is opened.
 Checksums are compared the first time, and remembered in `verified.json` by size and modification time; `verify` reads
@@ -81,16 +81,16 @@ class Prepared:
 
 def content_hash(shards: dict[str, list[Shard]], dtype: str, bos_id: int) -> str:
     """Return the hash of all tokens, from the checksums of their shards."""
-    told = [dtype, bos_id, [[shard.sha256 for shard in shards[name]] for name in SPLITS]]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    contents = [dtype, bos_id, [[shard.sha256 for shard in shards[name]] for name in SPLITS]]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
 
 
 def write_manifest(prepared: Prepared) -> None:
     """Write `manifest.json`; the last file of a preparation, flushed to the disk."""
-    told = {"version": VERSION, **asdict(prepared)}
-    del told["path"]
+    values = {"version": VERSION, **asdict(prepared)}
+    del values["path"]
     with (prepared.path / MANIFEST).open("w") as file:
-        json.dump(told, file, indent=1)
+        json.dump(values, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -124,8 +124,8 @@ def read_manifest(path: Path) -> Prepared:
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is not a dataset written by valkyrie-data prepare.")
     try:
-        told = json.loads(file.read_text())
-        version = told.pop("version")
+        values = json.loads(file.read_text())
+        version = values.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f"{file} is damaged: it is not the JSON of a manifest. Remove {path} and prepare again."
@@ -134,9 +134,9 @@ def read_manifest(path: Path) -> Prepared:
         raise ValueError(f"{file} has version {version}; this program reads version {VERSION}. Prepare the data again.")
     try:
         for name in SPLITS:
-            shards = tuple(Shard(**shard) for shard in told[name].pop("shards"))
-            told[name] = Split(**told[name], shards=shards)
-        return Prepared(path=path.resolve(), **told)
+            shards = tuple(Shard(**shard) for shard in values[name].pop("shards"))
+            values[name] = Split(**values[name], shards=shards)
+        return Prepared(path=path.resolve(), **values)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({error}). Remove {path} and prepare again.") from None
 
@@ -158,9 +158,9 @@ def checksum_problems(prepared: Prepared, shards: list[Shard]) -> list[str]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         sums = pool.map(lambda shard: _sha256(prepared.shard_path(shard)), shards)
         return [
-            f"{shard.file} has SHA-256 {found[:12]}, its manifest says {shard.sha256[:12]}"
-            for shard, found in zip(shards, sums, strict=True)
-            if found != shard.sha256
+            f"{shard.file} has SHA-256 {actual[:12]}, its manifest says {shard.sha256[:12]}"
+            for shard, actual in zip(shards, sums, strict=True)
+            if actual != shard.sha256
         ]
 
 
@@ -200,5 +200,5 @@ def _read_verified(prepared: Prepared) -> dict[str, Any]:
 def _remember(prepared: Prepared) -> None:
     if not os.access(prepared.path, os.W_OK):
         return
-    told = {shard.file: _stamp(prepared, shard) for shard in _shards(prepared)}
-    write_whole(prepared.path / _VERIFIED, json.dumps(told))
+    stamps = {shard.file: _stamp(prepared, shard) for shard in _shards(prepared)}
+    write_whole(prepared.path / _VERIFIED, json.dumps(stamps))

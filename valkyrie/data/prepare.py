@@ -1,4 +1,4 @@
-"""Decides how a source becomes token shards in the cache: found again by content, written whole or not at all.
+"""Turns a source into token shards in the cache: found again by content, written whole or not at all.
 
 Threads tokenise, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every core,
 start at once and cannot inherit a half-forked JAX. The result does not depend on their number.
@@ -27,6 +27,7 @@ from valkyrie.data.source import Listing, list_source
 from valkyrie.data.synthetic import check_synthetic, synthetic_entropy
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
+from valkyrie.locks import Lock, lock
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text done so far, and with those of all files (None where there are no files)."""
@@ -100,7 +101,7 @@ def _check(config: DataConfig) -> None:
 
 
 def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:
-    told = {
+    inputs = {
         "algorithm": [_ALGORITHM, manifest.VERSION],
         "source": config.source.value,
         "files": listing.signature,
@@ -111,21 +112,14 @@ def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:
         if config.source is Source.synthetic
         else None,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold a lock that dies with the process; yields False where the file system has none."""
-    import fcntl
-
+    """Hold a lock that ends with the process; yields False where the file system has none."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+        yield lock(file) is Lock.ours
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -197,8 +191,8 @@ def _write_shards(
 
 def _describe(config: DataConfig, listing: Listing, census: Census) -> dict[str, Any]:
     if config.source is Source.synthetic:
-        told = {name: getattr(config, name) for name in ("documents", "mean_length", "states", "generator_seed")}
-        return {"kind": config.source.value, **told, "entropy_nats_per_token": synthetic_entropy()}
+        options = {name: getattr(config, name) for name in ("documents", "mean_length", "states", "generator_seed")}
+        return {"kind": config.source.value, **options, "entropy_nats_per_token": synthetic_entropy()}
     return {
         "kind": config.source.value,
         "paths": list(config.paths),

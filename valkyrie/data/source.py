@@ -1,4 +1,4 @@
-"""Decides which documents a dataset consists of, and in which order: always the same for the same files.
+"""The documents of a dataset, always in the same order for the same files.
 
 `list_source` looks at names, sizes and times only (the cache key); `documents` reads.
 """
@@ -62,8 +62,8 @@ class Listing:
     @property
     def signature(self) -> str:
         """A hash of every name, size and modification time."""
-        told = [[str(file.path), file.member, file.size, file.mtime_ns] for file in self.files]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        stamps = [[str(file.path), file.member, file.size, file.mtime_ns] for file in self.files]
+        return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _list_text(config: DataConfig) -> Listing:
         raise ValueError(
             f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
         )
-    found: dict[Path, SourceFile] = {}
+    files: dict[Path, SourceFile] = {}
     skipped = 0
     for pattern in config.paths:
         matched = _match(pattern)
@@ -152,8 +152,8 @@ def _list_text(config: DataConfig) -> Listing:
             )
         skipped += len(matched) - len(kept)
         for path in kept:
-            found[path.resolve()] = _plain_file(str(path), path)
-    return Listing(tuple(found[path] for path in sorted(found)), skipped)
+            files[path.resolve()] = _plain_file(str(path), path)
+    return Listing(tuple(files[path] for path in sorted(files)), skipped)
 
 
 def _match(pattern: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Decides what the synthetic corpus is: a Markov chain of first order whose entropy is known, drawn from a seed.
+"""A synthetic corpus: a Markov chain of first order whose entropy is known, drawn from a seed.
 
 Every state has four successors, taken with the probabilities of `SUCCESSOR_WEIGHTS`; which four is drawn from the seed.
 A model that has learned the chain reaches a loss of `synthetic_entropy` nats a token inside a document.
@@ -39,6 +39,8 @@ def check_synthetic(config: DataConfig) -> None:
     """Raise ValueError where the chain cannot be drawn as asked."""
     if not len(SUCCESSOR_WEIGHTS) <= config.states <= MAX_STATES:
         raise ValueError(f"data.states={config.states}: use {len(SUCCESSOR_WEIGHTS)} to {MAX_STATES}.")
+    if config.generator_seed < 0:
+        raise ValueError(f"data.generator_seed={config.generator_seed}: must be at least 0.")
     if config.documents < 2:
         raise ValueError(f"data.documents={config.documents}: use 2 or more, one for training and one for evaluation.")
     if config.mean_length < 2:

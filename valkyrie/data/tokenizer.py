@@ -1,4 +1,4 @@
-"""Decides how text becomes token ids: bytes, the GPT-2 vocabulary kept in this package, or any tiktoken encoding.
+"""Tokenizers: bytes, the GPT-2 vocabulary kept in this package, or any tiktoken encoding.
 
 A tokenizer has three answers that cost nothing (`vocab_size_of`, `fingerprint_of`, `check_name`) and one that loads
 its vocabulary (`load_tokenizer`), so that a cached dataset opens without it.
@@ -179,13 +179,13 @@ def fingerprint_of(name: str) -> str:
     """Return a tokenizer's fingerprint without loading it: tiktoken pins what a name holds, a file is hashed."""
     check_name(name)
     if name == "gpt2":
-        told = f"gpt2 {_GPT2_SHA256}"
+        identity = f"gpt2 {_GPT2_SHA256}"
     elif _is_file_name(name):
         path, pattern = _file_and_pattern(name)
-        told = f"file {hashlib.sha256(path.read_bytes()).hexdigest()} {PATTERNS[pattern]}"
+        identity = f"file {hashlib.sha256(path.read_bytes()).hexdigest()} {PATTERNS[pattern]}"
     else:
-        told = name
-    return hashlib.sha256(f"tokenizer {told}".encode()).hexdigest()[:16]
+        identity = name
+    return hashlib.sha256(f"tokenizer {identity}".encode()).hexdigest()[:16]
 
 
 def check_name(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Decides how pieces become one flat stream of tokens, and where that stream is cut into shard files."""
+"""Writes tokenised pieces as one flat stream of tokens, cut into shard files."""
 
 from __future__ import annotations
 

@@ -1,43 +1,127 @@
-"""The list of model families. A new one is one file, one entry here and one YAML in `conf/model`."""
+"""Models: kinds of blocks, the stack they stand in, and the families, each a module of its own with a `Config`.
+
+A family of this package is a module of `valkyrie.models.families`; any other name is a module of the user's that can be
+imported. Its `Config` derives from `Stack`, or has the methods of `Model`.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import valkyrie.models.families as own
+from valkyrie.axes import Arrays, Parameter
+from valkyrie.models.block import Kept
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
 
 
-class Family(NamedTuple):
-    """Where a family's config dataclass and its module class are found, as `module:name`.
+@runtime_checkable
+class Model(Protocol):
+    """What a run asks of its model's configuration, whichever family it is. Nothing here needs JAX but `build`."""
 
-    They are imported when asked for, so that a config is checked before JAX is loaded.
-    """
+    family: str
+    name: str
+    task: ClassVar[str]
+    context: int
+    tokenizer: str
+    vocab_size: int
+    dropout: float
 
-    config: str
-    module: str
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the token embedding."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees none after it."""
+        ...
+
+    def problems(self) -> list[str]:
+        """Return every reason why it cannot be built, in the words of the command line."""
+        ...
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return every parameter by dotted name, in the order of the built model's."""
+        ...
+
+    def arrays(self) -> Arrays:
+        """Return what a layout splits of it."""
+        ...
+
+    def parameter_count(self) -> int:
+        """Return how many numbers it learns."""
+        ...
+
+    def flops_per_token(self, seq: int) -> float:
+        """Return forward FLOPs per token over sequences of `seq` tokens."""
+        ...
+
+    def kept(self, remat: str) -> list[Kept]:
+        """Return what the backward pass keeps on the device from the forward pass; an estimate."""
+        ...
+
+    def working(self) -> list[Kept]:
+        """Return what exists beside that while a part of the model is worked on; an estimate."""
+        ...
+
+    def build(self, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module; imports JAX."""
+        ...
 
 
-FAMILIES: dict[str, Family] = {
-    "gpt": Family("valkyrie.models.gpt:GPTConfig", "valkyrie.models.valkyrie:Valkyrie"),
-    "valkyrie": Family("valkyrie.models.config:ValkyrieConfig", "valkyrie.models.valkyrie:Valkyrie"),
-}
+def let_import(folders: Iterable[str | Path]) -> None:
+    """Let modules in these folders be imported, after all others: families and tasks of the user's own."""
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def folder_of(family: str) -> Path | None:
+    """Return the folder of a family's module that is not of this package; None for one that is."""
+    spec = None if family in family_names() else find_spec(family)
+    return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+
+
+def family_names() -> list[str]:
+    """Return the names of the families of this package."""
+    return sorted(module.name for module in iter_modules(own.__path__))
+
+
+def is_family(name: str) -> bool:
+    """Return whether a name is that of a family: one of this package, or a module of the user's."""
+    return name in family_names() or (name.isidentifier() and find_spec(name) is not None)
 
 
 def config_class(family: str) -> type:
-    """Return the config dataclass of a family; ValueError names the known ones."""
-    return _load(_family(family).config)
+    """Return the config dataclass of a family; ValueError names the known ones, or says what is wrong with a user's."""
+    if family in family_names():
+        return import_module(f"{own.__name__}.{family}").Config
+    if not is_family(family):
+        raise ValueError(
+            f"model.family={family} is not known. Known: {', '.join(family_names())}, or the name of a module of yours "
+            "beside the YAMLs of --config-dir."
+        )
+    config = getattr(import_module(family), "Config", None)
+    if not isinstance(config, type):
+        raise ValueError(f"model.family={family} is a module without a class Config. A family's module defines one.")
+    return config
 
 
-def module_class(family: str) -> type:
-    """Return the Flax NNX module class of a family; imports JAX."""
-    return _load(_family(family).module)
-
-
-def _family(name: str) -> Family:
-    if name not in FAMILIES:
-        raise ValueError(f"model.family={name} is not known. Known: {', '.join(sorted(FAMILIES))}.")
-    return FAMILIES[name]
-
-
-def _load(path: str) -> type:
-    module, name = path.split(":")
-    return getattr(import_module(module), name)
+@cache
+def known_axes() -> dict[str, str]:
+    """Return the logical axes of all families of this package, with what each counts."""
+    axes: dict[str, str] = {}
+    for family in family_names():
+        axes |= config_class(family)().arrays().axes
+    return axes

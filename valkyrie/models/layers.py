@@ -1,34 +1,82 @@
-"""Decides the parts that every model shares: the norm, the feed-forward, and dropout."""
+"""What the modules of all blocks share: parameters as declared, products with them, the norm, dropout, boundaries."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import Shard
-from valkyrie.models.base import normal, parameter
-from valkyrie.models.config import FeedForward
-from valkyrie.ops.linear import Numerics, linear, made_once
+from valkyrie.axes import Parameter, Shard
+from valkyrie.ops.linear import Numerics, linear
 
-_ACTIVATION = {
-    FeedForward.swiglu: jax.nn.silu,
-    FeedForward.geglu: jax.nn.gelu,
-    FeedForward.gelu: jax.nn.gelu,
-    FeedForward.relu: jax.nn.relu,
-    FeedForward.relu2: lambda x: jnp.square(jax.nn.relu(x)),
-}
-"""What is applied to the gate of a gated product, and to the hidden side of a plain one."""
+BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT = KEPT = (
+    "block_input",
+    "query",
+    "key",
+    "value",
+    "attention_out",
+)
+"""The activations that blocks name (`checkpoint_name`), so that a rematerialisation policy may keep them."""
+
+Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Wraps a block so that its backward pass keeps less (`jax.checkpoint` with a policy), or returns it as it is."""
+
+
+class Boundaries(NamedTuple):
+    """Where documents begin in packed rows: `keep` is 0 at their first token, `segment_ids` number them; or None."""
+
+    keep: Float[Array, "batch seq"] | None = None
+    segment_ids: Int[Array, "batch seq"] | None = None
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """The module of a kind of block. It mixes along the sequence; norm and residual sum around it are not its own."""
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the block's output for all positions."""
+        ...
+
+    def init_state(self, batch: int, max_len: int) -> Any:
+        """Return the state of generation before the first token, for sequences of at most `max_len`."""
+        ...
+
+    def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
+        """Return the output of one more position and the state after it; equal to the parallel form."""
+        ...
+
+
+def parameter(spec: Parameter, value: Array, numerics: Numerics) -> nnx.Param:
+    """Return a parameter that is what its block declared: of its shape, in its dtype, knowing its logical axes."""
+    assert value.shape == spec.shape, f"{value.shape} was made, {spec.shape} was declared"
+    dtype = jnp.float32 if spec.float32 else numerics.parameter
+    return nnx.Param(value.astype(dtype), logical_axes=spec.axes)
+
+
+def project(
+    equation: str, x: Float[Array, "..."], weights: nnx.Param, *, shard: Shard, numerics: Numerics
+) -> Float[Array, "..."]:
+    """Return the einsum of an activation and a parameter in the compute dtype (`valkyrie.ops.linear.linear`)."""
+    axes = weights.get_metadata()["logical_axes"]
+    return linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics)
+
+
+def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
+    """Return float32 normal numbers of this deviation."""
+    return deviation * jax.random.normal(key, shape, jnp.float32)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a learnt scale (arXiv 1910.07467), computed in float32."""
+    """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32."""
 
-    def __init__(self, embed: int, epsilon: float, *, numerics: Numerics, group: str = "vector") -> None:
-        self.scale = parameter(jnp.ones((embed,), numerics.parameter), ("embed",), group)
+    def __init__(self, embed: int, epsilon: float, *, numerics: Numerics) -> None:
+        self.scale = nnx.Param(jnp.ones((embed,), numerics.parameter), logical_axes=("embed",))
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
@@ -36,32 +84,6 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
-class MLP(nnx.Module):
-    """A feed-forward product, gated (arXiv 2002.05202) or plain; `depth` scales its last matrix at first."""
-
-    def __init__(self, embed: int, mlp: int, kind: FeedForward, *, depth: int, numerics: Numerics, key: Array) -> None:
-        keys, dtype = jax.random.split(key, 3), numerics.parameter
-        self.kind, self.numerics = kind, numerics
-        self.up = parameter(normal(keys[0], (embed, mlp), embed**-0.5, dtype), ("embed", "mlp"))
-        if kind.gated:
-            self.gate = parameter(normal(keys[1], (embed, mlp), embed**-0.5, dtype), ("embed", "mlp"))
-        deviation = 1 / math.sqrt(2 * depth * mlp)
-        # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
-        self.down = parameter(normal(keys[2], (mlp, embed), deviation, dtype).T, ("embed", "mlp"))
-
-    def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
-        """Return the product of each position."""
-        up = linear("bse,em->bsm", x, self.up[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
-        if self.kind.gated:
-            gate = linear("bse,em->bsm", x, self.gate[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
-            up, gate = made_once(up, gate)
-            hidden = _ACTIVATION[self.kind](gate) * up
-        else:
-            hidden = _ACTIVATION[self.kind](up)
-        hidden = shard(hidden, "batch", "seq", "mlp")
-        return linear("bsm,em->bse", hidden, self.down[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:

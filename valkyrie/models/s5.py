@@ -1,161 +1,119 @@
-"""Decides the S5 layer (arXiv 2208.04933): a diagonal state space between two projections, then a gate.
-
-Letters are the paper's: H inputs (`embed`), P complex states (`state`), Lambda, B_tilde, C_tilde, D, Delta. Everything
-up to the layer's output is kept in float32, as real pairs; only the output is cast to the compute dtype. The products
-with B_bar and C have float32 operands and results on every backend, but under a bfloat16 policy a TPU's matrix unit
-takes one pass: it rounds both operands to bfloat16 and adds in float32, as in every other product there. Discretisation
-and recurrence are not products of that kind and stay float32. Under a float32 policy all products are float32 (six
-passes). By the v4 compiler's estimates a layer's forward of 0.8 ms (16384 positions, H 1024, P 512) would take 1.25 ms
-with three passes and 1.8 ms with six.
-"""
+"""The S5 block (arXiv 2208.04933): a diagonal state space, then a gate. Its module is in `s5_layer`."""
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from valkyrie.axes import Axes, Shard
-from valkyrie.models.base import normal, parameter
-from valkyrie.models.config import Activation, S5Config
-from valkyrie.ops.linear import FLOAT32, Numerics, linear
-from valkyrie.ops.scan import is_checkable, linear_recurrence, recurrence_step, sharded_linear_recurrence
-from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
-from valkyrie.ops.ssm import block_hippo, discretize, init_B_tilde, init_C_tilde, init_D, init_Lambda, init_log_step
+from valkyrie.axes import Size
+from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
+from valkyrie.ops.choices import CInit, Discretization, ScanImpl
 
-_B_AXES: Axes = ("state", "embed")
-_C_AXES: Axes = ("embed", "state")
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
 
 
-class S5(nnx.Module):
-    """y = 2 Re(C x) + D u over x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
+class Activation(Enum):
+    """The gate after an S5 layer, by the S5 paper's names (lindermanlab/S5 `layers.py`)."""
 
-    Without conjugate symmetry the factor 2 goes; a bidirectional layer scans both ways and has a C for each.
-    """
+    gelu = "gelu"
+    half_glu1 = "half_glu1"
+    half_glu2 = "half_glu2"
+    full_glu = "full_glu"
 
-    def __init__(self, config: S5Config, embed: int, *, numerics: Numerics, key: Array) -> None:
-        keys = jax.random.split(key, 7)
-        hippo = block_hippo(config.state_size, config.blocks, config.conjugate_symmetric)
-        re, im = init_Lambda(hippo)
-        self.config, self.numerics = config, numerics
-        self.Lambda_re = parameter(re, ("state",), "ssm")
-        self.Lambda_im = parameter(im, ("state",), "ssm")
-        self.log_step = parameter(init_log_step(keys[0], hippo.state, config.dt_min, config.dt_max), ("state",), "ssm")
-        self.B = parameter(init_B_tilde(keys[1], hippo, embed), (*_B_AXES, None), "ssm")
-        self.C = parameter(init_C_tilde(keys[2], hippo, embed, config.c_init), (*_C_AXES, None))
-        if config.bidirectional:
-            self.C_reverse = parameter(init_C_tilde(keys[3], hippo, embed, config.c_init), (*_C_AXES, None))
-        self.D = parameter(init_D(keys[4], embed), ("embed",))
-        deviation, dtype = embed**-0.5, numerics.parameter
-        if config.activation is Activation.full_glu:
-            self.out = parameter(normal(keys[5], (embed, embed), deviation, dtype), ("embed", "mlp"))
-        if config.activation is not Activation.gelu:
-            self.gate = parameter(normal(keys[6], (embed, embed), deviation, dtype), ("embed", "mlp"))
-
-    def __call__(
-        self, u: Float[Array, "batch seq embed"], *, keep: Float[Array, "batch seq"] | None, shard: Shard
-    ) -> Float[Array, "batch seq embed"]:
-        """Return the layer's output before the residual sum, in the compute dtype.
-
-        `keep` is 0 where a document starts and the state begins anew (None: nowhere).
-        """
-        wide = u.astype(jnp.float32)
-        lam_bar, bu = self._driven(wide, shard)
-        y = self._read(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
-        if self.config.bidirectional:
-            ends = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
-            y = y + self._read(self.C_reverse[...], self._scan(lam_bar, bu, ends, shard, reverse=True), shard)
-        y = shard(y + self.D[...] * wide, "batch", "seq", "embed")
-        return self._gated(y.astype(self.numerics.compute), shard)
-
-    def init_state(self, batch: int) -> Carry:
-        """Return the state before the first position: zeros."""
-        zeros = jnp.zeros((batch, self.config.states), jnp.float32)
-        return zeros, zeros
-
-    def step(
-        self, u: Float[Array, "batch embed"], state: Carry, shard: Shard
-    ) -> tuple[Float[Array, "batch embed"], Carry]:
-        """Return the output of one more position and the state after it: the streaming form."""
-        wide = u.astype(jnp.float32)[:, None]
-        lam_bar, bu = self._driven(wide, shard)
-        state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
-        y = self._read(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * wide
-        return self._gated(y.astype(self.numerics.compute), shard)[:, 0], state
-
-    def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
-        """Return Lambda_bar and B_bar u."""
-        c, B, u = self.config, self.B[...], _apart(u)
-        # B_bar, a parameter's size, is formed before the product: scaling B_tilde u instead would read and write arrays
-        # of (batch, seq, state) again, forward and backward.
-        lam_bar, scale = discretize(
-            self.Lambda_re[...],
-            self.Lambda_im[...],
-            self.log_step[...],
-            c.discretization,
-            step_rescale=c.step_rescale,
-            clip_eigs=c.clip_eigenvalues,
-        )
-        B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
-        re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
-        return lam_bar, (re, im)
-
-    def _scan(
-        self,
-        lam_bar: Eigenvalues,
-        bu: States,
-        keep: Float[Array, "batch seq"] | None,
-        shard: Shard,
-        *,
-        reverse: bool,
-    ) -> States:
-        c, axis_names = self.config, shard.mesh_axes("seq")
-
-        def local(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
-            chosen = {"keep": keep, "reverse": reverse, "impl": c.scan, "block": c.scan_block, "backend": shard.backend}
-            if axis_names:
-                return list(sharded_linear_recurrence(lam_bar, bu, axis_names=axis_names, **chosen))
-            return list(linear_recurrence(lam_bar, bu, **chosen))
-
-        states: Axes = ("batch", "seq", "state")
-        of_keep = None if keep is None else ("batch", "seq")
-        checked = is_checkable(c.scan, shard.backend)
-        run = shard.map(local, [("state",), states, of_keep], [states, states], checked=checked)
-        re, im = run(lam_bar, bu, keep)
-        return re, im
-
-    def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
-        # A sum, not a difference: where `state` is split, a compiler may then add first and reduce over devices once.
-        signed = C[..., 0], -C[..., 1]
-        re, im = (
-            linear("bsp,ep->bse", x[part], signed[part], axes=_C_AXES, shard=shard, numerics=FLOAT32) for part in (0, 1)
-        )
-        return (2 if self.config.conjugate_symmetric else 1) * (re + im)
-
-    def _gated(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
-        kind = self.config.activation
-        if kind is Activation.gelu:
-            return jax.nn.gelu(y)
-
-        def dense(x: Array, w: nnx.Param) -> Array:
-            return linear("bse,em->bsm", x, w[...], axes=("embed", "mlp"), shard=shard, numerics=self.numerics)
-
-        active = jax.nn.gelu(y)
-        # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.
-        gate = shard(jax.nn.sigmoid(dense(active, self.gate)), "batch", "seq", "embed")
-        if kind is Activation.full_glu:
-            return dense(active, self.out) * gate
-        return (active if kind is Activation.half_glu1 else y) * gate
+    @property
+    def products(self) -> int:
+        """How many square matrices the gate has."""
+        return {Activation.gelu: 0, Activation.full_glu: 2}.get(self, 1)
 
 
-@jax.custom_vjp
-def _apart(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-    """Return `u`; the gradients of its uses are added to each other before any other use of the argument's.
+@dataclass
+class S5(Block):
+    """An S5 layer; letters and defaults as in the paper and its code."""
 
-    Both parts of B u need a sum over devices where `state` is split: side by side, a compiler makes one of them.
-    """
-    return u
+    state_size: int = 64
+    blocks: int = 4
+    conjugate_symmetric: bool = True
+    discretization: Discretization = Discretization.zoh
+    dt_min: float = 1e-3
+    dt_max: float = 1e-1
+    step_rescale: float = 1.0
+    clip_eigenvalues: bool = True
+    c_init: CInit = CInit.trunc_standard_normal
+    activation: Activation = Activation.half_glu1
+    bidirectional: bool = False
+    scan: ScanImpl = ScanImpl.auto
+    scan_block: int = 128
 
+    axes = {
+        "state": "complex states of an S5 layer",
+        "mlp": "the hidden side of a feed-forward or gating product",
+    }
+    activations = (("batch", "seq", "state"),)
+    norm_group = "ssm"
 
-_apart.defvjp(lambda u: (u, None), lambda _, g: (g,))
+    @property
+    def states(self) -> int:
+        """P, the complex states kept: half of `state_size` under conjugate symmetry."""
+        return self.state_size // 2 if self.conjugate_symmetric else self.state_size
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it scans forwards alone."""
+        return not self.bidirectional
+
+    def problems(self, key: str) -> list[str]:
+        """Return every reason why it cannot be built."""
+        refusals = []
+        per_block, pairs = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
+        uneven = self.blocks < 1 or self.state_size < 1 or self.state_size % self.blocks
+        if uneven or (self.conjugate_symmetric and per_block % 2):
+            refusals.append(
+                f"{key}.state_size={self.state_size} does not split into {key}.blocks={self.blocks} blocks"
+                f"{' of an even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
+                f"Nearest: state_size={max(1, round(self.state_size / pairs)) * pairs}."
+            )
+        if not 0 < self.dt_min <= self.dt_max:
+            refusals.append(f"{key} needs 0 < dt_min <= dt_max; got dt_min={self.dt_min}, dt_max={self.dt_max}.")
+        if self.scan_block < 1:
+            refusals.append(f"{key}.scan_block={self.scan_block}: at least 1 is needed.")
+        return refusals
+
+    def sizes(self, site: Site) -> dict[str, Size]:
+        """Return how many states it keeps, and the width of its gate."""
+        return {"state": Size(self.states, f"{site.key}.state_size"), "mlp": Size(site.embed, "model.embed")}
+
+    def weights(self, site: Site) -> dict[str, Weight]:
+        """Return the state space, all of it in float32, and the matrices of the gate."""
+        own = {"B": weight("state", "embed", 2, group="ssm", float32=True)}
+        for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
+            own[name] = weight("embed", "state", 2, float32=True)
+        for name in ("gate", "out")[: self.activation.products]:
+            own[name] = weight("embed", "mlp")
+        for name in ("Lambda_re", "Lambda_im", "log_step"):
+            own[name] = weight("state", group="ssm", float32=True)
+        return own | {"D": weight("embed", float32=True)}
+
+    def flops(self, site: Site, seq: int) -> float:
+        """Return forward FLOPs per token: the products with B and C, 8 a state for each scan, and the gate's."""
+        directions = 1 + self.bidirectional
+        projections = 4 * self.states * site.embed * (1 + directions)
+        return float(projections + 8 * self.states * directions + 2 * self.activation.products * site.embed**2)
+
+    def saves(self, site: Site, remat: str) -> list[Saved]:
+        """Return the driven states, and without rematerialisation those of each scan and the gate's factors too."""
+        everything = remat == "none"
+        return [
+            saved("state", count=2 + 2 * (1 + self.bidirectional) * everything, float32=True),
+            saved("embed", count=1 + 3 * everything, float32=True),
+            saved("embed", count=1 + 3 * everything),
+        ]
+
+    def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module."""
+        from valkyrie.models.s5_layer import S5Layer
+
+        return S5Layer(self, site, numerics=numerics, key=key)

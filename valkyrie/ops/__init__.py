@@ -1,1 +1,1 @@
-"""Decides how the heavy array operations of the models are computed; every choice of implementation agrees in value."""
+"""The heavy array operations of the models; all implementations of one agree in value."""

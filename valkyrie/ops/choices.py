@@ -1,4 +1,4 @@
-"""Decides the names of the implementations and variants a config may ask for; imports no JAX."""
+"""The names of the implementations and variants that a config may choose; imports no JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides how the loss over a large vocabulary is taken without all its logits: a chunk of positions at a time.
+"""Cross-entropy over a large vocabulary without all its logits: a chunk of positions at a time.
 
 Only one chunk of float32 logits exists, forward and backward. The backward pass is written out: it keeps the
 log-sum-exp of every token, makes each chunk's logits again, and sums the gradient of the unembedding in float32

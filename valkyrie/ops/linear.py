@@ -1,4 +1,4 @@
-"""Decides how a parameter meets an activation, so that nothing gathered outlives its product.
+"""How a parameter meets an activation (products and look-ups), so that nothing gathered outlives its product.
 
 It is cast and gathered where it is used, forward and again backward; its gradient is summed in full precision and
 scattered back. Fully sharded parameters thus stay sharded in memory.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import Axes, Shard
-from valkyrie.precision import DType, PolicyConfig
+from valkyrie.precision import ACCUMULATED, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
@@ -79,8 +79,8 @@ def lookup(
 ) -> Float[Array, "*rows embed"]:
     """Return the rows of a parameter with these logical axes at `tokens`, in the compute dtype.
 
-    The gradient of a row is the sum over all its uses, taken in the reduction dtype: a frequent token has thousands,
-    and a sum of them in bfloat16 stops growing at 256 equal ones.
+    The gradient of a row is the sum over all its uses, taken in float32 whatever the reduction dtype: a frequent token
+    has thousands, and a sum of them in bfloat16 stops growing at 256 equal ones.
     """
 
     @jax.custom_vjp
@@ -92,7 +92,7 @@ def lookup(
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved
-        total = jnp.zeros(table.shape, numerics.reduction).at[tokens].add(g.astype(numerics.reduction))
+        total = jnp.zeros(table.shape, ACCUMULATED.value).at[tokens].add(g.astype(ACCUMULATED.value))
         return shard.stored(shard.computed(total, *axes), *axes).astype(table.dtype), None
 
     rows.defvjp(forward, backward)

@@ -1,4 +1,4 @@
-"""Decides how positions enter attention: by rotating pairs of channels (RoFormer, arXiv 2104.09864).
+"""Rotary position embeddings: pairs of channels rotated by position (RoFormer, arXiv 2104.09864).
 
 The halves convention: channel i of the first half is paired with channel i of the second, and position p turns the
 pair by p * theta ** (-2 i / head_dim) radians. On a TPU the halves change places by a product with a matrix of 0, 1

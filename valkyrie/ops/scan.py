@@ -1,4 +1,4 @@
-"""Decides which form evaluates an S5 recurrence and gives all forms one derivative.
+"""The S5 recurrence: picks the form that evaluates it, and gives all forms one derivative.
 
 h_t = keep_t Lambda_bar h_{t-1} + bu_t is the whole of an S5 layer between its two projections (arXiv 2208.04933,
 equation 2). The backward pass is the same recurrence run the other way with the conjugate of Lambda_bar, so only the

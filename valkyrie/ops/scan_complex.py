@@ -1,4 +1,4 @@
-"""Decides how complex numbers are held inside the recurrence: as pairs of float32 arrays, never joined.
+"""Complex numbers inside the recurrence: pairs of float32 arrays, never joined.
 
 A pair keeps the real and the imaginary part in arrays of their own, so the state axis can be sharded without the two
 halves ever meeting on it, projections stay real matrix products, and the same code can enter a Pallas kernel.

@@ -1,4 +1,4 @@
-"""Decides how the states of a linear recurrence are computed on one device: four forms of the same sum.
+"""The states of a linear recurrence on one device, in four forms of the same sum.
 
 Each form returns h_t = keep_t Lambda_bar h_{t-1} + bu_t for all t (t runs from the end when `reverse`). They differ in
 the order of float32 roundings only. None carries a derivative of its own: `valkyrie.ops.scan` puts one rule before all.

@@ -1,4 +1,4 @@
-"""Decides how a TPU core evaluates an S5 recurrence: a Pallas kernel that reads each input and writes each state once.
+"""The S5 recurrence on a TPU core: a Pallas kernel that reads each input and writes each state once.
 
 Time lies on sublanes and states on lanes, as (batch, seq, state) arrays lie anyway. Three doubling steps add to every
 input what the inputs 1, 2 and 4 positions back have become by then; after them position t holds its last 8 inputs' part

@@ -1,4 +1,4 @@
-"""Decides how an S5 state space starts and how its continuous time becomes steps (arXiv 2208.04933, sections 3 and 4).
+"""Initialisation and discretisation of an S5 state space (arXiv 2208.04933, sections 3 and 4).
 
 The mathematics follows lindermanlab/S5: HiPPO-N by blocks in float64 on the host, B and C drawn in the coordinates of
 HiPPO and rotated into those of its eigenvectors, everything after that in float32 as real pairs. Names are the paper's:
@@ -78,7 +78,7 @@ def block_hippo(state_size: int, blocks: int, conjugate_symmetric: bool = True) 
     eigenvalues. Raises ValueError if the blocks do not divide the states, or an odd block would have to be halved.
     """
     if blocks < 1:
-        raise ValueError(f"blocks={blocks} was asked for: an S5 layer has at least 1 block. Use blocks=1 or more.")
+        raise ValueError(f"blocks={blocks}: an S5 layer has at least 1 block. Use blocks=1 or more.")
     halves = 2 if conjugate_symmetric else 1
     unit = halves * blocks
     if state_size < 1 or state_size % unit:

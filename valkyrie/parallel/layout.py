@@ -1,53 +1,17 @@
-"""Decides whether a layout is legal, and derives from it where every array lies. Imports no JAX."""
+"""Layouts: where a mesh and a partition put every array of a model, or why they cannot. Imports no JAX."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from valkyrie.axes import LOGICAL_AXES, Axis
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis, Tensor
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.partition import Memory, PartitionConfig, Remat, Rules, resolve_rules, roles
 
-ACTIVATIONS: tuple[tuple[str, ...], ...] = (
-    ("batch", "seq", "embed"),
-    ("batch", "seq", "mlp"),
-    ("batch", "seq", "state"),
-    ("batch", "seq", "heads", "head_dim"),
-    ("batch", "seq", "vocab"),
-)
-"""The activations whose placement a partition decides."""
-
-
 ROLES = ("DP", "FSDP", "MP1", "MP2", "SP")
 """The kinds of roles that a mesh axis of more than one device may have in a legal layout."""
-
-
-@runtime_checkable
-class TensorLike(Protocol):
-    """A named array with logical axes, sizes, and the config key behind each size."""
-
-    @property
-    def name(self) -> str:
-        """The name that messages use."""
-        ...
-
-    @property
-    def axes(self) -> tuple[str | None, ...]:
-        """One logical axis per dimension; None where it is never split."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each dimension."""
-        ...
-
-    @property
-    def keys(self) -> tuple[str | None, ...]:
-        """The config key that sets each size; None where there is none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +24,8 @@ class Layout:
     activations: Rules
     microbatches: int
     remat: Remat
+    notes: tuple[str, ...] = ()
+    """What lies otherwise than the partition's rules say, and why."""
 
     @property
     def name(self) -> str:
@@ -86,12 +52,12 @@ class Layout:
     @property
     def degrees(self) -> dict[str, int]:
         """Into how many parts each kind of role splits its work: `{"DP": 2, "FSDP": 1, "MP1": 4, "MP2": 4, ...}`."""
-        found: dict[str, int] = dict.fromkeys(ROLES, 1)
+        degrees: dict[str, int] = dict.fromkeys(ROLES, 1)
         for axis, role in self.roles.items():
             kind = role.partition("(")[0]
-            if kind in found:
-                found[kind] *= self.mesh.axes[axis]
-        return found
+            if kind in degrees:
+                degrees[kind] *= self.mesh.axes[axis]
+        return degrees
 
     def describe_roles(self) -> str:
         """Return the roles line: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
@@ -99,7 +65,7 @@ class Layout:
 
     def shards(self, logical: str) -> int:
         """Return into how many parts a logical axis of activations is split."""
-        return math.prod(self.mesh.axes[a] for a in self.activations.get(logical, ()))
+        return self.parts(self.activations[logical])
 
     def stored(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes a parameter with these logical axes rests on."""
@@ -110,8 +76,8 @@ class Layout:
 
         A fully sharded parameter is thus gathered for its product, and its gradient scattered back.
         """
-        data = {*self.activations.get("batch", ()), *self.activations.get("seq", ())}
-        return tuple(tuple(m for m in held if m not in data) for held in self.stored(axes))
+        data = {*self.activations[BATCH], *self.activations[SEQ]}
+        return tuple(tuple(m for m in entry if m not in data) for entry in self.stored(axes))
 
     def activation(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes of an activation with these logical axes; those of a tuple in turn."""
@@ -120,108 +86,145 @@ class Layout:
 
     def optimizer(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes of optimizer state: its parameter's, and under ZeRO-1 the free data axes too."""
-        held = list(self.stored(axes))
+        entries = list(self.stored(axes))
         if self.partition.zero1:
-            used = {m for entry in held for m in entry}
-            for data in self.activations.get("batch", ()):
+            used = {m for entry in entries for m in entry}
+            for data in self.activations[BATCH]:
                 if data in used:
                     continue
                 for i, size in enumerate(shape):
-                    split = math.prod(self.mesh.axes[m] for m in held[i]) * self.mesh.axes[data]
-                    if axes[i] != "layers" and size % split == 0:
-                        held[i] = (*held[i], data)
+                    split = math.prod(self.mesh.axes[m] for m in entries[i]) * self.mesh.axes[data]
+                    if axes[i] != LAYERS and size % split == 0:
+                        entries[i] = (*entries[i], data)
                         break
-        return tuple(held)
+        return tuple(entries)
+
+    def parts(self, mesh_axes: Sequence[str]) -> int:
+        """Return into how many parts these mesh axes split."""
+        return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
+
+    def sizes(self, mesh_axes: Sequence[str]) -> str:
+        """Return mesh axes with their sizes, as messages print them: `x=4·y=2`."""
+        return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
 
 
 def make_layout(
     mesh: MeshConfig,
     partition: PartitionConfig,
+    arrays: Arrays,
     *,
     microbatches: int,
     remat: Remat,
-    tensors: Sequence[TensorLike],
     batch: int,
     seq: int,
+    known_axes: Collection[str] = (),
 ) -> tuple[Layout | None, list[str]]:
-    """Return the layout and every problem it has with these parameter tensors, this batch and this length.
+    """Return the layout of a model's arrays, and every problem it has with them, this batch and this length.
 
-    `batch` counts sequences of the global batch, `seq` tokens of a sequence. The layout is None when the mesh itself
-    makes no sense.
+    `batch` counts sequences of the global batch, `seq` tokens of a sequence; `known_axes` are logical axes of other
+    models, for which a partition may have rules. The layout is None when the mesh itself makes no sense.
     """
-    found = mesh.problems()
+    problems = mesh.problems()
     if microbatches < 1:
-        found.append(f"microbatches={microbatches}: at least 1 is needed.")
-    if found:
-        return None, found
-    parameters, activations, found = resolve_rules(partition, mesh)
-    layout = Layout(mesh, partition, parameters, activations, microbatches, remat)
-    found += _missing_rules(layout, tensors)
-    if not found:
-        found += _spent_twice(layout, tensors)
-        found += _indivisible(layout, tensors)
-        found += _batch_problems(layout, batch, seq)
-        found += [
+        problems.append(f"microbatches={microbatches}: at least 1 is needed.")
+    if problems:
+        return None, problems
+    layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes)
+    if not problems:
+        problems += _spent_twice(layout, arrays)
+        problems += _indivisible(layout, arrays)
+        problems += _batch_problems(layout, batch, seq)
+        problems += [
             f"partition={partition.name} leaves mesh axis {axis}={mesh.axes[axis]} idle: its devices would repeat "
             f"each other's work. Use a mesh with {axis}=1, or a partition that uses {axis}."
             for axis, role in layout.roles.items()
             if role == "idle"
         ]
-    return layout, list(dict.fromkeys(found))
+    return layout, list(dict.fromkeys(problems))
 
 
-def _missing_rules(layout: Layout, tensors: Sequence[TensorLike]) -> list[str]:
-    name, found = layout.partition.name, []
-    for tensor in tensors:
-        for axis in tensor.axes:
-            if axis is not None and axis not in layout.parameters:
-                found.append(
-                    f"partition={name} has no rule for parameters.{axis}, which {tensor.name} needs. "
-                    f"Add `{axis}: []` to leave it whole, or name mesh axes ({', '.join(layout.mesh.axes)})."
-                )
-    for axis in LOGICAL_AXES:
-        if axis != "layers" and axis not in layout.activations:
-            found.append(f"partition={name} has no rule for activations.{axis}. Add `{axis}: []` to leave it whole.")
-    return found
+def derive_layout(
+    mesh: MeshConfig,
+    partition: PartitionConfig,
+    arrays: Arrays,
+    microbatches: int = 1,
+    remat: Remat = Remat.none,
+    known_axes: Collection[str] = (),
+) -> tuple[Layout, list[str]]:
+    """Return the layout that a partition's rules make of a mesh, legal or not, and every problem of the rules."""
+    parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
+    layout = Layout(mesh, partition, parameters, activations, microbatches, remat)
+    return (layout if problems else _following(layout, arrays)), problems
 
 
-def _spent_twice(layout: Layout, tensors: Sequence[TensorLike]) -> list[str]:
-    arrays = [(t.name, t.axes, layout.stored(t.axes)) for t in tensors]
-    arrays += [(f"activation ({', '.join(axes)})", axes, layout.activation(axes)) for axes in ACTIVATIONS]
-    found = []
-    for name, axes, split in arrays:
-        seen: dict[str, str | None] = {}
-        for logical, held in zip(axes, split, strict=True):
-            for mesh_axis in held:
+def _following(layout: Layout, arrays: Arrays) -> Layout:
+    """Return the layout with axes that follow another one split no further than their length divides.
+
+    Only where the partition splits both alike: key heads, fewer than the devices that share the heads, are then whole
+    on the devices between which they cannot be split.
+    """
+    notes = []
+    for axis, other in arrays.follows.items():
+        sizes = {n for t in arrays.parameters for a, n in zip(t.axes, t.shape, strict=True) if a == axis}
+        for kind in ("parameters", "activations"):
+            rules: Rules = getattr(layout, kind)
+            split = rule = rules[axis]
+            while rule == rules[other] and any(n % layout.parts(split) for n in sizes):
+                split = split[:-1]
+            if split != rule:
+                whole, lengths = layout.sizes(rule[len(split) :]), ", ".join(map(str, sorted(sizes)))
+                notes.append(f"{axis} ({lengths}) cannot be split like {other}: whole over {whole}")
+                layout = replace(layout, **{kind: {**rules, axis: split}})
+    return replace(layout, notes=tuple(dict.fromkeys(notes)))
+
+
+def _split(layout: Layout, arrays: Arrays) -> Iterator[tuple[list[str], Tensor, tuple[tuple[str, ...], ...]]]:
+    """Yield every different array: its names, itself, and the mesh axes of each of its dimensions."""
+    for tensor, names in arrays.parameters.items():
+        yield names, tensor, layout.stored(tensor.axes)
+    for tensor, names in arrays.activations.items():
+        yield names, tensor, layout.activation(tensor.axes)
+
+
+def _spent_twice(layout: Layout, arrays: Arrays) -> list[str]:
+    cases: dict[tuple[str, str, str], list[str]] = {}
+    for names, tensor, split in _split(layout, arrays):
+        seen: dict[str, str] = {}
+        for logical, mesh_axes in zip(tensor.axes, split, strict=True):
+            for mesh_axis in mesh_axes:
                 if mesh_axis in seen:
-                    found.append(
-                        f"partition={layout.partition.name} spends mesh axis {mesh_axis} twice on {name}: on "
-                        f"{seen[mesh_axis]} and on {logical}. Give one of them another axis."
-                    )
-                seen[mesh_axis] = logical
-    return found
+                    cases.setdefault((mesh_axis, seen[mesh_axis], logical or ""), []).extend(names)
+                seen[mesh_axis] = logical or ""
+    return [
+        f"partition={layout.partition.name} spends mesh axis {mesh_axis} twice on {_listed(names)}: on {first} and on "
+        f"{second}. Give one of them another axis."
+        for (mesh_axis, first, second), names in cases.items()
+    ]
 
 
-def _indivisible(layout: Layout, tensors: Sequence[TensorLike]) -> list[str]:
-    cases: dict[tuple[str, int, str | None], list[str]] = {}
-    for tensor in tensors:
-        for logical, size, key in zip(tensor.axes, tensor.shape, tensor.keys, strict=True):
-            if logical is not None:
-                cases.setdefault((logical, size, key), []).append(tensor.name)
-    found = []
-    for (logical, size, key), names in cases.items():
-        held = layout.parameters[logical]
-        parts = math.prod(layout.mesh.axes[m] for m in held)
-        if size % parts == 0:
-            continue
-        where = "·".join(f"{m}={layout.mesh.axes[m]}" for m in held)
+def _indivisible(layout: Layout, arrays: Arrays) -> list[str]:
+    cases: dict[tuple[str, int, str | None, tuple[str, ...]], list[str]] = {}
+    for names, tensor, split in _split(layout, arrays):
+        for logical, size, key, mesh_axes in zip(tensor.axes, tensor.shape, tensor.keys, split, strict=True):
+            if logical is not None and size % layout.parts(mesh_axes):
+                cases.setdefault((logical, size, key, mesh_axes), []).extend(names)
+    problems = []
+    for (logical, size, key, mesh_axes), names in cases.items():
+        parts = layout.parts(mesh_axes)
         setting = f"set {key} so that it is {_near(size, parts)}" if key else f"make {logical} {_near(size, parts)}"
-        found.append(
-            f"partition={layout.partition.name} puts {logical} ({size}) of {', '.join(names)} on {where}: "
-            f"{size} is not divisible by {parts}. Use a mesh whose {'·'.join(held)} divides it "
-            f"({_divisors(size)}), or {setting}."
+        problems.append(
+            f"partition={layout.partition.name} puts {logical} ({size}) of {_listed(names)} on "
+            f"{layout.sizes(mesh_axes)}: {size} is not divisible by {parts}. Use a mesh whose {'·'.join(mesh_axes)} "
+            f"divides it ({_divisors(size)}), or {setting}."
         )
-    return found
+    return problems
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, parameters alone where there are any."""
+    parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    return ", ".join(parameters[:3]) + more
 
 
 def _near(size: int, parts: int) -> str:
@@ -230,23 +233,23 @@ def _near(size: int, parts: int) -> str:
 
 
 def _batch_problems(layout: Layout, batch: int, seq: int) -> list[str]:
-    found = []
-    rows = layout.shards("batch") * layout.microbatches
+    problems = []
+    rows = layout.shards(BATCH) * layout.microbatches
     if batch % rows:
-        held = "·".join(f"{m}={layout.mesh.axes[m]}" for m in layout.activations["batch"]) or "one shard"
+        over = layout.sizes(layout.activations[BATCH]) or "one shard"
         also = f" times microbatches={layout.microbatches}" if layout.microbatches > 1 else ""
-        found.append(
-            f"batch={batch} is not divisible by {rows}: partition={layout.partition.name} splits it over {held}"
+        problems.append(
+            f"batch={batch} is not divisible by {rows}: partition={layout.partition.name} splits it over {over}"
             f"{also}. Use batch={_near(batch, rows).replace(' or ', ' or batch=')}."
         )
-    parts = layout.shards("seq")
+    parts = layout.shards(SEQ)
     if seq % parts:
-        held = "·".join(f"{m}={layout.mesh.axes[m]}" for m in layout.activations["seq"])
-        found.append(
-            f"seq={seq} is not divisible by {parts}: partition={layout.partition.name} splits it over {held}. "
+        over = layout.sizes(layout.activations[SEQ])
+        problems.append(
+            f"seq={seq} is not divisible by {parts}: partition={layout.partition.name} splits it over {over}. "
             f"Use seq={_near(seq, parts).replace(' or ', ' or seq=')}."
         )
-    return found
+    return problems
 
 
 def _divisors(n: int) -> str:

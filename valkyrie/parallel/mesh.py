@@ -1,4 +1,4 @@
-"""Decides the mesh: its axes, their sizes, and which device stands where. Imports JAX only to build one."""
+"""Device meshes: their names, axes and sizes, and which device stands where. Imports JAX only to build one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     """Return the JAX mesh over the first `config.size` devices, placed as asked.
 
     With no `placement`, `mesh_utils.create_device_mesh` lays the axes on the torus, and
-    `create_hybrid_device_mesh` puts the slice axis across slices.
+    `create_hybrid_device_mesh` puts the slice axis across slices; either splits an axis of the torus where the mesh
+    needs it. ValueError where there are too few devices, or TPU slices other than the mesh's without a `placement`.
     """
     import jax
     import numpy as np
@@ -126,10 +127,16 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     if config.placement is not None:
         ordered = np.asarray(sorted(chosen, key=_physical_order))
         grid = arrange(ordered, config.placement, axes)
-    elif config.slices > 1 and slices_present > 1:
+    elif slices_present > 1 and (config.slices > 1 or chosen[0].platform == "tpu"):
+        if config.slices != slices_present:
+            raise ValueError(
+                f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}; its {config.size} devices "
+                f"are in {slices_present}. Use a mesh that begins with {slices_present}s, with "
+                f"{config.size // slices_present} devices in each slice, or set mesh.placement."
+            )
         inner = [1, *config.shape]
         outer = [config.slices] + [1] * len(config.shape)
-        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=chosen)
+        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=chosen, allow_split_physical_axes=True)
     else:
         grid = mesh_utils.create_device_mesh(list(axes.values()), devices=chosen, allow_split_physical_axes=True)
     return jax.sharding.Mesh(grid, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))

@@ -1,12 +1,13 @@
-"""Decides which logical axis lies on which mesh axes, and what role each mesh axis plays by that. Imports no JAX."""
+"""Partitions: which logical axis lies on which mesh axes, and the role that each mesh axis plays by that. No JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from valkyrie.axes import LOGICAL_AXES
+from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.parallel.mesh import MeshConfig
 
 Rules = dict[str, tuple[str, ...]]
@@ -46,56 +47,85 @@ class Memory(Enum):
 class PartitionConfig:
     """A partition: for parameters and for activations, the mesh axes of every logical axis.
 
-    An entry `w?` is used where the mesh has that axis and passed over where it has not. `roles` gives names to mesh
-    axes; rules may use them, and the axis names of a launch environment take their place.
+    A logical axis without a rule lies on the mesh axes of `default`: none of them, so that it is whole. A mesh axis
+    `w?` is used where the mesh has it and passed over where it has not; a rule for a logical axis `conv?` is for models
+    that have that axis. `roles` gives names to mesh axes; rules may use them, and the axis names of a launch
+    environment take their place.
     `zero1` splits optimizer state over the data axes too; `parameter_memory` and `optimizer_memory` may be `host`.
     """
 
     name: str = "dp"
     parameters: dict[str, list[str]] = field(default_factory=dict)
     activations: dict[str, list[str]] = field(default_factory=dict)
+    default: list[str] = field(default_factory=list)
     roles: dict[str, list[str]] = field(default_factory=dict)
     zero1: bool = False
     parameter_memory: Memory = Memory.device
     optimizer_memory: Memory = Memory.device
 
 
-def resolve_rules(partition: PartitionConfig, mesh: MeshConfig) -> tuple[Rules, Rules, list[str]]:
-    """Return the rules for parameters and activations in mesh axes, and every problem found on the way."""
+def resolve_rules(
+    partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], known: Collection[str] = ()
+) -> tuple[Rules, Rules, list[str]]:
+    """Return the rules for parameters and activations of a model in mesh axes, and every problem found on the way.
+
+    `axes` are the logical axes of the model, each of which gets a rule; rules for those of other models, which are
+    `known` or marked with a question mark, are passed over.
+    """
     problems: list[str] = []
     roles = _roles_on(partition, mesh, problems)
+    parameter_axes = [axis for axis in axes if axis not in (BATCH, SEQ)]
+    activation_axes = [axis for axis in axes if axis != LAYERS]
     resolved: list[Rules] = []
-    for kind, rules in (("parameters", partition.parameters), ("activations", partition.activations)):
-        for logical in rules:
-            if logical not in LOGICAL_AXES:
-                problems.append(
-                    f"partition={partition.name} has a rule for {kind}.{logical}, which is not a logical axis. "
-                    f"Known: {', '.join(LOGICAL_AXES)}."
-                )
-        out: Rules = {}
-        for logical, wanted in rules.items():
-            axes = list(_expand(wanted, roles, mesh, f"{kind}.{logical}", partition.name, problems))
-            has_roles = any(entry.removesuffix("?") in roles for entry in wanted)
-            out[logical] = tuple(dict.fromkeys(axes) if has_roles else axes)  # roles may meet on an axis
-        resolved.append(out)
-    return resolved[0], resolved[1], problems
+    for kind, given, own in (
+        ("parameters", partition.parameters, parameter_axes),
+        ("activations", partition.activations, activation_axes),
+    ):
+        problems += _unknown_axes(partition.name, kind, given, own, known)
+        wanted = {logical.removesuffix("?"): entries for logical, entries in given.items()}
+        rules: Rules = {}
+        for logical in sorted(own, key=[*wanted, *own].index):
+            default = [] if logical in (BATCH, SEQ, LAYERS) else partition.default
+            entries = wanted.get(logical, default)
+            where = f"{kind}.{logical}" if logical in wanted else "default"
+            split = list(_expand(entries, roles, mesh, where, partition.name, problems))
+            has_roles = any(entry.removesuffix("?") in roles for entry in entries)
+            rules[logical] = tuple(dict.fromkeys(split) if has_roles else split)  # roles may meet on an axis
+        resolved.append(rules)
+    return resolved[0], resolved[1], list(dict.fromkeys(problems))
+
+
+def _unknown_axes(
+    name: str, kind: str, rules: Iterable[str], own: Collection[str], known: Collection[str]
+) -> Iterable[str]:
+    """Yield the refusal of every rule for an axis that nothing has, with the nearest that there is."""
+    legal = [*own, *(axis for axis in known if axis not in own and axis not in (BATCH, SEQ, LAYERS))]
+    for logical in rules:
+        if logical.endswith("?") or logical in legal:
+            continue
+        near = difflib.get_close_matches(logical, legal, n=1)
+        hint = f" Did you mean {near[0]}?" if near else f" If it is an axis of another model, write {logical}?."
+        yield (
+            f"partition={name} has a rule for {kind}.{logical}, which is no logical axis of {kind}.{hint} "
+            f"The model has {', '.join(own)}."
+        )
 
 
 def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[str]) -> Mapping[str, list[str]]:
     if mesh.names is None or not partition.roles:
         return partition.roles
     inner = [a for a in mesh.axes if a != "s"]
-    found: dict[str, list[str]] = {role: [] for role in partition.roles}
+    axes_by_role: dict[str, list[str]] = {role: [] for role in partition.roles}
     for axis, name in zip(inner, mesh.names, strict=True):
         role = ROLE_SYNONYMS.get(name, name)
-        if role in found:
-            found[role].append(axis)
+        if role in axes_by_role:
+            axes_by_role[role].append(axis)
         elif mesh.axes[axis] > 1:
             problems.append(
                 f"the environment names mesh axis {axis}={mesh.axes[axis]} {name!r} (TPU_AXIS_NAMES); "
                 f"partition={partition.name} knows the roles {', '.join(partition.roles)}."
             )
-    return found
+    return axes_by_role
 
 
 def _expand(
@@ -121,21 +151,21 @@ def _mesh_hint(axis: str) -> str:
 
 def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, str]:
     """Return the role of every mesh axis: DP, FSDP, MP1, MP2, SP, `idle`, or `unused` when it has size 1."""
-    found = {}
+    roles = {}
     for axis, size in mesh.axes.items():
-        held = [logical for logical, axes in parameters.items() if axis in axes]
+        split = [logical for logical, axes in parameters.items() if axis in axes]
         data = axis in activations.get("batch", ())
         sequence = axis in activations.get("seq", ())
         if size == 1:
-            found[axis] = "unused"
-        elif data and held:
-            found[axis] = f"FSDP({','.join(['batch', *held])})"
+            roles[axis] = "unused"
+        elif data and split:
+            roles[axis] = f"FSDP({','.join(['batch', *split])})"
         elif data:
-            found[axis] = "DP(batch)"
+            roles[axis] = "DP(batch)"
         elif sequence:
-            found[axis] = f"SP({','.join(['seq', *held])})"
-        elif held:
-            found[axis] = f"{'MP2' if set(held) == {'embed'} else 'MP1'}({','.join(held)})"
+            roles[axis] = f"SP({','.join(['seq', *split])})"
+        elif split:
+            roles[axis] = f"{'MP2' if set(split) == {'embed'} else 'MP1'}({','.join(split)})"
         else:
-            found[axis] = "idle"
-    return found
+            roles[axis] = "idle"
+    return roles

@@ -1,4 +1,4 @@
-"""Decides how mesh axes lie on the torus: how a placement is written, what it means for links, and which there are.
+"""How mesh axes lie on the torus: how a placement is written, which links it uses, and which ones exist.
 
 A placement lists factors of mesh axes from the slowest to the fastest over the devices in physical order: slice, torus
 axes a, b, c, then the cores of a chip. An entry is an axis (`x`) or a factor of one (`x:2`); the first listed factor of
@@ -26,14 +26,14 @@ TORUS_AXES = "abc"
 
 
 @dataclass(frozen=True)
-class Span:
-    """A factor of a mesh axis on one physical axis `on`: `factor` positions, each `stride` after the one before.
+class Factor:
+    """A factor of a mesh axis on one physical axis `on`: `size` positions, each `stride` after the one before.
 
     `length` is that of the physical axis; `ring` says whether the positions close into a ring around it.
     """
 
     on: str
-    factor: int
+    size: int
     stride: int
     length: int
     ring: bool
@@ -44,46 +44,46 @@ class Span:
         return 0.0 if self.on in (DCN, CORE) else (2 if self.ring else 1) / self.stride
 
     def __str__(self) -> str:
-        whole = self.on if self.factor == self.length else f"{self.on}*{self.factor}"
+        whole = self.on if self.size == self.length else f"{self.on}*{self.size}"
         return whole if self.stride == 1 else f"{whole} by {self.stride}"
 
 
 @dataclass(frozen=True)
 class AxisPlacement:
-    """Where a mesh axis lies. `straight` is False where its devices fill no block of the torus, but part of `spans`."""
+    """Where a mesh axis lies; `straight` is False where its devices fill only a part of a block of `factors`."""
 
     axis: str
     size: int
-    spans: tuple[Span, ...]
+    factors: tuple[Factor, ...]
     straight: bool = True
 
     @property
-    def torus(self) -> tuple[Span, ...]:
-        """The spans on torus axes, whose traffic takes the links between chips."""
-        return tuple(span for span in self.spans if span.on not in (DCN, CORE))
+    def torus(self) -> tuple[Factor, ...]:
+        """The factors on torus axes, whose traffic takes the links between chips."""
+        return tuple(factor for factor in self.factors if factor.on not in (DCN, CORE))
 
     @property
     def ring(self) -> bool:
         """Whether it has links between chips and goes around a ring on all torus axes it uses."""
-        return bool(self.torus) and self.straight and all(span.ring for span in self.torus)
+        return bool(self.torus) and self.straight and all(factor.ring for factor in self.torus)
 
     @property
     def links(self) -> float:
         """One-way links that a chip has for it: the multiple of a link's bandwidth a collective over it can use."""
-        return sum((span.links for span in self.torus), 0.0) if self.straight else 1.0
+        return sum((factor.links for factor in self.torus), 0.0) if self.straight else 1.0
 
     def __str__(self) -> str:
         parts = []
         if self.torus:
             shape = "ring" if self.ring else "line" if len(self.torus) == 1 else "no ring"
-            if any(span.ring for span in self.torus) and not self.ring:
-                shape = f"ring on {','.join(span.on for span in self.torus if span.ring)} only"
+            if any(factor.ring for factor in self.torus) and not self.ring:
+                shape = f"ring on {','.join(factor.on for factor in self.torus if factor.ring)} only"
             links = f"{self.links:.3g} link{'s' * (self.links != 1)}"
-            where = ",".join(str(span) if self.straight else span.on for span in self.torus)
+            where = ",".join(str(factor) if self.straight else factor.on for factor in self.torus)
             parts.append(f"torus {where} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
-        if any(span.on == CORE for span in self.spans):
+        if any(factor.on == CORE for factor in self.factors):
             parts.append("the cores of a chip")
-        if any(span.on == DCN for span in self.spans):
+        if any(factor.on == DCN for factor in self.factors):
             parts.append("dcn")
         return f"{self.axis}={self.size} on {' and '.join(parts) or 'one device'}"
 
@@ -91,14 +91,14 @@ class AxisPlacement:
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[str]:
     """Return why a placement does not fit the axes of a mesh, in the words of the command line."""
     wrong = []
-    found: dict[str, list[int]] = {axis: [] for axis in axes}
+    factors_of: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
         match = re.fullmatch(r"([a-z]+)(?::([1-9][0-9]*))?", entry)
         if match is None or match[1] not in axes:
             wrong.append(f"{entry} is neither an axis nor a factor of one")
         else:
-            found[match[1]].append(int(match[2] or axes[match[1]]))
-    for axis, factors in found.items():
+            factors_of[match[1]].append(int(match[2] or axes[match[1]]))
+    for axis, factors in factors_of.items():
         if not factors and axes[axis] > 1:
             wrong.append(f"{axis} is missing")
         elif factors and math.prod(factors) != axes[axis]:
@@ -177,8 +177,8 @@ def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     if not between:
         lengths.insert(0, topology.slices)
     first = [(SLICE_AXIS, topology.slices)] if between else []
-    found = _fill([length for length in lengths if length > 1], inner)
-    return [_entries([*first, *factors], axes) for factors in found]
+    fillings = _fill([length for length in lengths if length > 1], inner)
+    return [_entries([*first, *factors], axes) for factors in fillings]
 
 
 def _fill(lengths: Sequence[int], left: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
@@ -239,8 +239,8 @@ def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
         places = np.argsort(np.argsort([device.id for device in flat]))
     else:
         axes = len(topology.shape)
-        found = [(getattr(d, "slice_index", 0) or 0, *d.coords[:axes], d.core_on_chip) for d in flat]
-        coords = np.asarray(found) - np.min(found, axis=0)
+        positions = [(getattr(d, "slice_index", 0) or 0, *d.coords[:axes], d.core_on_chip) for d in flat]
+        coords = np.asarray(positions) - np.min(positions, axis=0)
         places = np.ravel_multi_index(tuple(coords.T), _lengths(topology))
     return np.asarray(places).reshape(devices.shape)
 
@@ -255,7 +255,7 @@ def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -
     described = {}
     for dimension, axis in enumerate(names):
         size = positions.shape[dimension]
-        spans: list[Span] = []
+        factors: list[Factor] = []
         straight, covered = True, 1
         for on, length, wrap, coordinate in zip(places, lengths, wraps, coordinates, strict=True):
             groups = np.moveaxis(coordinate, dimension, -1).reshape(-1, size)
@@ -263,9 +263,9 @@ def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -
             steps = _progressions(np.unique(values[0])) if (values == values[0]).all() else None
             if steps is None:
                 straight, steps = False, [(len(np.unique(values)), 1)]
-            covered *= math.prod(factor for factor, _ in steps)
-            spans += [Span(on, factor, by, length, wrap and factor * by == length) for factor, by in steps]
-        described[axis] = AxisPlacement(axis, size, tuple(spans), straight and covered == size)
+            covered *= math.prod(count for count, _ in steps)
+            factors += [Factor(on, count, by, length, wrap and count * by == length) for count, by in steps]
+        described[axis] = AxisPlacement(axis, size, tuple(factors), straight and covered == size)
     return described
 
 
@@ -273,7 +273,7 @@ def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
     """Return sorted values as nested progressions (factor, stride), the widest first, or None when they are not."""
     import numpy as np
 
-    found: list[tuple[int, int]] = []
+    digits: list[tuple[int, int]] = []
     while len(values) > 1:
         stride = int(values[1] - values[0])
         agree = values - values[0] == stride * np.arange(len(values))
@@ -283,9 +283,9 @@ def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:
         blocks = values.reshape(-1, factor)
         if (blocks - blocks[:, :1] != stride * np.arange(factor)).any():
             return None
-        found.insert(0, (factor, stride))
+        digits.insert(0, (factor, stride))
         values = blocks[:, 0]
-    return found
+    return digits
 
 
 def _sizes(axes: Mapping[str, int]) -> str:

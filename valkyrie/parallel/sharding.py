@@ -1,4 +1,4 @@
-"""Decides how a layout becomes JAX shardings, and how a model's requests for a placement are answered on a mesh."""
+"""Turns a layout into JAX shardings, and answers a model's `shard(...)` requests on a mesh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 def to_spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """Return the PartitionSpec for per-dimension tuples of mesh axes."""
-    return PartitionSpec(*(held if len(held) > 1 else (held[0] if held else None) for held in split))
+    return PartitionSpec(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in split))
 
 
 class MeshShard:

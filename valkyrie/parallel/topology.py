@@ -1,4 +1,4 @@
-"""Decides for which devices a program is compiled where there are none: a target's slice, as libtpu sees it."""
+"""Devices to compile for where there are none: the target's slice as libtpu describes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from valkyrie.hardware import Platform, TargetConfig, Topology, neighbours_hint, topology_of
+from valkyrie.hardware import Platform, TargetConfig, Topology, topology_of, topology_text
+from valkyrie.slices import nearest_hint
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
@@ -34,14 +35,14 @@ def compile_devices(target: TargetConfig) -> list[Any]:
 
     name = f"{chip.compiler_name}:{'x'.join(str(n) for n in topology.shape)}"
     try:
-        with _quiet() as said:
+        with _quiet() as stderr:
             description = topologies.get_topology_desc(
                 platform="tpu", topology_name=name, **chip.compiler_options, **_options(topology)
             )
             devices = list(description.devices)
     except Exception as error:  # libtpu answers with several types; each is a result here
         raise ValueError(_explain(target, topology, error)) from error
-    assert len(devices) == topology.devices, (name, len(devices), said)
+    assert len(devices) == topology.devices, (name, len(devices), stderr)
     return devices
 
 
@@ -75,20 +76,21 @@ def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
         return missing
     reason = (str(error).splitlines() or [type(error).__name__])[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
     assert target.chip is not None
-    return f"target={target.describe()} is refused by libtpu: {reason}. {neighbours_hint(target.chip, topology.shape)}"
+    nearest = nearest_hint(target.chip.slices.nearest_to(topology.shape), topology_text)
+    return f"target={target.describe()} is refused by libtpu: {reason}. {nearest}"
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[str]]:
     """Keep what libtpu writes to standard error off the user's screen; the lines are filled in at the end."""
     lines: list[str] = []
-    with tempfile.TemporaryFile(mode="w+", errors="replace") as held:
+    with tempfile.TemporaryFile(mode="w+", errors="replace") as file:
         stream = os.dup(2)
         try:
-            os.dup2(held.fileno(), 2)
+            os.dup2(file.fileno(), 2)
             yield lines
         finally:
             os.dup2(stream, 2)
             os.close(stream)
-            held.seek(0)
-            lines += held.read().splitlines()
+            file.seek(0)
+            lines += file.read().splitlines()

@@ -1,1 +1,1 @@
-"""The report of sweeps: `trials.jsonl` and run folders, ranked, said in words and drawn. Imports no JAX."""
+"""The report of sweeps: `trials.jsonl` and run folders, ranked, explained and drawn. Imports no JAX."""

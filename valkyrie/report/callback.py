@@ -1,4 +1,4 @@
-"""Decides when a multirun's page is written: at its end, in the process that the user started."""
+"""The page of a multirun, written at its end in the process that the user started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from valkyrie.sweep.names import NUMBERED
+from valkyrie.modes import has_results
 from valkyrie.sweep.trial import PAGE, Status, TrialLog
 
 
@@ -19,15 +19,15 @@ class SweepPage(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the page; where that fails, remove one of before and say why on stderr: it lacks the new trials."""
         folder = Path(config.hydra.sweep.dir)
-        if not any(t.stage in NUMBERED and t.status is not Status.refused for t in TrialLog(folder).read()):
+        if not any(has_results(t.stage) and t.status is not Status.refused for t in TrialLog(folder).read()):
             return
         try:
             from valkyrie.report.page import write_report
 
             write_report(folder)
         except Exception as error:  # Hydra would make a warning of it, and keep the page of before
-            said = f"the page could not be written ({type(error).__name__}: {error})"
-            print(f"{said}{_removed(folder / PAGE)}. Once it can be: valkyrie-report {folder}", file=sys.stderr)
+            problem = f"the page could not be written ({type(error).__name__}: {error})"
+            print(f"{problem}{_removed(folder / PAGE)}. Once it can be: valkyrie-report {folder}", file=sys.stderr)
 
 
 def _removed(page: Path) -> str:

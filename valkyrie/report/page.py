@@ -1,25 +1,26 @@
-"""Decides what the page of a report is: one HTML file with its data, styles and scripts, which asks no network."""
+"""The page of a report: one HTML file with its data, styles and scripts, which loads nothing from the network."""
 
 from __future__ import annotations
 
-import html
+import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from valkyrie.paths import cache_root, write_whole
-from valkyrie.report import table, words
-from valkyrie.report.figures import OF_A_GROUP, Figure, of_all, specification
-from valkyrie.report.rank import Comparison, agreement, best_per_target, groups, predicted_and_measured, refusals
+from valkyrie.report import ranking, tables, words
+from valkyrie.report.figures import OF_A_GROUP, of_all, specification
+from valkyrie.report.rank import Comparison, best_per_target, groups, refusals
 from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
 from valkyrie.report.trace import timeline, torus
 from valkyrie.report.values import PART_NAMES, axes_named, labels
-from valkyrie.search.units import percent
 from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
@@ -29,7 +30,7 @@ TIMELINES = 8
 TORUSES = 60
 """Of how many layouts a page holds the picture on the torus, and the hints where it has little room."""
 LONG = 44
-"""Letters of a layout and what tells it apart, beyond which figures take the whole width."""
+"""Letters of the label of a layout, beyond which figures take the whole width."""
 
 
 def write_report(folder: Path) -> Path:
@@ -42,9 +43,9 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
 
     Beyond `LIMIT` the hints of all but the best layouts are left out, then timelines, except that of the best layout.
     """
-    parts, text = _parts(rows, comparison), ""
+    template, parts, text = _templates().get_template("page.html"), _parts(rows, comparison), ""
     for data in _ever_less(_data(rows)):
-        text = _filled(parts | {"data": _json(_packed(data))})
+        text = template.render(parts, data=_json(_packed(data)))
         if len(text.encode()) <= LIMIT:
             break
     return text
@@ -75,31 +76,36 @@ def _packed(data: dict[str, Any]) -> dict[str, Any]:
     return data | {"details": details, "texts": list(places)}
 
 
-def _filled(parts: dict[str, str]) -> str:
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
-
-
-def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, str]:
-    """Return what stands in the places of the page's frame, without the data of its script."""
+def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]:
+    """Return what the page's template shows, without the data of its script."""
     sweeps = list(dict.fromkeys(row.sweep for row in rows))
-    wide = max(map(len, labels(rows).values())) > LONG
-    title = ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else "")
     return {
-        "title": html.escape(title),
-        "summary": html.escape(words.summary(rows)),
-        "notice": _notice(rows),
-        "answers": _answers(rows),
-        "best": table.best(best_per_target(rows)),
-        "figures": "".join(_figure(figure, wide) for figure in OF_A_GROUP),
-        "together": "".join(_figure(figure, False) for figure in of_all(rows)),
-        "order": _order(rows),
-        "compared": "" if comparison is None else table.compared(comparison),
-        "refused": table.refused(refusals(rows)),
-        "version": html.escape(version("valkyrie-jax")),
-        "css": _asset("page.css"),
+        "title": ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else ""),
+        "summary": words.summary(rows),
+        "simulated": any(row.group.simulated and row.ok for row in rows),
+        "answers": [words.answer(group, members) for group, members in groups(rows).items()],
+        "prices": words.price_lines(rows),
+        "best": tables.best(best_per_target(rows)),
+        "figures": OF_A_GROUP,
+        "wide": max(map(len, labels(rows).values())) > LONG,
+        "together": of_all(rows),
+        "agreement": words.agreement_line(rows),
+        "comparison": comparison and {"summary": comparison.summary, "table": tables.compared(comparison)},
+        "refusals": refusals(rows),
+        "version": version("valkyrie-jax"),
+        "css": Markup(_asset("page.css")),
         "vega": _in_script(_vega()),
         "js": _in_script(_asset("page.js")),
     }
+
+
+def _templates() -> Environment:
+    loader = PackageLoader("valkyrie.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals["zip"] = zip
+    return environment
 
 
 def _data(rows: Sequence[Row]) -> dict[str, Any]:
@@ -111,33 +117,29 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     ordered = [row for members in kinds.values() for row in members]
     timed = _best_first(list(kinds.values()))
     place = {row.id: i for i, row in enumerate(ordered)}
-    drawn: dict[str, dict[str, Any]] = {}
-    for row in timed:
-        if len(drawn) >= TIMELINES:
-            break
-        if (found := timeline(row)) is not None:
-            drawn[row.id] = found
-    placed = {row.id: found for row in timed[:TORUSES] if (found := torus(row)) is not None}
+    with_timelines = ((row.id, drawing) for row in timed if (drawing := timeline(row)) is not None)
+    timelines = dict(itertools.islice(with_timelines, TIMELINES))
+    toruses = {row.id: drawing for row in timed[:TORUSES] if (drawing := torus(row)) is not None}
     return {
         "groups": [{"label": group.label, "simulated": group.simulated} for group in kinds],
         "figures": {figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
         "together": {figure.id: specification(figure, ordered) for figure in of_all(rows)},
-        "columns": [vars(column) for column in table.COLUMNS],
-        "rows": table.cells(kinds),
-        "details": [table.details(row) for row in ordered],
-        "timelines": {place[id]: found for id, found in drawn.items()},
-        "toruses": {place[id]: found for id, found in placed.items()},
+        "columns": [vars(column) for column in ranking.COLUMNS],
+        "rows": ranking.cells(kinds),
+        "details": [ranking.details(row) for row in ordered],
+        "timelines": {place[id]: drawing for id, drawing in timelines.items()},
+        "toruses": {place[id]: drawing for id, drawing in toruses.items()},
         "timeline": timeline_spec(),
-        "colours": _colours(drawn, placed),
+        "colours": _colours(timelines, toruses),
     }
 
 
-def _colours(drawn: dict[str, dict[str, Any]], placed: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the colours of parts of a step and of mesh axes, by the words of timelines and pictures."""
-    found = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
-    found |= {axis: axes_colour(axis) for picture in placed.values() for axis, _ in picture["axes"]}
-    named = {name: axes_named(name) for one in drawn.values() for name in one["names"]}
-    return found | {name: axes_colour(axes) for name, axes in named.items() if axes is not None}
+def _colours(timelines: dict[str, dict[str, Any]], toruses: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the colours of parts of a step and of mesh axes, by the words of timelines and tori."""
+    colours = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
+    colours |= {axis: axes_colour(axis) for drawing in toruses.values() for axis, _ in drawing["axes"]}
+    named = {name: axes_named(name) for drawing in timelines.values() for name in drawing["names"]}
+    return colours | {name: axes_colour(axes) for name, axes in named.items() if axes is not None}
 
 
 def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
@@ -146,59 +148,19 @@ def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
     return [members[i] for i in range(longest) for members in kinds if i < len(members) and members[i].ok]
 
 
-def _notice(rows: Sequence[Row]) -> str:
-    if not any(row.group.simulated and row.ok for row in rows):
-        return ""
-    return (
-        '<p class="notice"><strong>Simulated:</strong> some speeds here were measured on CPU devices that stand in for '
-        "accelerators. Losses, bytes sent and memory by the compiler are real; those speeds, and their order, are not "
-        "those of any accelerator. Each bears the word <em>simulated</em>.</p>"
-    )
-
-
-def _answers(rows: Sequence[Row]) -> str:
-    said = []
-    for group, members in groups(rows).items():
-        first, *others = words.answer(group, members)
-        listed = "".join(f"<li>{html.escape(line)}</li>" for line in others)
-        said.append(f'<div class="answer"><p class="lead">{html.escape(first)}</p><ul>{listed}</ul></div>')
-    return "".join([*said, *(f"<p>{html.escape(line)}</p>" for line in words.price_lines(rows))])
-
-
-def _figure(figure: Figure, wide: bool) -> str:
-    return (
-        f'<section class="figure{" wide" * wide}" id="{figure.id}" aria-labelledby="{figure.id}-title">'
-        f'<h3 id="{figure.id}-title">{html.escape(figure.title)}</h3><p class="words">{html.escape(figure.words)}</p>'
-        f'<div class="chart" data-figure="{figure.id}"></div>'
-        f'<p class="empty" hidden>{html.escape(figure.empty)}</p></section>'
-    )
-
-
-def _order(rows: Sequence[Row]) -> str:
-    pairs = predicted_and_measured(rows)
-    share = agreement(pairs)
-    if share is None:
-        return ""
-    word = " (simulated)" if any(pair.b.group.simulated for pair in pairs) else ""
-    said = f"Of every two of these layouts, the prediction names the faster one{word} in {percent(share)} of cases; "
-    said += "chance names it in 50%."
-    if word:
-        said += " Threads of one processor are no chips with links: little can be expected of such a comparison."
-    return f"<p>{said}</p>"
-
-
-def _json(data: dict[str, Any]) -> str:
+def _json(data: dict[str, Any]) -> Markup:
     """Return data as JSON that may stand inside a script element."""
-    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return Markup(text.replace("<", "\\u003c"))
 
 
-def _in_script(text: str) -> str:
+def _in_script(text: str) -> Markup:
     """Return JavaScript that may stand inside a script element: what would end or hide it stands only in strings."""
-    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    return Markup(text.replace("</script", "<\\/script").replace("<!--", "<\\!--"))
 
 
 def _asset(name: str) -> str:
-    return (files("valkyrie.report") / name).read_text(encoding="utf-8")
+    return (files("valkyrie.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def _vega() -> str:

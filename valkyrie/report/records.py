@@ -1,4 +1,4 @@
-"""Decides what a report knows of a trial: one flat row, made from `trials.jsonl` and the trial's run folder alone."""
+"""A trial as one flat row, from `trials.jsonl` and the trial's run folder alone."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ REST = "rest"
 """The part of a measured step that is no collective."""
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
-"""How each stage tells a speed."""
+"""What the speeds of each stage are called."""
 AT_HAND = "auto"
 """The target that is whatever devices there are."""
 _SIMULATED = (AT_HAND, "cpu")
 
 
 class Group(NamedTuple):
-    """Trials whose speeds are of one kind: told by one stage, on one target, simulated or not.
+    """Trials whose speeds are of one kind: from one stage, on one target, simulated or not.
 
-    `target` has the topology and the slices with it where they were asked for, and is the devices themselves where a
+    `target` has the topology and the slices where these were given, and is the devices themselves where a
     measurement took those at hand.
     """
 
@@ -79,9 +79,9 @@ class Work(NamedTuple):
 class Row:
     """A trial, flat. Seconds, bytes of one device, tokens a second; None where it is not known.
 
-    `held` is the peak of one device, or what it would need where it does not fit; `seconds` are the parts of a step,
-    of a measured one what its collectives took and the rest;
-    `sent` the bytes that one device sends in a step, by mesh axes; `price` the dollars of a chip in an hour, and
+    `peak` is the peak memory of one device, or what it would need where it does not fit; `seconds` are the parts of a
+    step, of a measured one what its collectives took and the rest; `sent` the bytes that one device sends in a step, by
+    mesh axes; `price` the dollars of a chip in an hour, and
     `per_million` those of a million tokens, on demand. `source` is the folder of its sweep; `folder` its run
     folder where there is one.
     """
@@ -101,7 +101,7 @@ class Row:
     rate: float | None
     rate_per_chip: float | None
     mfu: float | None
-    held: int | None
+    peak: int | None
     usable: int | None
     seconds: dict[str, float]
     sent: dict[str, float]
@@ -142,12 +142,12 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
     sweeps = {folder: TrialLog(folder).read() for folder in find_sweeps(paths)}
     varied, rows = varied_of(sweeps), []
     for folder, trials in sweeps.items():
-        simulated, devices = _said(trials, "simulated"), _said(trials, "devices")
+        simulated, devices = _by_kind(trials, "simulated"), _by_kind(trials, "devices")
         for trial in trials:
             kind = _kind(trial)
             taken = trial.results.get("devices", devices.get(kind))
-            told = _is_simulated(trial, simulated.get(kind)), taken, varied[folder, trial.key]
-            rows.append(row_of(trial, folder, *told))
+            is_simulated = _is_simulated(trial, simulated.get(kind))
+            rows.append(row_of(trial, folder, is_simulated, taken, varied[folder, trial.key]))
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))}: there is no trial yet. Wait until the first one has ended.")
     return rows
@@ -155,7 +155,7 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 
 def find_sweeps(paths: Sequence[Path]) -> list[Path]:
     """Return the sweep folders that these paths are or hold, each once; ValueError says where there is none."""
-    found: dict[Path, Path] = {}
+    folders: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist. {_ADVICE}")
@@ -167,8 +167,8 @@ def find_sweeps(paths: Sequence[Path]) -> list[Path]:
         if not sweeps:
             where = f"{path} is a file" if path.is_file() else f"no {TRIALS} in {path} or the folders in it"
             raise ValueError(f"{where}. {_ADVICE}")
-        found |= {folder.resolve(): folder for folder in sweeps}
-    return list(found.values())
+        folders |= {folder.resolve(): folder for folder in sweeps}
+    return list(folders.values())
 
 
 _ADVICE = (
@@ -212,7 +212,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         rate=rate,
         rate_per_chip=_number(step.get("tokens_per_second_per_chip")),
         mfu=_number(step.get("mfu")),
-        held=memory.get("peak") or memory.get("needed"),
+        peak=memory.get("peak") or memory.get("needed"),
         usable=memory.get("usable"),
         seconds=_numbers(results.get("seconds")) or _measured_parts(sent.get("collective_s"), step.get("step_s")),
         sent=_numbers(sent.get("bytes_by_mesh_axes")),
@@ -229,10 +229,10 @@ def read_json(row: Row, name: str) -> dict[str, Any] | None:
     if row.folder is None:
         return None
     try:
-        found = json.loads((row.folder / name).read_text())
+        value = json.loads((row.folder / name).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
@@ -250,7 +250,7 @@ def _number(value: int | float | None) -> float | None:
 
 
 def _layout_of(about: dict[str, Any]) -> str | None:
-    """Return the name of a layout that was refused before it had one: what was asked of it."""
+    """Return the name of a layout that was refused before it had one, from its settings."""
     if not about.get("mesh") or not about.get("partition"):
         return None
     parts = [str(about["mesh"]), str(about["partition"])]
@@ -260,7 +260,7 @@ def _layout_of(about: dict[str, Any]) -> str | None:
 
 
 def _step_of(about: dict[str, Any], rate: float | None) -> float | None:
-    """Return the seconds of a step by its tokens and its rate, as a training tells it."""
+    """Return the seconds of a step from its tokens and its rate, which is what a training records."""
     return about["batch"] * about["seq"] / rate if rate and about.get("batch") and about.get("seq") else None
 
 
@@ -279,8 +279,8 @@ def _measured_parts(collective_s: dict[str, dict[str, float]] | None, step_s: fl
     return taken | {REST: max(0.0, step_s - sum(taken.values()))}
 
 
-def _said(trials: Sequence[Trial], key: str) -> dict[tuple[str, str], Any]:
-    """Return what the trials of each stage and target say of this, the last of them that says it."""
+def _by_kind(trials: Sequence[Trial], key: str) -> dict[tuple[str, str], Any]:
+    """Return the last result under this key of the trials of each stage and target."""
     return {_kind(trial): trial.results[key] for trial in trials if key in trial.results}
 
 
@@ -292,8 +292,8 @@ def _is_simulated(trial: Trial, others: bool | None) -> bool:
     """Return whether a trial's devices are simulated; of one without a result, as `others` of its target were."""
     if trial.stage == "compile":
         return False
-    said = trial.results.get("simulated", others)
-    return trial.about.get("chip") is None if said is None else bool(said)
+    recorded = trial.results.get("simulated", others)
+    return trial.about.get("chip") is None if recorded is None else bool(recorded)
 
 
 def _reason(trial: Trial) -> str | None:
@@ -301,5 +301,5 @@ def _reason(trial: Trial) -> str | None:
     if trial.status is Status.does_not_fit and memory.get("needed") and memory.get("usable"):
         return f"needs {memory['needed'] / 2**30:.1f} GiB of {memory['usable'] / 2**30:.1f} GiB usable"
     if trial.status is Status.ok and trial.stage == "compile" and not trial.results.get("step"):
-        return "compiled for a CPU: memory and bytes are told, no time"
+        return "CPU target: memory and bytes per axis only; choose a TPU slice for step time"
     return trial.reason

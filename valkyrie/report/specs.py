@@ -1,4 +1,4 @@
-"""Decides how figures look: Vega-Lite specifications as plain data, without the values that they draw."""
+"""Vega-Lite specifications of the figures as plain data, without the values that they draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 """What the specifications are written in; a name, never fetched."""
 PALETTE = ["#4c8fd0", "#f0883e", "#4fae5a", "#e05a5a", "#43b3ae", "#b47fc7", "#d6a928", "#a9795b", "#f08fa4", "#8b98a5"]
-"""Colours that are told apart on white and on black."""
+"""Colours that differ clearly on white and on black."""
 PART_COLOURS = {"matmul": 0, "kernel": 4, "compute": 2, "memory": 9, values.COPIES: 7, values.REST: 0}
 """Places in the palette of the parts of a step; communication has the others, by mesh axes."""
 
@@ -63,18 +63,18 @@ def _word(simulated: bool) -> str:
 
 def _tip(*fields: tuple[str, str] | tuple[str, str, str]) -> list[Spec]:
     """Return a tooltip of fields: name, title, and for numbers their format."""
-    found = []
+    encodings = []
     for name, title, *form in fields:
         number = {"type": "quantitative", "format": form[0]} if form else {"type": "nominal"}
-        found.append({"field": name, "title": title, **number})
-    return found
+        encodings.append({"field": name, "title": title, **number})
+    return encodings
 
 
-def _height(found: Sequence[dict[str, Any]]) -> int:
-    return 22 * len({v["label"] for v in found})
+def _height(data: Sequence[dict[str, Any]]) -> int:
+    return 22 * len({v["label"] for v in data})
 
 
-def bars(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
+def bars(simulated: bool, data: Sequence[dict[str, Any]]) -> Spec:
     """Return bars of tokens/s with the spread of measured steps."""
     word = _word(simulated)
     tip = _tip(
@@ -88,7 +88,7 @@ def bars(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     x = {"field": "rate", "type": "quantitative", "title": f"tokens/s{word}", "axis": {"format": "~s", "tickCount": 6}}
     return {
         "width": "container",
-        "height": _height(found),
+        "height": _height(data),
         "padding": {"left": 5, "top": 5, "right": 24, "bottom": 5},
         "encoding": {"y": _BARS},
         "layer": [
@@ -108,13 +108,13 @@ def bars(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     }
 
 
-def heat(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
+def heat(simulated: bool, data: Sequence[dict[str, Any]]) -> Spec:
     """Return a map of MP1 x MP2 for each DP; cells without a speed are empty and say why."""
     word = _word(simulated)
     tip = _tip(
-        ("layout", "best layout"), ("text", f"tokens/s/chip{word}"), ("tried", "layouts tried"), ("said", "why none")
+        ("layout", "best layout"), ("text", f"tokens/s/chip{word}"), ("tried", "layouts tried"), ("reason", "why none")
     )
-    top = max(v["rate"] for v in found if v["rate"] is not None)
+    top = max(v["rate"] for v in data if v["rate"] is not None)
     middle = _WHITE_FROM * top
     missing = "datum.rate === null"
     axis = {"labelAngle": 0, "ticks": False, "domain": False}
@@ -157,32 +157,32 @@ def heat(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
             },
             "layer": layers,
         }
-        for data in sorted({v["data"] for v in found})
+        for data in sorted({v["data"] for v in data})
     ]
     shown = {"text": f"tokens/s/chip{word}", "anchor": "start", "fontWeight": "normal"}
     return {"title": shown, "concat": maps, "columns": 4, "spacing": 28}
 
 
-def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
+def memory(simulated: bool, data: Sequence[dict[str, Any]]) -> Spec:
     """Return points of memory and speed, the front of each work, and the region in which nothing fits.
 
     Without speeds they are bars of memory.
     """
-    if found[0]["rate"] is None:
-        return _peaks(found)
-    word, unit, usable = _word(simulated), found[0]["unit"], found[0]["usable"]
+    if data[0]["rate"] is None:
+        return _peaks(data)
+    word, unit, usable = _word(simulated), data[0]["unit"], data[0]["usable"]
     tip = _tip(
         ("label", "layout"),
         ("partition", "partition"),
         ("work", "work"),
-        ("held", f"memory of a device, {unit}", ",.2f"),
+        ("peak", f"peak memory, {unit}", ",.2f"),
         ("rate", f"tokens/s/chip{word}", ",.0f"),
         ("status", "status"),
     )
     x = {
-        "field": "held",
+        "field": "peak",
         "type": "quantitative",
-        "title": f"memory of one device at its peak, {unit}",
+        "title": f"peak memory of one device, {unit}",
         "scale": {"zero": False, "padding": 14, "nice": True},
     }
     y = {"field": "rate", "type": "quantitative", "title": f"tokens/s/chip{word}", "axis": {"format": "~s"}}
@@ -197,8 +197,8 @@ def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
     }
     layers: list[Spec] = [line, points]
     if usable is not None:
-        end = max(usable * 1.15, *(v["held"] * 1.03 for v in found))
-        start = min(v["held"] for v in found)
+        end = max(usable * 1.15, *(v["peak"] * 1.03 for v in data))
+        start = min(v["peak"] for v in data)
         x["scale"] = {"domain": [max(0, start - 0.1 * (end - start)), end], "nice": False}
         edge: Spec = {"datum": usable, "type": "quantitative"}
         once: Spec = {"data": {"values": [{}]}}
@@ -210,15 +210,15 @@ def memory(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
             {**once, "mark": label, "encoding": {"x": edge}},
             *layers,
         ]
-    far = found[0]["far"]
+    far = data[0]["far"]
     return {"width": "container", "height": 300, "layer": layers} | ({"title": {"text": far}} if far else {})
 
 
-def _peaks(found: Sequence[dict[str, Any]]) -> Spec:
+def _peaks(data: Sequence[dict[str, Any]]) -> Spec:
     """Return bars of memory, with a line at what a device has where that is near."""
-    unit, usable, far = found[0]["unit"], found[0]["usable"], found[0]["far"]
-    tip = _tip(("label", "layout"), ("partition", "partition"), ("held", unit, ",.2f"), ("status", "status"))
-    x = {"field": "held", "type": "quantitative", "title": f"memory of one device at its peak, {unit}"}
+    unit, usable, far = data[0]["unit"], data[0]["usable"], data[0]["far"]
+    tip = _tip(("label", "layout"), ("partition", "partition"), ("peak", unit, ",.2f"), ("status", "status"))
+    x = {"field": "peak", "type": "quantitative", "title": f"peak memory of one device, {unit}"}
     bars: Spec = {
         "mark": {"type": "bar", "height": 15},
         "encoding": {"y": _BARS, "x": x, "color": _PARTITION, "tooltip": tip},
@@ -229,7 +229,7 @@ def _peaks(found: Sequence[dict[str, Any]]) -> Spec:
         "encoding": {"x": {"datum": usable, "type": "quantitative"}},
     }
     layers = [bars] if usable is None else [bars, edge]
-    return {"width": "container", "height": _height(found), "layer": layers} | ({"title": {"text": far}} if far else {})
+    return {"width": "container", "height": _height(data), "layer": layers} | ({"title": {"text": far}} if far else {})
 
 
 _SHAPES: Spec = {
@@ -249,14 +249,14 @@ def stack(
     `times` says that bars are times, which may be simulated; bytes never are.
     """
 
-    def spec(simulated: bool, found: Sequence[dict[str, Any]]) -> Spec:
-        unit, word = found[0]["unit"], _word(simulated and times)
-        domain = list(dict.fromkeys(v["part"] for v in sorted(found, key=lambda v: v["order"])))
+    def spec(simulated: bool, data: Sequence[dict[str, Any]]) -> Spec:
+        unit, word = data[0]["unit"], _word(simulated and times)
+        domain = list(dict.fromkeys(v["part"] for v in sorted(data, key=lambda v: v["order"])))
         scale = {"domain": domain, "range": colours(domain)}
         columns = 2 if max(map(len, domain)) > 16 else 3
         return {
             "width": "container",
-            "height": _height(found),
+            "height": _height(data),
             "mark": {"type": "bar", "height": 15},
             "encoding": {
                 "y": _BARS,
@@ -294,15 +294,15 @@ def axes_colours(parts: Sequence[str]) -> list[str]:
     return [axes_colour(part) for part in parts]
 
 
-def pairs(_: bool, found: Sequence[dict[str, Any]]) -> Spec:
+def pairs(_: bool, data: Sequence[dict[str, Any]]) -> Spec:
     """Return points of predicted and measured steps; the line of equal ones where any measured one is real."""
-    real = [v for v in found if v["kind"] != "simulated"]
-    word, some = _word(not real), 0 < len(real) < len(found)
+    real = [v for v in data if v["kind"] != "simulated"]
+    word, some = _word(not real), 0 < len(real) < len(data)
     tip = _tip(
         ("label", "layout"),
         ("partition", "partition"),
-        ("told", "predicted"),
-        ("ran", "measured"),
+        ("predicted", "predicted"),
+        ("measured", "measured"),
         ("target", "predicted for"),
         ("on", "measured on"),
     )

@@ -1,4 +1,4 @@
-"""Decides what of a layout's timeline and of its place on the torus a page draws: little enough for many layouts."""
+"""A layout's timeline and its place on the torus, small enough for a page of many layouts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections import defaultdict
 from typing import Any
 
 from valkyrie.hardware import TargetConfig, Topology, known_chips, topology_of
+from valkyrie.modes import SUMMARY
 from valkyrie.report.records import Row, read_json
 from valkyrie.report.values import part_name
-from valkyrie.search.modes import SUMMARY, TIMELINE
+from valkyrie.search.modes import TIMELINE
 from valkyrie.search.summary import short_cause, short_source
 
 SPANS = 400
@@ -25,8 +26,8 @@ def timeline(row: Row, limit: int = SPANS) -> dict[str, Any] | None:
     `tracks` and `names` are texts, `step_us` the end of the last span; a span is [track, start, duration, category,
     name, operations joined in it], times in microseconds, texts by their place in `tracks` and `names`.
     """
-    found = read_json(row, TIMELINE)
-    events = [event for event in (found or {}).get("traceEvents", []) if isinstance(event, dict)]
+    trace = read_json(row, TIMELINE)
+    events = [event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X"]
     if not spans:
         return None
@@ -52,8 +53,8 @@ def torus(row: Row) -> dict[str, Any] | None:
     chip's first device, chips in row-major order, the first slice alone.
     """
     about = row.trial.about
-    found, topology = read_json(row, SUMMARY), topology_named(about.get("described"), about.get("chip"))
-    places, axes = (found or {}).get("positions") or [], about.get("axes")
+    summary, topology = read_json(row, SUMMARY), topology_named(about.get("described"), about.get("chip"))
+    places, axes = (summary or {}).get("positions") or [], about.get("axes")
     if topology is None or topology.chips > CHIPS or len(places) != topology.devices or not axes:
         return None
     parsed = [_place(place) for place in places]
@@ -99,24 +100,24 @@ def _track(name: str) -> str:
 
 def _joined(by_track: dict[int, list[dict[str, Any]]], gap: float) -> list[tuple[int, float, float, str, str, int]]:
     """Return spans, neighbours of a category joined where both and what lies between them are shorter than a gap."""
-    found: list[tuple[int, float, float, str, str, int]] = []
+    joined: list[tuple[int, float, float, str, str, int]] = []
     for track, events in sorted(by_track.items()):
         for event in events:
             start, length = event["ts"], event["dur"]
-            if gap and found and found[-1][0] == track:
-                _, before, lasted, category, name, count = found[-1]
+            if gap and joined and joined[-1][0] == track:
+                _, before, lasted, category, name, count = joined[-1]
                 near = start - before - lasted < gap and length < 4 * gap
                 if near and (category == event["cat"] or (lasted < gap and length < gap)):
                     category = category if lasted >= length else event["cat"]
                     name = name if lasted >= length else _name(event)
-                    found[-1] = (track, before, max(lasted, start + length - before), category, name, count + 1)
+                    joined[-1] = (track, before, max(lasted, start + length - before), category, name, count + 1)
                     continue
-            found.append((track, start, length, event["cat"], _name(event), 1))
-    return found
+            joined.append((track, start, length, event["cat"], _name(event), 1))
+    return joined
 
 
 def _name(event: dict[str, Any]) -> str:
     args = event.get("args") or {}
-    said = short_cause(args["op_name"]) if args.get("op_name") else event["name"]
+    name = short_cause(args["op_name"]) if args.get("op_name") else event["name"]
     source = short_source(args.get("source"))
-    return f"{said} ({source})" if source else said
+    return f"{name} ({source})" if source else name

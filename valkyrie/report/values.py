@@ -1,4 +1,4 @@
-"""Decides which numbers of ranked rows a figure draws: plain records, without bounds on how they look."""
+"""The data of the figures: plain records made from ranked rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from valkyrie.machine.timeline import COPIES
 from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
 from valkyrie.report.records import COLLECTIVES, REST, Row
-from valkyrie.search.timeline import COPIES
-from valkyrie.search.units import duration, percent
-from valkyrie.search.units import memory as memory_text
 from valkyrie.sweep.trial import Status
+from valkyrie.units import duration, percent
+from valkyrie.units import memory as memory_text
 
 Values = list[dict[str, Any]]
 
@@ -33,37 +33,37 @@ FAR = 4
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return a text for each row by its id: the layout, and what else tells it from rows of the same layout."""
-    told = {row.id: _told(row) for row in rows}
-    varies = [len(set(column)) > 1 for column in zip(*told.values(), strict=True)]
+    """Return a text for each row by its id: the layout, and what else distinguishes it from rows of the same layout."""
+    described = {row.id: _described(row) for row in rows}
+    varies = [len(set(column)) > 1 for column in zip(*described.values(), strict=True)]
     precise = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for row in rows:
-        more = [text for text, shown in zip(told[row.id], varies, strict=True) if shown]
+        more = [text for text, shown in zip(described[row.id], varies, strict=True) if shown]
         more += [row.work.precision] * precise
-        found[row.id] = " ".join([row.layout, *more, *row.work.varied])
+        named[row.id] = " ".join([row.layout, *more, *row.work.varied])
     for more in (lambda row: row.sweep, lambda row: str(row.source), lambda row: row.trial.name):
-        counts: Counter[tuple[str, object]] = Counter((found[row.id], row.group) for row in rows)
-        twice = [row for row in rows if counts[(found[row.id], row.group)] > 1]
+        counts: Counter[tuple[str, object]] = Counter((named[row.id], row.group) for row in rows)
+        twice = [row for row in rows if counts[(named[row.id], row.group)] > 1]
         if len({more(row) for row in twice}) > 1:
-            found |= {row.id: f"{found[row.id]} ({more(row)})" for row in twice}
-    return found
+            named |= {row.id: f"{named[row.id]} ({more(row)})" for row in twice}
+    return named
 
 
-def _told(row: Row) -> tuple[str, str, str]:
+def _described(row: Row) -> tuple[str, str, str]:
     return row.work.model, f"batch {row.work.batch}", f"{row.work.seq} long"
 
 
 def bars(rows: Sequence[Row]) -> Values:
     """Return the speed of the best rows; `low` and `high` are the rates of the 90th percentile and the fastest step."""
     named = labels(rows)
-    found: Values = []
+    bars: Values = []
     for row in [row for row in rows if row.ok][:BARS]:
         assert row.rate is not None and row.step_s is not None
         spread = row.p90_s is not None and row.min_s is not None
         tokens = row.rate * row.step_s
         low, high = (tokens / (row.p90_s or 1), tokens / (row.min_s or 1)) if spread else (row.rate, row.rate)
-        found.append(
+        bars.append(
             {
                 "label": named[row.id],
                 "partition": row.partition,
@@ -78,7 +78,7 @@ def bars(rows: Sequence[Row]) -> Values:
                 else "none: predicted",
             }
         )
-    return found
+    return bars
 
 
 def cells(rows: Sequence[Row]) -> Values:
@@ -92,17 +92,17 @@ def cells(rows: Sequence[Row]) -> Values:
         if row.degrees:
             of = {"DP": 1, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, **row.degrees}
             by_cell[(of["DP"] * of["FSDP"] * of["SP"], of["MP1"], of["MP2"])].append(row)
-    found: Values = []
+    cells: Values = []
     for (data, mp1, mp2), members in sorted(by_cell.items()):
         best = members[0]
         rate = best.rate_per_chip if best.ok else None
         why = "" if best.ok else best.reason or best.status
         text = f"{_si(rate)}" if rate is not None else best.status.replace("does not fit", "no fit")
-        found.append(
+        cells.append(
             {"data": data, "mp1": mp1, "mp2": mp2, "rate": short(rate), "text": text, "layout": named[best.id]}
-            | {"tried": str(len(members)), "said": why[:200]}
+            | {"tried": str(len(members)), "reason": why[:200]}
         )
-    return found if any(cell["rate"] is not None for cell in found) else []
+    return cells if any(cell["rate"] is not None for cell in cells) else []
 
 
 def memory(rows: Sequence[Row]) -> Values:
@@ -112,15 +112,15 @@ def memory(rows: Sequence[Row]) -> Values:
     device, the same in every record; None where there is none, or it lies far beyond all rows, which `far` then says.
     """
     named, best = labels(rows), unbeaten(rows, memory_of)
-    timed = any(row.ok and row.held for row in rows)
-    fit = [row for row in rows if row.held and (row.ok if timed else row.trial.status is Status.ok)]
-    drawn = fit + [row for row in rows if row.held and row.trial.status is Status.does_not_fit]
+    timed = any(row.ok and row.peak for row in rows)
+    fit = [row for row in rows if row.peak and (row.ok if timed else row.trial.status is Status.ok)]
+    drawn = fit + [row for row in rows if row.peak and row.trial.status is Status.does_not_fit]
     if not fit:
         return []
     if not timed:
-        drawn = sorted(drawn, key=lambda row: row.held or 0)[:BARS]
+        drawn = sorted(drawn, key=lambda row: row.peak or 0)[:BARS]
     largest, usable = (
-        max(row.held or 0 for row in drawn),
+        max(row.peak or 0 for row in drawn),
         min((row.usable for row in drawn if row.usable), default=None),
     )
     far = ""
@@ -133,7 +133,7 @@ def memory(rows: Sequence[Row]) -> Values:
             "label": named[row.id],
             "partition": row.partition,
             "work": row.work.label,
-            "held": short((row.held or 0) / scale),
+            "peak": short((row.peak or 0) / scale),
             "rate": (short(row.rate_per_chip) if row.ok else 0.0) if timed else None,
             "status": "does not fit" if row.trial.status is Status.does_not_fit else "fits",
             "front": row.id in best,
@@ -187,8 +187,8 @@ def pairs(rows: Sequence[Row]) -> Values:
             "partition": pair.a.partition,
             "x": short(1e3 * (pair.a.step_s or 0.0)),
             "y": short(1e3 * (pair.b.step_s or 0.0)),
-            "told": duration(pair.a.step_s or 0.0),
-            "ran": duration(pair.b.step_s or 0.0) + " simulated" * pair.b.group.simulated,
+            "predicted": duration(pair.a.step_s or 0.0),
+            "measured": duration(pair.b.step_s or 0.0) + " simulated" * pair.b.group.simulated,
             "kind": "simulated" if pair.b.group.simulated else "measured",
             "target": pair.a.group.target,
             "on": pair.b.group.label.partition(" on ")[2],
@@ -227,11 +227,11 @@ def _stacked(
     scale: float,
 ) -> Values:
     """Return one record for every part of every row, parts in this order; `whole` of a row is what shares are of."""
-    found: Values = []
+    parts: Values = []
     for part in order:
         for row, amounts, whole in taken:
             if amounts.get(part):
-                found.append(
+                parts.append(
                     {
                         "label": named[row.id],
                         "part": words.get(part, part),
@@ -242,7 +242,7 @@ def _stacked(
                     }
                 )
     ranks = {named[row.id]: i for i, (row, _, _) in enumerate(taken)}
-    return sorted(found, key=lambda v: ranks[v["label"]])
+    return sorted(parts, key=lambda v: ranks[v["label"]])
 
 
 def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""Decides what tells rows apart beside their layouts: what else a sweep varies, and the hardware asked for."""
+"""What a sweep varies beside layouts, and its hardware: by these, rows of one layout are distinguished."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from valkyrie.hardware import known_targets
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.trial import Trial
+from valkyrie.targets import parse_target
 
 _ABOUT_A_TRIAL = {"name", "runs", "resume", "trial", "tracking", "hydra"}
 _NO_WORK = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _ABOUT_A_TRIAL
 """Keys, up to their first dot, that do not change what a step computes."""
-_TOLD = ("model", "batch", "seq")
+_DESCRIBED = ("model", "batch", "seq")
 """Keys of `about` that say what a step does already; of the keys of the precision, `precision` does too."""
 _OF_THE_MODEL = {"model"}
 """Keys, up to their first dot, that make it another work wherever they differ: a prediction and a measurement too."""
@@ -29,14 +29,14 @@ def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], 
     A key is varied where trials of one stage on one target, in one sweep, differ in it; a key of the model where any
     two trials do, and one of the precision or the optimizer where two of one stage on one target do. It is left out
     where it follows from the model, batch and length, or from the keys before it (one of the precision, where it
-    follows from that): what a sweep varies together is told once. Keys lose what stands before their last dot, where
+    follows from that): what a sweep varies together is named once. Keys lose what stands before their last dot, where
     that leaves them apart.
 
     A trial that does not name a key has it all the same where its record has the values that were in force; an older
-    record, without them, is told apart by the keys that it names alone.
+    record, without them, is distinguished by the keys that it names alone.
     """
     given = {(folder, t.key): (t, _given(t)) for folder, trials in sweeps.items() for t in trials}
-    kept = _telling(list(given.values()), _differing(sweeps))
+    kept = _distinguishing(list(given.values()), _differing(sweeps))
     last = Counter(_last(key) for key in kept)
     short = {key: _last(key) if last[_last(key)] == 1 else key for key in kept}
     return {
@@ -46,20 +46,21 @@ def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], 
 
 
 def target_of(about: Mapping[str, Any]) -> str:
-    """Return the target of a trial; with its topology and slices where they are not those that the target has alone."""
+    """Return the target of a trial; with its topology and slices where its name alone does not stand for these."""
     name = str(about.get("target") or "unknown target")
     described = about.get("described") or name
-    plain = next((target.describe() for target in known_targets() if target.name == name), described)
-    if described == plain:
-        return name
+    try:
+        default = _shape(parse_target(name).describe())
+    except ValueError:  # `auto`, or a target or chip with a file of the user's
+        default = None
     shape, slices = _shape(described), re.search(r"in each of ([0-9]+) slices", described)
-    said = f" with topology {shape}" if shape and shape != _shape(plain) else ""
-    return f"{name}{said}" + (f" in {slices[1]} slices" if slices else "")
+    topology = f" with topology {shape}" if shape not in (None, default) else ""
+    return f"{name}{topology}" + (f" in {slices[1]} slices" if slices else "")
 
 
 def _shape(described: str) -> str | None:
-    found = re.search(r"\b[0-9]+(?:x[0-9]+)+\b", described)
-    return found and found[0]
+    match = re.search(r"\b[0-9]+(?:x[0-9]+)+\b", described)
+    return match and match[0]
 
 
 def _given(trial: Trial) -> dict[str, str]:
@@ -89,23 +90,23 @@ def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
     keys: dict[str, None] = {}
     for members in alike.values():
         for key in dict.fromkeys(key for values in members for key in values):
-            found = {values.get(key) for values in members}
-            if len(found if key in named else found - {None}) > 1:
+            settings = {values.get(key) for values in members}
+            if len(settings if key in named else settings - {None}) > 1:
                 keys[key] = None
     return [*(key for key in named if key in keys), *(key for key in keys if key not in named)]
 
 
-def _telling(given: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
-    """Return the keys whose values do not follow from what a step is said to do and the keys before them."""
-    told = [tuple(str(trial.about.get(key)) for key in _TOLD) for trial, _ in given]
+def _distinguishing(given: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
+    """Return the keys whose values do not follow from the description of a step and the keys before them."""
+    described = [tuple(str(trial.about.get(key)) for key in _DESCRIBED) for trial, _ in given]
     precisions = [trial.about.get("precision") for trial, _ in given]
     kept = []
     for key in keys:
-        values = [found.get(key) for _, found in given]
-        known = list(zip(told, precisions, strict=True)) if _root(key) == "precision" else told
+        values = [settings.get(key) for _, settings in given]
+        known = list(zip(described, precisions, strict=True)) if _root(key) == "precision" else described
         if len(set(zip(known, values, strict=True))) > len(set(known)):
             kept.append(key)
-            told = [(*before, str(value)) for before, value in zip(told, values, strict=True)]
+            described = [(*before, str(value)) for before, value in zip(described, values, strict=True)]
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Decides what a W&B dashboard of sweeps shows: a saved view of the project's runs, and a report that compares layouts.
+"""The W&B dashboard of sweeps: a saved view of the project's runs, and a report that compares layouts.
 
 Both are read from the runs that `valkyrie.sweep.tracking` makes: its summary keys and its config.
 """
@@ -36,7 +36,7 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
         raise ValueError(
-            f"--wandb={project} is no project of W&B. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
+            f"--wandb={project} is not a W&B project. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
         )
     _require_library()
     workspace, report = build_workspace(entity, name, group), build_report(entity, name, group)
@@ -49,7 +49,7 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
     try:
         if not wandb.login(prompt=False):
             raise ValueError(
-                f"--wandb={project} needs a key of W&B. Set WANDB_API_KEY (or run `wandb login`), or add --dry-run to "
+                f"--wandb={project} needs a W&B key. Set WANDB_API_KEY (or run `wandb login`), or add --dry-run to "
                 "see what would be built."
             )
         workspace.save()
@@ -131,7 +131,7 @@ def build_report(entity: str, project: str, group: str | None) -> Report:
 def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
     """Return what would be saved, as JSON values.
 
-    The view is the very request. Of the report run sets are shown as they were asked for: W&B gives them the id of
+    The view is the request itself. Run sets of the report are shown as requested: W&B gives them the id of
     the project, which takes a key.
     """
     from wandb_workspaces.reports.v2.interface import PanelGrid

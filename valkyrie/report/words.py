@@ -1,14 +1,14 @@
-"""Decides what is said of a sweep in plain words: only what follows from the numbers of its trials."""
+"""Sentences about a sweep: which layout is fastest, and why, from the numbers of its trials alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from valkyrie.report.rank import UNKNOWN, groups
+from valkyrie.report.rank import UNKNOWN, agreement, groups, predicted_and_measured
 from valkyrie.report.records import COLLECTIVES, REST, Group, Row, Work
 from valkyrie.report.values import PART_NAMES
-from valkyrie.search.units import duration, memory, percent, sent
 from valkyrie.sweep.trial import Status
+from valkyrie.units import duration, memory, percent, sent
 
 WORTH_SAYING = 0.15
 """The share of a difference between two steps from which one of its parts is named."""
@@ -33,27 +33,27 @@ def answer(group: Group, rows: Sequence[Row]) -> list[str]:
     if fast is None:
         return [_without_speeds(group, rows)]
     works = list(dict.fromkeys(row.work for row in rows if row.ok))
-    said = [_winner(fast, rows, len(works) > 1)]
+    lines = [_winner(fast, rows, len(works) > 1)]
     for work in works[:WORKS]:
         head = f"{work.label}: " if len(works) > 1 else ""
-        said += [head + line for line in _of_a_work([row for row in rows if row.work == work])]
-    return said
+        lines += [head + line for line in _of_a_work([row for row in rows if row.work == work])]
+    return lines
 
 
 def _without_speeds(group: Group, rows: Sequence[Row]) -> str:
     """Return what to say where no row has a speed: what is known of those that have a result all the same."""
     done = [row for row in rows if row.trial.status is Status.ok]
     if not done:
-        return f"No layout {group.label} has a speed: see what was refused and why."
-    said = f"No layout {group.label} has a speed: {(done[0].reason or 'no time was told').rstrip('.')}."
+        return f"No layout {group.label} has a speed: the reasons are below."
+    text = f"No layout {group.label} has a speed: {(done[0].reason or 'no step time is known').rstrip('.')}."
     several = len({row.work for row in done}) > 1
-    held = min((row for row in done if row.held), key=lambda row: row.held or 0, default=None)
-    if held is not None:
-        said += f" Least memory: {_named(held, several)}, {memory(held.held)} of a device."
+    least_memory = min((row for row in done if row.peak), key=lambda row: row.peak or 0, default=None)
+    if least_memory is not None:
+        text += f" Least memory: {_named(least_memory, several)}, {memory(least_memory.peak)} a device."
     least = min((row for row in done if row.sent), key=lambda row: sum(row.sent.values()), default=None)
     if least is not None:
-        said += f" Least sent: {_named(least, several)}, {sent(sum(least.sent.values()))} by a device in a step."
-    return said
+        text += f" Least sent: {_named(least, several)}, {sent(sum(least.sent.values()))} by a device in a step."
+    return text
 
 
 def _named(row: Row, several: bool) -> str:
@@ -70,11 +70,11 @@ def _of_a_work(rows: Sequence[Row]) -> list[str]:
     fast, *others = best.values()
     if not others:
         others = [row for row in rows if row.ok and row is not fast][-1:]
-    said = [because(fast, row) for row in others]
+    lines = [because(fast, row) for row in others]
     for partition in dict.fromkeys(row.partition for row in rows):
         if partition not in best and partition != "?":
-            said.append(_without(partition, [row for row in rows if row.partition == partition]))
-    return said
+            lines.append(_without(partition, [row for row in rows if row.partition == partition]))
+    return lines
 
 
 def because(fast: Row, slow: Row) -> str:
@@ -83,7 +83,7 @@ def because(fast: Row, slow: Row) -> str:
     ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
     simulated = " (simulated)" if fast.group.simulated else ""
     if ratio < SAME:
-        return f"{a} is as fast as {b}{simulated}, to {percent(SAME - 1)}."
+        return f"{a} is as fast as {b}{simulated}, within {percent(SAME - 1)}."
     head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x faster than {b}{simulated}"
     reasons, against = _reasons(fast, slow)
     if not reasons:
@@ -93,7 +93,7 @@ def because(fast: Row, slow: Row) -> str:
 
 
 def names(one: Row, other: Row) -> tuple[str, str]:
-    """Return two rows by partition where that tells them apart, with the mesh where they differ in it."""
+    """Return two rows by partition where those differ, with the mesh where they differ in it."""
     if one.partition == other.partition and one.mesh == other.mesh:
         return one.layout, other.layout
     if one.mesh == other.mesh:
@@ -114,17 +114,31 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def agreement_line(rows: Sequence[Row]) -> str | None:
+    """Return how often predictions and measurements agree on the faster of two layouts; None without such pairs."""
+    pairs = predicted_and_measured(rows)
+    share = agreement(pairs)
+    if share is None:
+        return None
+    simulated = any(pair.b.group.simulated for pair in pairs)
+    word = " (simulated)" if simulated else ""
+    line = f"Of two of these layouts, predictions name the faster one{word} in {percent(share)} of cases (chance: 50%)."
+    if simulated:
+        line += " Simulated devices are threads of one processor, without links: expect little of this comparison."
+    return line
+
+
 def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
     word = " simulated" if row.group.simulated else ""
     assert row.rate_per_chip is not None and row.rate is not None and row.step_s is not None
     timed = sum(r.ok for r in rows)
     head = f"Fastest of {timed} {row.group.label}" if timed > 1 else row.group.label
-    said = f"{head}: {_named(row, several)}, "
-    said += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
-    if row.held is not None:
-        said += f"; each device holds {memory(row.held)}"
-        said += f" of {memory(row.usable)} usable" if row.usable is not None else ""
-    return said[0].upper() + said[1:] + "." + _as_fast(row, rows)
+    text = f"{head}: {_named(row, several)}, "
+    text += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
+    if row.peak is not None:
+        text += f"; peak memory per device {memory(row.peak)}"
+        text += f" of {memory(row.usable)} usable" if row.usable is not None else ""
+    return text[0].upper() + text[1:] + "." + _as_fast(row, rows)
 
 
 def _as_fast(row: Row, rows: Sequence[Row]) -> str:
@@ -134,7 +148,7 @@ def _as_fast(row: Row, rows: Sequence[Row]) -> str:
     if not others:
         return ""
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f" As fast, to {percent(SAME - 1)}: {', '.join(others[:3])}{more}."
+    return f" As fast, within {percent(SAME - 1)}: {', '.join(others[:3])}{more}."
 
 
 def _without(partition: str, rows: Sequence[Row]) -> str:
@@ -152,23 +166,23 @@ def _reasons(fast: Row, slow: Row) -> tuple[list[str], list[str]]:
     more = {name: b.get(name, 0.0) - a.get(name, 0.0) for name in {**a, **b}}
     least = WORTH_SAYING * (slow.step_s - fast.step_s)
     ordered = sorted(more.items(), key=lambda item: -item[1])
-    told = [_part(name, fast, slow, a, b) for name, seconds in ordered if seconds >= least]
+    reasons = [_part(name, fast, slow, a, b) for name, seconds in ordered if seconds >= least]
     against = [_part(name, fast, slow, a, b) for name, seconds in reversed(ordered) if seconds <= -least]
-    return told, against
+    return reasons, against
 
 
 def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, float]) -> str:
     took, takes = duration(a.get(name, 0.0)), duration(b.get(name, 0.0))
     over = f" (a device sends {_over(fast)}, against {_over(slow)})"
     if name == "exposed":
-        return f"it waits {took} of a step for other devices, not {takes}{over}"
+        return f"it waits {took} of a step for communication, not {takes}{over}"
     if name == COLLECTIVES:
         return f"it spends {took} of a step in collectives, waiting included, not {takes}{over}"
     if name == "memory":
         shares = percent(a.get(name, 0.0) / (fast.step_s or 1)), percent(b.get(name, 0.0) / (slow.step_s or 1))
-        return f"operations bound by memory take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
-    said = f"{_ELSE.get(name) or PART_NAMES.get(name, name)} take{'s' * (name not in _MANY)} {took}, not {takes}"
-    return said + _products(fast, slow) if name in _MANY else said
+        return f"memory-bound operations take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
+    text = f"{_ELSE.get(name) or PART_NAMES.get(name, name)} take{'s' * (name not in _MANY)} {took}, not {takes}"
+    return text + _products(fast, slow) if name in _MANY else text
 
 
 def _products(fast: Row, slow: Row) -> str:
@@ -188,13 +202,13 @@ def _recomputes(row: Row) -> bool:
 
 
 def _differs(fast: Row, slow: Row) -> str:
-    """Return what else is known of two steps whose parts were not told: what they send, and hold."""
-    said = []
+    """Return what else is known of two steps whose parts are not known: bytes sent and peak memory."""
+    differences = []
     if fast.sent or slow.sent:
-        said.append(f"a device sends {_over(fast)}, against {_over(slow)}")
-    if fast.held and slow.held:
-        said.append(f"it holds {memory(fast.held)}, against {memory(slow.held)}")
-    return f"; what is known beside the time: {'; '.join(said)}" if said else ""
+        differences.append(f"a device sends {_over(fast)}, against {_over(slow)}")
+    if fast.peak and slow.peak:
+        differences.append(f"its peak memory is {memory(fast.peak)}, against {memory(slow.peak)}")
+    return f"; other differences: {'; '.join(differences)}" if differences else ""
 
 
 def _over(row: Row) -> str:
@@ -208,11 +222,11 @@ def _over(row: Row) -> str:
 
 def _merged(seconds: dict[str, float]) -> dict[str, float]:
     """Return the parts of a step with all exposed communication as one, and all collectives."""
-    found: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for name, part in seconds.items():
         key = name.partition(" ")[0]
-        found[key] = found.get(key, 0.0) + part
-    return found
+        merged[key] = merged.get(key, 0.0) + part
+    return merged
 
 
 def summary(rows: Sequence[Row]) -> str:

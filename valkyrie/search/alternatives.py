@@ -1,8 +1,7 @@
-"""Decides what to propose where a layout does not fit: changes of the layout, with the bytes each should save."""
+"""What to try where a layout does not fit: changes of the layout, with the bytes each should save."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from valkyrie.parallel.mesh import abstract_mesh
@@ -42,7 +41,7 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
     now = _expected(run)
     found = []
     for remat in Remat:
-        other = Run(replace(run.config, remat=remat), run.model)
+        other = run.changed(remat=remat)
         needs = _expected(other) - now if remat is not run.config.remat else 0
         if needs > 0:
             found.append({"change": f"remat={remat.value}", "needs": needs})
@@ -51,28 +50,28 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
 
 def _variants(run: Run) -> list[tuple[str, Run]]:
     config = run.config
-    variants = [(f"remat={r.value}", replace(config, remat=r)) for r in Remat if r is not config.remat]
+    variants = [(f"remat={remat.value}", run.changed(remat=remat)) for remat in Remat if remat is not config.remat]
     for factor in (2, 4):
         count = config.microbatches * factor
-        variants.append((f"microbatches={count}", replace(config, microbatches=count)))
-    partitions = [partition for partition, _ in read_group("partition", PartitionConfig)]
-    variants += [
-        (f"partition={partition.name}", replace(config, partition=partition))
+        variants.append((f"microbatches={count}", run.changed(microbatches=count)))
+    partitions = read_group("partition", PartitionConfig)
+    return variants + [
+        (f"partition={partition.name}", run.changed(partition=partition))
         for partition in partitions
         if partition.name != config.partition.name
     ]
-    return [(change, Run(changed, run.model)) for change, changed in variants]
 
 
 def _combined(run: Run) -> list[tuple[str, Run]]:
     """Return full rematerialisation with every doubling of the microbatches."""
-    config, variants = replace(run.config, remat=Remat.full), []
-    while config.microbatches < config.batch:
-        config = replace(config, microbatches=config.microbatches * 2)
-        variants.append((f"remat=full microbatches={config.microbatches}", Run(config, run.model)))
+    variants, count = [], run.config.microbatches * 2
+    while count <= run.config.batch:
+        changed = run.changed(remat=Remat.full, microbatches=count)
+        variants.append((f"remat=full microbatches={count}", changed))
+        count *= 2
     return variants
 
 
 def _expected(run: Run) -> int:
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    return expected_memory(run, program.abstract_state, program.assembly.specs).total
+    return expected_memory(run, program.abstract_state).total

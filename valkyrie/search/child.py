@@ -1,4 +1,4 @@
-"""Decides what the child process of a compile does: build the run's step for its target, compile it, write what came.
+"""The child process of a compile: builds the run's step for its target, compiles it, writes the outcome.
 
 `python -m valkyrie.search.child FOLDER PARENT` reads FOLDER/run.yaml and leaves FOLDER/outcome.json, with the optimised
 module in FOLDER/module.hlo.pb. It is a process of its own because the compiler of another chip may abort, or never
@@ -14,15 +14,17 @@ import shutil
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from valkyrie.hardware import Platform, topology_of
+from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
 
-OUTCOME, MODULE, TEXT = "outcome.json", "module.hlo.pb", "module.hlo.txt"
-"""What a compile leaves in its folder: the result, the optimised module serialised, and the same as text."""
+OUTCOME = "outcome.json"
+"""The result of a compile in its folder, beside the optimised module."""
 
 _BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
@@ -53,8 +55,12 @@ def _outcome(folder: Path) -> dict[str, Any]:
         devices = _devices(run)
     except ValueError as error:
         return {"status": "refused", "reason": str(error)}
+    from valkyrie.train.options import OptionRefused
+
     try:
         return _compile(run, devices, folder)
+    except OptionRefused as error:
+        return {"status": "refused", "reason": str(error)}
     except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "HbmOom" not in text:
@@ -101,6 +107,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.alternatives import fuller_layouts
     from valkyrie.search.compiled import compiled_memory, serialised_module
+    from valkyrie.train.options import refusals_in_plain_words
     from valkyrie.train.program import StepProgram
 
     mesh = build_mesh(run.config.mesh, devices)
@@ -108,29 +115,25 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     lowered = program.lower_step()
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    with refusals_in_plain_words():
+        compiled = lowered.compile()
     done_at = time.perf_counter()
     (folder / MODULE).write_bytes(serialised_module(compiled))
     if run.config.mode.hlo:
-        (folder / TEXT).write_text(compiled.as_text() or "")
+        write_whole(folder / TEXT, compiled.as_text() or "")
     return {
         "status": "ok",
         "lower_s": lowered_at - began,
         "compile_s": done_at - lowered_at,
+        "options": [asdict(option) for option in program.options],
         "memory": compiled_memory(program, compiled),
-        "parameters": sum(spec.size for spec in _specs(program)),
+        "parameters": run.model.parameter_count(),
         "larger": fuller_layouts(run),
         "device_kind": devices[0].device_kind,
         "placement": _placement(run, mesh),
         "positions": [_position(device) for device in mesh.devices.flat],
         "axes": {str(name): int(size) for name, size in mesh.shape.items()},
     }
-
-
-def _specs(program: Any) -> list[Any]:
-    from valkyrie.models.base import flatten
-
-    return list(flatten(program.assembly.specs).values())
 
 
 def _placement(run: Run, mesh: Any) -> list[str]:
@@ -189,7 +192,7 @@ def _with_expected(run: Run, found: dict[str, Any], text: str) -> dict[str, Any]
     from valkyrie.train.program import StepProgram
 
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    expected = expected_memory(run, program.abstract_state, program.assembly.specs)
+    expected = expected_memory(run, program.abstract_state)
     resting = expected.parameters + expected.average + expected.optimizer
     if found["needed"] is not None and "HLO temporaries" in text:
         found["needed"] += resting

@@ -1,4 +1,4 @@
-"""Decides how a layout is compiled so that nothing can take the caller along: a child process, a time limit, a cache.
+"""Compiles a layout in a child process with a time limit and a cache, so that a crash cannot take the caller along.
 
 Imports no JAX: a layout compiled before is answered from the cache in about the time that Python needs to start.
 """
@@ -17,25 +17,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from valkyrie.hardware import Platform
+from valkyrie.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.parallel.topology import libtpu_missing
-from valkyrie.paths import cache_root
+from valkyrie.paths import cache_root, source_digest
 from valkyrie.run import Run
-from valkyrie.search.child import MODULE, OUTCOME, TEXT
+from valkyrie.search.child import OUTCOME
 from valkyrie.train.folder import versions
 
-_SHAPING = ("axes.py", "hardware.py", "precision.py", "optim.py", "run.py")
-_SHAPING += ("search/child.py", "search/compiled.py", "search/alternatives.py")
-_SHAPING_FOLDERS = ("models", "ops", "parallel", "train")
+_SHAPING = ("axes.py", "hardware.py", "precision.py", "optim.py", "run.py", "models", "ops", "parallel", "train")
+_SHAPING += ("slices.py", "search/child.py", "search/compiled.py", "search/alternatives.py")
 """The sources that decide what is compiled. A change of any of them compiles again."""
-
-SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
-SHAPING_KEYS += ("microbatches", "remat")
-"""The keys of a run that decide what is compiled."""
 
 Progress = Callable[[str], None]
 
@@ -75,8 +70,8 @@ def compile_layout(
     if missing := libtpu_missing(run.config.target):
         return Compiled({"status": "refused", "reason": missing}, cache_root(), False, 0.0)
     folder = cache_root() / "compile" / program_key(run)
-    if use_cache and (folder / OUTCOME).is_file():
-        outcome = json.loads((folder / OUTCOME).read_text())
+    outcome = _kept_outcome(folder) if use_cache else None
+    if outcome is not None:
         wanted = [folder / MODULE] + ([folder / TEXT] if run.config.mode.hlo else [])
         if outcome["status"] != "ok" or all(file.is_file() for file in wanted):
             return Compiled(outcome, folder, True, time.perf_counter() - began)
@@ -98,21 +93,22 @@ def program_key(run: Run) -> str:
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
     assert isinstance(values, dict)
     asked = {key: values[key] for key in SHAPING_KEYS}
-    text = json.dumps([asked, versions(), source_digest()], sort_keys=True, default=str)
+    text = json.dumps([asked, versions(), program_digest(run)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-@cache
-def source_digest() -> str:
-    """Return a digest of the sources that shape the compiled program."""
-    package = Path(__file__).resolve().parent.parent
-    files = [package / name for name in _SHAPING]
-    for folder in _SHAPING_FOLDERS:
-        files += sorted((package / folder).rglob("*.py"))
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
+def program_digest(run: Run) -> str:
+    """Return a digest of the sources that shape the compiled program, the user's own modules among them."""
+    return source_digest(*_SHAPING, *run.config.modules)
+
+
+def _kept_outcome(folder: Path) -> dict[str, Any] | None:
+    """Return the outcome of an equal compile in the cache; None where there is none, or it is damaged."""
+    try:
+        outcome = json.loads((folder / OUTCOME).read_text())
+    except (OSError, ValueError):
+        return None
+    return outcome if isinstance(outcome, dict) and "status" in outcome else None
 
 
 def _keep(scratch: Path, folder: Path) -> None:

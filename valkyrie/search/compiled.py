@@ -1,4 +1,4 @@
-"""Decides what is taken from a program that XLA has compiled: its memory on one device, and its optimised module."""
+"""What is read from a program that XLA has compiled: its memory on one device, and its optimised module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled) -> dict
     `parameters`, `optimizer` and `gradients` follow from shapes; `arguments`, `outputs`, `aliased` (outputs that lie
     where arguments did), `temporary` and `code` are XLA's.
     """
-    expected = expected_memory(program.run, program.abstract_state, program.assembly.specs)
+    expected = expected_memory(program.run, program.abstract_state)
     analysis = compiled.memory_analysis()
     assert analysis is not None, "every backend that compiles for a mesh counts its memory"
     return {

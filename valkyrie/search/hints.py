@@ -1,14 +1,13 @@
-"""Decides what to advise after a compile: only what follows from its numbers, with the number in the sentence."""
+"""Advice after a compile: only what follows from its numbers, with the number in the sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.hardware import GIB
+from valkyrie.machine.timeline import COPIES
 from valkyrie.search.summary import short_cause, short_source
-from valkyrie.search.timeline import COPIES
-from valkyrie.search.units import percent
+from valkyrie.units import GIB, percent
 
 WORTH_SAYING = 0.15
 """The share of a step from which a cost is pointed out."""
@@ -23,19 +22,49 @@ def hints(found: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[
     """
     if found["status"] != "ok" or "step" not in found:
         return []
-    own = (_recomputation, _memory_bound, _copies, _narrow)
+    own = (_reduction, _recomputation, _memory_bound, _copies, _narrow)
     said = [*_exposed(found), *_faster(found, others), *(line for about in own for line in about(found))]
     return said or [_largest(found)]
 
 
 def _largest(found: dict[str, Any]) -> str:
-    """Return what to say where nothing stands out: the largest cost beside products."""
+    """Return what a step consists of where no part of it is worth a hint of its own."""
+    step = found["step"]
+    products = found["seconds"].get("matmul", 0.0) + found["seconds"].get("kernel", 0.0)
+    rate = f" at {percent(step['product_rate'])} of peak" if step["product_rate"] else ""
+    said = f"Matrix products and kernels are {percent(products / step['step_s'])} of the step{rate}"
     others = {name: seconds for name, seconds in found["seconds"].items() if name not in ("matmul", "kernel")}
     if not others:
-        return "Nothing stands out: the step is matrix products alone."
+        return f"{said}."
     name, seconds = max(others.items(), key=lambda item: item[1])
-    share = percent(seconds / found["step"]["step_s"])
-    return f"Nothing stands out: beside matrix products the largest part is {name}, {share} of the step."
+    return f"{said}; the largest other part is {_part(name)}, {percent(seconds / step['step_s'])}."
+
+
+def _part(bucket: str) -> str:
+    """Return the name of a part of the step as a sentence has it."""
+    axes = bucket.removeprefix("exposed ")
+    return bucket if axes == bucket else f"waiting for communication over {axes}"
+
+
+def _reduction(found: dict[str, Any]) -> list[str]:
+    """Gradients are summed in float32 unless asked otherwise; where the step waits for that, name the alternative."""
+    if found.get("reduction") != "float32" or "bf16" not in str(found["about"]["precision"]):
+        return []
+    roles = dict(part.split("=", 1) for part in found["about"]["roles"].split(" · "))
+    data = {axis for axis, role in roles.items() if role.split(" ", 1)[-1].startswith(("DP", "FSDP"))}
+    sums = [
+        c
+        for c in found["communication"]["causes"]
+        if c["kind"] in ("all-reduce", "reduce-scatter") and data.issuperset(c["mesh_axes"])
+    ]
+    share = sum(c["exposed_s"] for c in sums) / found["step"]["step_s"]
+    if share < WORTH_SAYING:
+        return []
+    return [
+        f"Waiting for sums over data axes, gradients foremost, is {percent(share)} of the step; gradients are summed "
+        "in float32. precision.reduction=bfloat16 sends half the bytes, as MaxText does; float32 is the more accurate, "
+        "as Llama 3 and torchtitan have it."
+    ]
 
 
 def _exposed(found: dict[str, Any]) -> list[str]:
@@ -68,7 +97,7 @@ def _faster(found: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str
 def _recomputation(found: dict[str, Any]) -> list[str]:
     extra = found["step"]["executed_flops"] / found["step"]["model_flops"] - 1
     headroom = found["memory"]["headroom"]
-    if extra < WORTH_SAYING or headroom is None or found["about"]["remat"] == "none":
+    if extra < WORTH_SAYING or headroom is None or found["about"]["remat"] in ("none", "offload"):
         return []
     fitting = [entry for entry in found["larger"] if entry["needs"] < headroom]
     if not fitting:
@@ -98,7 +127,13 @@ def _copies(found: dict[str, Any]) -> list[str]:
     said = f"Waits for copies between memories are {percent(share)} of the step"
     if found["about"]["remat"] != "offload":
         return [f"{said}: what products need is not on the chip in time."]
-    return [f"{said}: remat=offload sends saved activations to the host and back. remat=full computes them again."]
+    said += ": remat=offload sends saved activations to the host and back"
+    headroom = found["memory"]["headroom"] or 0
+    fitting = [e for e in found["larger"] if e["needs"] < headroom and e["change"] != "remat=full"]
+    if not fitting:
+        return [f"{said}. A larger batch gives each copy more products to hide behind."]
+    change, needs = fitting[0]["change"], fitting[0]["needs"]
+    return [f"{said}. {change} keeps them on the chip: about {needs / GIB:.1f} GiB of {headroom / GIB:.1f} GiB free."]
 
 
 def _narrow(found: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Decides how a layout is measured: the real step on the devices at hand, warmed up, then timed step by step."""
+"""Measures a layout: the real step on the devices at hand, warmed up, then timed step by step."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from valkyrie.data.loader import make_loader
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.hlo import parse
 from valkyrie.data.prepare import prepare
+from valkyrie.modes import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.run import MeasuredData, Run
+from valkyrie.run import Run
 from valkyrie.search.compiled import compiled_memory, serialised_module
-from valkyrie.search.hlo import parse
 from valkyrie.search.profile import collective_times
 from valkyrie.search.summary import SCHEMA, communication, memory_split
-from valkyrie.search.uses import traffic
 from valkyrie.train.devices import Devices
 from valkyrie.train.folder import versions
 from valkyrie.train.program import StepProgram
@@ -60,7 +61,7 @@ def _measured(run: Run, devices: Devices, trace: Path | None) -> dict[str, Any]:
     mode = run.config.mode
     with _batches(run, program) as batches:
         began = time.perf_counter()
-        compiled = program.lower_step().compile()
+        compiled = program.compile_step()
         compile_s = time.perf_counter() - began
         state = program.init(run.config.seed)
         metrics: dict[str, jax.Array] = {}
@@ -81,6 +82,7 @@ def _measured(run: Run, devices: Devices, trace: Path | None) -> dict[str, Any]:
         times = collective_times(step, module, axes, trace)
     return {
         "compile": {"compile_s": compile_s},
+        "options": [asdict(option) for option in program.options],
         "memory": memory_split(run, compiled_memory(program, compiled)) | {"reported_peak": _reported_peak(devices)},
         "step": _speed(run, devices, seconds[mode.warmup :]) | {"first_step_s": seconds[0]},
         "communication": communication(traffic(module, axes)) | times,
@@ -93,33 +95,18 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
     """Give batches on the devices without end: one of random tokens again and again, or those of a training."""
     config = run.config
     if config.mode.data is MeasuredData.random:
-        yield itertools.repeat(program.place(random_batch(run)))
+        batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed)
+        yield itertools.repeat(program.place(batch))
         return
-    with make_loader(
+    with program.task.loader(
         prepare(config.data, run.tokenizer),
         "train",
         batch=config.batch,
         seq=config.seq,
         seed=run.order_seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
         repeat=True,
     ) as loader:
         yield map(program.place, loader)
-
-
-def random_batch(run: Run) -> dict[str, np.ndarray]:
-    """Return this process's part of a global batch of random tokens, each row one document, every target counted."""
-    config, rows = run.config, run.config.batch // jax.process_count()
-    rng = np.random.default_rng([config.seed, jax.process_index()])
-    tokens = rng.integers(0, run.model.vocab_size, (rows, config.seq + 1)).astype(np.int32)
-    shape = (rows, config.seq)
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "segment_ids": np.zeros(shape, np.int32),
-        "weights": np.ones(shape, np.float32),
-    }
 
 
 def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:

@@ -1,23 +1,23 @@
-"""Decides what `mode=compile` and `mode=measure` do: look at a layout, say what was found, and keep it."""
+"""`mode=compile` and `mode=measure`: look at a layout, print the result, and keep it in the run folder."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Platform
-from valkyrie.paths import cache_root
+from valkyrie.machine.timeline import write_timeline
+from valkyrie.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
+from valkyrie.paths import cache_root, write_whole
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.child import MODULE, TEXT
-from valkyrie.search.compile import Compiled, compile_layout, source_digest
+from valkyrie.search.compile import Compiled, compile_layout, program_digest
 from valkyrie.search.hints import hints
-from valkyrie.search.replayed import replayed
 from valkyrie.search.summary import summarise
-from valkyrie.search.timeline import write_timeline
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.folder import run_folder, write_about
 from valkyrie.train.screen import make_console
@@ -25,10 +25,9 @@ from valkyrie.train.screen import make_console
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from valkyrie.search.replay import Replay
+    from valkyrie.machine.replay import Replay
 
-SUMMARY, TIMELINE, KEPT_SUMMARY, MEASURED = "compile.json", "timeline.json", "summary.json", "measure.json"
-TRACE = "trace"
+TIMELINE, KEPT_SUMMARY = "timeline.json", "summary.json"
 
 
 def compile_mode(run: Run, arguments: Sequence[str]) -> int:
@@ -38,16 +37,16 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
     console = make_console()
     if run.config.target.platform in (Platform.any, Platform.cpu):
         note = (
-            "COMPILED FOR CPU: memory and bytes on every axis are told, no time. For that, name a slice: target=v4-64"
+            "COMPILED FOR CPU: memory and bytes per axis only; choose a TPU slice for step time, such as target=v4-64"
         )
         console.print(note, style="bold yellow")
-    compiled, found, replay = compile_and_summarise(run, console)
+    compiled, summary, replay = compile_and_summarise(run, console)
     if compiled.status == "refused":
-        raise ValueError(found["reason"])
+        raise ValueError(summary["reason"])
     folder = run_folder(run)
     write_about(run, folder, arguments)
-    (folder / SUMMARY).write_text(json.dumps(found, indent=1) + "\n")
-    show(found, console)
+    write_whole(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    show(summary, console)
     if replay is not None:
         write_timeline(folder / TIMELINE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip")
         console.print(f"timeline: {folder / TIMELINE} (open it at https://ui.perfetto.dev)")
@@ -68,49 +67,52 @@ def measure_mode(run: Run, arguments: Sequence[str]) -> int:
 
     folder = run_folder(run)
     trace = folder / TRACE if run.config.mode.trace else None
+    if not console.is_terminal:
+        console.print("compiling and timing the step")
     with console.status("compiling and timing the step"):
-        found = measure(run, devices, trace)
+        summary = measure(run, devices, trace)
     write_about(run, folder, arguments)
-    (folder / MEASURED).write_text(json.dumps(found, indent=1) + "\n")
-    show(found, console)
+    write_whole(folder / MEASURED, json.dumps(summary, indent=1) + "\n")
+    show(summary, console)
     if trace is not None:
         console.print(f"trace: {trace}")
     console.print(f"report: {folder / MEASURED}")
-    return 0 if found["status"] == "ok" else NOT_COMPILED
-
-
-MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {"compile": compile_mode, "measure": measure_mode}
-"""What `mode=` may name beside the modes of `valkyrie.train`."""
+    return 0 if summary["status"] == "ok" else NOT_COMPILED
 
 
 def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[str, Any], Replay | None]:
     """Return the compile of a run, its summary with hints, and its replay; shows a line while it works."""
     config = run.config.mode
+    if not console.is_terminal:
+        console.print(f"compiling for {run.config.target.describe()}", soft_wrap=True)
     with console.status("compiling") as status:
         compiled = compile_layout(run, config.time_limit_s, config.cache, status.update)
         replay, uses = None, []
         if compiled.status == "ok":
             status.update("replaying the schedule")
+            from valkyrie.search.replayed import replayed  # needs NumPy; a report, which reads names here, does not
+
             replay, uses = replayed(run, compiled)
-    found = summarise(run, compiled, replay, uses)
-    found["work"] = work_key(run)
-    found["hints"] = hints(found, _others(run, compiled))
+    summary = summarise(run, compiled, replay, uses)
+    summary["work"] = work_key(run)
+    summary["hints"] = hints(summary, _others(run, compiled))
     if compiled.status in ("ok", "does_not_fit"):
-        (compiled.folder / KEPT_SUMMARY).write_text(json.dumps(found))
-    return compiled, found, replay
+        write_whole(compiled.folder / KEPT_SUMMARY, json.dumps(summary))
+    return compiled, summary, replay
 
 
 def work_key(run: Run) -> str:
     """Return a name for the work, whatever the layout: model, batch, length, precision, target, and our own source."""
     config = run.config
-    work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), source_digest()]
+    work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), program_digest(run)]
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
 
 
 def _others(run: Run, compiled: Compiled) -> list[dict[str, Any]]:
     """Return the summaries of other layouts of the same work that were compiled before."""
-    found, work = [], work_key(run)
+    others, work = [], work_key(run)
     for file in (cache_root() / "compile").glob(f"*/{KEPT_SUMMARY}"):
-        if file.parent != compiled.folder and work in (text := file.read_text()):
-            found.append(json.loads(text))
-    return [other for other in found if other.get("work") == work]
+        if file.parent != compiled.folder and work in (text := file.read_text(errors="replace")):
+            with contextlib.suppress(ValueError):  # a damaged entry of the cache is none
+                others.append(json.loads(text))
+    return [other for other in others if other.get("work") == work]

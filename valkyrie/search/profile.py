@@ -1,4 +1,4 @@
-"""Decides how the time of collectives is had from a run: a few traced steps, their events joined with the module."""
+"""Time in collectives of a real run: a few traced steps, whose events are joined with the compiled module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from valkyrie.search.hlo import Instruction, Module
-from valkyrie.search.uses import Collective, Collectives, fused_kind, inner_collectives, kind_of
+from valkyrie.compiled.collectives import Collective, Collectives, fused_kind, inner_collectives, kind_of
+from valkyrie.compiled.hlo import Instruction, Module
 
 STEPS = 3
 """How many steps are traced: their median is told."""

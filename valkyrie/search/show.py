@@ -1,4 +1,4 @@
-"""Decides how the summary of a compiled layout is printed."""
+"""Prints the summary of a compiled or measured layout."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.hardware import GIB
 from valkyrie.search.summary import short_cause, short_source
-from valkyrie.search.units import duration, gib
-from valkyrie.search.units import sent as sent_text
+from valkyrie.train.options import Option
+from valkyrie.units import GIB, duration, gib
+from valkyrie.units import sent as sent_text
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -28,6 +28,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     if found["status"] != "ok":
         console.print(f"{found['status']}: {found['reason']}", style="bold red", markup=False)
         return
+    if found.get("options"):
+        console.print(f"compiler options: {_options(found['options'])}", markup=False)
     _memory(found, console)
     if "step" in found:
         _speed(found, console)
@@ -56,6 +58,14 @@ def does_not_fit(found: dict[str, Any]) -> str:
         tries = [f"{entry['change']} (about -{gib(entry['saves'])})" for entry in memory["savings"]]
         said += f"; try: {', '.join(tries)}"
     return said
+
+
+def _options(options: list[dict[str, Any]]) -> str:
+    """Return the compiler's options by who set them: `a=1, b=true (chip default) · c=2, d removed (you)`."""
+    by: dict[str, list[str]] = {}
+    for option in options:
+        by.setdefault(option["set_by"], []).append(str(Option(**option)))
+    return " · ".join(f"{', '.join(texts)} ({who})" for who, texts in by.items())
 
 
 def _memory(found: dict[str, Any], console: Console) -> None:
@@ -110,7 +120,7 @@ def _communication(found: dict[str, Any], console: Console) -> None:
         if parts:
             console.print(f"sent by {what}: {' · '.join(f'{name} {sent_text(size)}' for name, size in parts)}")
     if sent["sending_s"]:
-        hidden = 1 - sent["exposed_s"] / sent["sending_s"]
+        hidden = max(0.0, 1 - sent["exposed_s"] / sent["sending_s"])
         console.print(f"{100 * hidden:.0f}% of the time in which anything is sent is hidden behind compute")
     _collective_times(found, console)
     timed = "seconds" in found

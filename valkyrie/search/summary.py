@@ -1,4 +1,4 @@
-"""Decides what is said of a compiled layout: fits or not, how long a step takes and why, as one machine-readable value.
+"""The summary of a compiled layout as one machine-readable value: fits or not, step time, and why.
 
 `compile.json` is this value; what is printed is made from it alone.
 """
@@ -9,13 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.hardware import GIB
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.train.folder import versions
+from valkyrie.units import GIB
 
 if TYPE_CHECKING:
-    from valkyrie.search.replay import CollectiveUse, Replay
+    from valkyrie.compiled.collectives import CollectiveUse
+    from valkyrie.machine.replay import Replay
 
 SCHEMA = 1
 """The version of `compile.json`; it grows when a key changes its meaning."""
@@ -50,6 +51,8 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     found["parameters"] = outcome["parameters"]
     found["memory"] = memory_split(run, outcome["memory"])
     found["larger"] = outcome.get("larger", [])
+    found["options"] = outcome.get("options", [])
+    found["reduction"] = run.config.precision.reduction.value
     found["communication"] = communication(uses, replay.sending_s if replay is not None else None)
     if replay is not None:
         found["step"] = speed(run, replay)

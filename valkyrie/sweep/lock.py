@@ -1,40 +1,47 @@
-"""Decides that a trial runs once at a time, whatever sweeps share its folder, and that no lost process holds it.
+"""The lock of a trial: it runs once at a time, whatever sweeps share its folder, and no lost process keeps it.
 
-Two locks, for two questions. `.sweep` is held by the sweep that has the trial in hand: is someone at it? `.process` is
-held by the trial's process alone, which inherits it: does one run that no sweep watches any more? A sweep that was
-killed leaves such a process behind; the next sweep ends it and takes the trial over.
+Two locks, for two questions. `.sweep` is locked by the sweep that carries the trial out: is there one? `.process` is
+locked by the trial's process alone, which inherits it: does one run that no sweep watches any more? A sweep that was
+killed leaves such a process behind; the next sweep ends it and takes the trial over. On a file system without locks a
+trial runs all the same, and a note says to run one sweep at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import socket
+import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import IO
 
+from valkyrie.locks import Lock, lock
+
 _PATIENCE_S = 10.0
-"""How long a process told to die by SIGKILL may take to be gone."""
+"""How long a process may take to be gone after SIGKILL."""
 
 
 class TrialLock:
-    """A trial in hand. `process_file` is for the trial's process to inherit (`pass_fds`)."""
+    """The lock of a trial that is carried out. `process_file` is for the trial's process to inherit (`pass_fds`)."""
 
     def __init__(self, sweep_file: IO[bytes], process_file: IO[bytes]) -> None:
         self._sweep_file, self.process_file = sweep_file, process_file
 
     @staticmethod
     def take(folder: Path) -> TrialLock | None:
-        """Return the lock of a trial's folder, which is made if need be; None while another sweep has it in hand."""
+        """Return the lock of a trial's folder, which is made if need be; None while another sweep carries it out."""
         folder.mkdir(parents=True, exist_ok=True)
         sweep_file = (folder / ".sweep").open("ab")
-        if not _locked(sweep_file):
+        outcome = lock(sweep_file, wait=False)
+        if outcome is Lock.another:
             sweep_file.close()
             return None
+        if outcome is Lock.unsupported:
+            _warn_of_no_locks(folder.parent)
         process_file = (folder / ".process").open("a+b")
         if not _locked(process_file) and not _end_left_behind(process_file):
             process_file.close()
@@ -55,11 +62,17 @@ class TrialLock:
 
 
 def _locked(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return lock(file, wait=False) is not Lock.another
+
+
+@cache
+def _warn_of_no_locks(folder: Path) -> None:
+    """Say once that nothing keeps two sweeps apart."""
+    print(
+        f"note: the file system of {folder} has no file locks (flock). Run one sweep at a time there: two would run "
+        "the same trials, and a process left by a killed sweep is not ended.",
+        file=sys.stderr,
+    )
 
 
 def _end_left_behind(file: IO[bytes]) -> bool:

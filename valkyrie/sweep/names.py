@@ -1,4 +1,4 @@
-"""Decides what a sweep and its trials are called, and so which trials are the same. Imports no JAX.
+"""The names of sweeps and trials, and the keys by which two trials are the same. Imports no JAX.
 
 A sweep is a multirun; its folder is `<runs>/<sweep name>`, with one run folder per trial inside.
 """
@@ -8,20 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
-from valkyrie.run import MeasuredData, Run
-from valkyrie.search.compile import SHAPING_KEYS
+from valkyrie.modes import MODES, reads_run
+from valkyrie.run import Run
 from valkyrie.train.folder import key_value, parts_of, resumed_arguments
-
-READS_A_RUN = ("eval", "generate")
-"""The modes that look at a trained run: `name=` and `resume=` name that run."""
-NUMBERED = ("compile", "measure", "train")
-"""The modes that leave numbers. A trial of another mode is done again each time it is asked for."""
-FULL_ERROR, GIVEN_FULL_ERROR = "HYDRA_FULL_ERROR", "VALKYRIE_GIVEN_HYDRA_FULL_ERROR"
-"""What makes Hydra raise, which the command always wants, and what the user had given for it, if anything."""
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""
@@ -29,10 +21,6 @@ _OF_THE_SPACE = ("hydra/sweeper", "hydra.sweeper.")
 _NOT_OF_THE_SPACE = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
 """How much of a space is looked at, and how fast: more of it is the same sweep."""
 
-_NOT_OF_THE_TRIAL = {"name", "runs", "resume", "trial", "tracking"}
-_NOT_OF_A_TRAINING = {"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"}
-_OF_A_MEASUREMENT = (*SHAPING_KEYS, "seed", "debug")
-_OF_MEASURING = ("warmup", "repeats", "data")
 _LONGEST = 120
 
 
@@ -49,7 +37,7 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     if mode == "RUN" or not (mode == "MULTIRUN" or flagged or overlay):
         return None
     kept = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
-    if given.get("mode") in READS_A_RUN and not _several(given.get("resume") or given.get("name") or ""):
+    if reads_run(given.get("mode")) and not _several(given.get("resume") or given.get("name") or ""):
         kept = resumed_arguments(kept, without=["hydra.mode"])
     if "hydra.sweep.dir" in given:
         return kept
@@ -59,32 +47,28 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
-    """Return the sweep's name: `name=`, else that of its overlay, else a digest of what was asked of every trial."""
+    """Return the sweep's name: `name=`, else that of its overlay, else a digest of the arguments."""
     given = key_values(arguments)
     name, overlay = given.get("name"), given.get("sweep")
-    if name not in (None, "null") and given.get("mode") not in READS_A_RUN:
+    if name not in (None, "null") and not reads_run(given.get("mode")):
         return folder_name(name)
     if overlay not in (None, "null"):
         return folder_name(overlay)
-    asked = {key: value for key, value in given.items() if _is_of_the_sweep(key)}
-    return f"sweep-{_digest(asked)[:8]}"
+    arguments_by_key = {key: value for key, value in given.items() if _is_of_the_sweep(key)}
+    return f"sweep-{_digest(arguments_by_key)[:8]}"
 
 
 def trial_key(run: Run) -> str:
-    """Return the digest of everything asked for that decides the result, with the mode."""
-    values, mode = asdict(run.config), run.config.mode
-    keys: Iterable[Any] = [key for key in values if key not in _NOT_OF_THE_TRIAL]
-    extra: dict[str, Any] = {"mode": mode.name}
-    if mode.name == "compile":
-        keys = SHAPING_KEYS
-    elif mode.name == "measure":
-        keys = _OF_A_MEASUREMENT if mode.data is MeasuredData.random else (*_OF_A_MEASUREMENT, "data")
-        extra |= {f"mode.{key}": values["mode"][key] for key in _OF_MEASURING}
-    elif mode.name == "train":
-        keys = [key for key in keys if key not in _NOT_OF_A_TRAINING]
-    elif mode.name in READS_A_RUN:
-        extra["resume"] = run.config.resume or run.config.name
-    return _digest({key: values[key] for key in keys} | extra)[:16]
+    """Return the digest of the mode and of every key that decides the result."""
+    config, values = run.config, asdict(run.config)
+    mode = MODES[config.mode.name]
+    if mode.decided_by is not None:
+        keys = mode.decided_by(config.mode)
+    else:
+        keys = [key for key in values if key not in mode.not_decided_by]
+    values |= {f"mode.{key}": value for key, value in values["mode"].items()}
+    read = {"resume": config.resume or config.name} if mode.reads_run else {}
+    return _digest({key: values[key] for key in keys} | {"mode": mode.name} | read)[:16]
 
 
 def unread_key(overrides: Sequence[str]) -> str:
@@ -119,7 +103,7 @@ def overrides_of_read_run(overrides: Sequence[str]) -> list[str]:
 
     ValueError where there is no such run.
     """
-    if key_values(overrides).get("mode") not in READS_A_RUN:
+    if not reads_run(key_values(overrides).get("mode")):
         return list(overrides)
     return parts_of(resumed_arguments(overrides, without=["hydra.mode"]))[1]
 

@@ -1,46 +1,27 @@
-"""Decides what a job of a multirun is before anything starts: its key, its name, its command, or why it is refused."""
+"""Plans of trials: key, name, run, time limit, or why a trial is refused, before any process starts. No JAX."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-
-from valkyrie import search
+from valkyrie.modes import MODES, Mode, Needs
 from valkyrie.parallel.topology import libtpu_missing
-from valkyrie.paths import conf_dir
+from valkyrie.paths import conf_dir, source_digest, write_whole
 from valkyrie.run import Run
-from valkyrie.search.child import MODULE, TEXT
-from valkyrie.search.compile import source_digest
-from valkyrie.search.modes import TRACE
-from valkyrie.sweep.names import (
-    FULL_ERROR,
-    GIVEN_FULL_ERROR,
-    NUMBERED,
-    READS_A_RUN,
-    folder_name,
-    trial_key,
-    trial_name,
-    unread_key,
-    without_place,
-)
+from valkyrie.search.compile import program_digest
+from valkyrie.sweep.composer import search_path
+from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key, without_place
+from valkyrie.sweep.results import OUTCOME
+from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-from valkyrie.train.folder import find_run, key_value, versions
-
-LIMIT_S = 3600.0
-"""The seconds a trial may take where `trial.limit_s` does not say; a training may take as long as it needs."""
-MARGIN_S = 300.0
-"""The seconds a trial has beyond the compiler's own limit, to start and to tell of it."""
+from valkyrie.train.folder import COMMAND, RUN, find_run, versions
 
 PREDICTED_BY = "predicted_by"
 """The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
@@ -48,10 +29,10 @@ PREDICTED_BY = "predicted_by"
 
 @dataclass(frozen=True)
 class Plan:
-    """A trial before it runs. `refusal` says why it cannot; `folder` is the sweep's, `command` its process.
+    """A trial before it runs, in a sweep's `folder`. `refusal` says why it cannot; `run` is what its process does.
 
-    `leaves` are files that it was asked to leave in its folder beside its numbers; `values` and `flags` are those of
-    its record.
+    `arguments` are those of a command that repeats the run. `files` are what the run leaves in its folder beside its
+    numbers; `values` and `flags` are those of its record.
     """
 
     key: str
@@ -61,18 +42,43 @@ class Plan:
     overrides: tuple[str, ...]
     about: dict[str, Any]
     refusal: str | None = None
-    command: tuple[str, ...] = ()
+    run: Run | None = None
+    arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    limit_s: float | None = LIMIT_S
+    limit_s: float | None = None
     retry: bool = False
-    leaves: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     values: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the run."""
+        return MODES[self.stage]
 
     @property
     def trial_folder(self) -> Path:
         """The run folder of the trial."""
         return self.folder / self.name
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The process of the trial, which reads `run.yaml` in the trial's folder."""
+        return (sys.executable, "-m", "valkyrie.sweep.child", str(self.trial_folder))
+
+    def write(self) -> None:
+        """Write the trial's folder as its process wants it; numbers of an earlier attempt are removed."""
+        folder = self.trial_folder
+        for name in (OUTCOME, self.mode.results or OUTCOME):
+            if name.endswith(".json"):
+                (folder / name).unlink(missing_ok=True)
+        assert self.run is not None, "a refused trial has no process"
+        run, arguments = self.run, self.arguments
+        if self.mode.tracked:  # its run at W&B is that of the trial
+            tracking = replace(run.config.tracking, id=trial_id(run.config.tracking, self.folder, self.key))
+            run, arguments = run.changed(tracking=tracking), (*arguments, f"tracking.id={tracking.id}")
+        run.save(folder / RUN)
+        write_whole(folder / COMMAND, json.dumps(arguments) + "\n")
 
     def ended(
         self, status: Status, reason: str | None, started: str, wall_s: float, results: dict[str, Any] | None = None
@@ -101,127 +107,114 @@ class Plan:
         What was refused is looked at again, for the machine may have changed: at once where this plan refuses it, else
         by another process. What other code or another compiler has predicted is predicted again.
         """
-        if trial is None or self.stage not in NUMBERED or trial.status is Status.refused:
+        if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
         if trial.about.get(PREDICTED_BY) != self.about.get(PREDICTED_BY):
             return False
-        if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.leaves):
+        if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.files):
             return False
         return not self.retry or trial.status in (Status.ok, Status.does_not_fit)
 
 
-def plan_trial(config: DictConfig) -> Plan:
-    """Return the plan of the job that Hydra has composed; a wrong or illegal run comes back as a refused plan.
+def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[str] | None = None) -> Plan:
+    """Return the plan of a job's run; `hydra` is the part of the job's configuration of that name.
 
-    ValueError where the whole multirun asks for what only one run can do.
+    An illegal run has a refused plan; `problems` are those of the run where they are known already. ValueError where
+    the whole multirun asks for what only one run can do.
     """
-    hydra = HydraConfig.get()
-    overrides = tuple(str(o) for o in hydra.overrides.task)
-    try:
-        run = Run.from_config(config)
-    except ValueError as error:
-        key, stage = unread_key(overrides), str(config.mode.name)
-        name = f"{folder_name(stage)}-{key[:6]}"
-        return Plan(key, name, stage, Path(hydra.sweep.dir), overrides, {}, str(error), flags=config_flags(hydra))
-    return plan_run(run, hydra, overrides)
-
-
-def plan_run(run: Run, hydra: Any, overrides: Sequence[str]) -> Plan:
-    """Return the plan of a job's run, an illegal one refused; `hydra` is the configuration's part of that name.
-
-    ValueError where the whole multirun asks for what only one run can do.
-    """
-    config, folder = run.config, Path(hydra.sweep.dir)
-    if config.resume is not None and config.mode.name not in READS_A_RUN:
-        raise ValueError(_not_in_a_multirun(config.resume, config.mode.name))
-    if illegal := run.problems():
-        return illegal_plan(run, illegal, folder, overrides, config_flags(hydra))
-    stage, key = config.mode.name, trial_key(run)
-    refusals, own, about, flags = _missing(run), [], run.about(), config_flags(hydra)
-    name = trial_name(run, key, about["layout"])
-    try:
-        own = _own_overrides(run, overrides, folder_name(folder.resolve().name))
-    except ValueError as error:
-        refusals.append(str(error))
-    return Plan(
+    config, folder, flags = run.config, sweep_folder(hydra), config_flags(hydra)
+    problems = run.problems() if problems is None else problems
+    if config.mode.name not in MODES:
+        raise ValueError("\n".join(problems))
+    mode, key = MODES[config.mode.name], trial_key(run)
+    if config.resume is not None and not mode.reads_run:
+        raise ValueError(_not_in_a_multirun(config.resume, mode.name))
+    about = run.asked() if problems else run.about()
+    plan = Plan(
         key=key,
-        name=name,
-        stage=stage,
+        name=trial_name(run, key, about.get("layout")),
+        stage=mode.name,
         folder=folder,
         overrides=tuple(overrides),
-        about=about | ({PREDICTED_BY: _predictor()} if stage == "compile" else {}),
+        about=about,
+        refusal=" ".join(problems) or None,
+        values=run.values(),
+        flags=flags,
+    )
+    if problems:
+        return plan
+    refusals = _missing(run)
+    try:
+        changes = _own_values(run, plan)
+    except ValueError as error:  # there is no such trained run
+        return replace(plan, refusal=" ".join([*refusals, str(error)]))
+    own = [f"{name}={_quoted(value)}" for name, value in changes.items()]
+    tracking = changes.pop("tracking.group", config.tracking.group)
+    return replace(
+        plan,
+        about=about | ({PREDICTED_BY: _predictor(run)} if mode.predicts else {}),
         refusal=" ".join(refusals) or None,
-        command=(*child_program(), *flags, *own, "hydra.mode=RUN", f"runs={_quoted(folder)}", f"name={name}"),
+        run=run.changed(**changes, tracking=replace(config.tracking, group=tracking)),
+        arguments=(*flags, *without_place(overrides), "hydra.mode=RUN", *own),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
-        limit_s=_limit_s(run),
+        limit_s=mode.limit_s(config.mode) if config.trial.limit_s is None else config.trial.limit_s,
         retry=config.trial.retry,
-        leaves=_leaves(run),
-        values=run.values(),
-        flags=flags,
+        files=mode.asked_files(config.mode),
     )
 
 
-def illegal_plan(
-    run: Run, problems: Sequence[str], folder: Path, overrides: Sequence[str], flags: tuple[str, ...]
-) -> Plan:
-    """Return the plan of a run that is refused for its problems, in a sweep's folder."""
-    key = trial_key(run)
-    return Plan(
-        key=key,
-        name=trial_name(run, key),
-        stage=run.config.mode.name,
-        folder=folder,
-        overrides=tuple(overrides),
-        about=run.asked(),
-        refusal=" ".join(problems),
-        values=run.values(),
-        flags=flags,
-    )
+def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str]) -> Plan:
+    """Return the refused plan of a job whose configuration makes no run."""
+    key = unread_key(overrides)
+    name = f"{folder_name(mode)}-{key[:6]}"
+    folder, flags = sweep_folder(hydra), config_flags(hydra)
+    return Plan(key, name, mode, folder, tuple(overrides), {}, str(error), flags=flags)
 
 
-def child_program() -> tuple[str, ...]:
-    """Return the program of a trial's process."""
-    return (sys.executable, "-m", "valkyrie.cli.train")
+def sweep_folder(hydra: Any) -> Path:
+    """Return the folder of a multirun, by its part of the configuration."""
+    return Path(hydra.sweep.dir)
 
 
-def child_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment of a trial's process: the user's, and the job's own."""
-    kept = {k: v for k, v in os.environ.items() if k not in (FULL_ERROR, GIVEN_FULL_ERROR)}
-    if GIVEN_FULL_ERROR in os.environ:
-        kept[FULL_ERROR] = os.environ[GIVEN_FULL_ERROR]
-    return kept | plan.environment
+def config_flags(hydra: Any) -> tuple[str, ...]:
+    """Return the flags and overrides by which another process finds the same configuration."""
+    flags = []
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            flags += ["--config-dir", source.path]
+        elif source.provider == "main" and Path(source.path) != conf_dir():
+            flags += ["--config-path", source.path]
+    name = hydra.job.config_name
+    flags += [] if name in (None, "train") else ["--config-name", name]
+    return (*flags, *search_path(hydra))
 
 
 def _missing(run: Run) -> list[str]:
     """Return what this machine lacks for a legal run, as far as files tell."""
-    stage = run.config.mode.name
-    if stage == "compile":
+    needs = MODES[run.config.mode.name].needs
+    if needs is Needs.compiler:
         missing = libtpu_missing(run.config.target)
         return [missing] if missing else []
-    return [] if stage == "show" else missing_devices(run)
+    return missing_devices(run) if needs is Needs.devices else []
 
 
-def _limit_s(run: Run) -> float | None:
-    mode, given = run.config.mode, run.config.trial.limit_s
-    if given is not None or mode.name == "train":
-        return given
-    return max(LIMIT_S, mode.time_limit_s + MARGIN_S) if mode.name == "compile" else LIMIT_S
+def _predictor(run: Run) -> str:
+    """Return a digest of what decides a prediction beside the run: versions, the program, and the replay."""
+    source = source_digest("compiled", "machine", "search")
+    return hashlib.sha256(json.dumps([versions(), program_digest(run), source]).encode()).hexdigest()[:12]
 
 
-def _leaves(run: Run) -> tuple[str, ...]:
-    mode = run.config.mode
-    if mode.name == "compile" and mode.hlo:
-        return (MODULE, TEXT)
-    return (TRACE,) if mode.name == "measure" and mode.trace else ()
+def _own_values(run: Run, plan: Plan) -> dict[str, str]:
+    """Return the keys that a trial has of its own: its place, and the path of a run that it reads.
 
-
-@cache
-def _predictor() -> str:
-    """Return a digest of what decides a prediction beside what is asked: versions, the program, and the replay."""
-    digest = hashlib.sha256(json.dumps([versions(), source_digest()]).encode())
-    for file in sorted(Path(search.__path__[0]).glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    A training reports to W&B itself, in the group of the sweep unless it has one.
+    """
+    config, own = run.config, {"runs": str(plan.folder), "name": plan.name}
+    if plan.mode.reads_run:
+        own["resume"] = str(find_run(Path(config.runs), config.resume or config.name or "latest").resolve())
+    if plan.mode.tracked and config.tracking.group is None:
+        own["tracking.group"] = folder_name(plan.folder.resolve().name)
+    return own
 
 
 def _not_in_a_multirun(resume: str, mode: str) -> str:
@@ -234,36 +227,6 @@ def _not_in_a_multirun(resume: str, mode: str) -> str:
     )
 
 
-def _own_overrides(run: Run, overrides: Sequence[str], sweep: str) -> list[str]:
-    """Return a job's overrides for its process, in which `runs` is the sweep's folder and a run it reads has a path.
-
-    A training tells W&B of itself, in the group of the sweep unless it has one.
-    """
-    kept = without_place(overrides)
-    config = run.config
-    if config.mode.name in READS_A_RUN:
-        resume = config.resume or config.name or "latest"
-        kept.append(f"resume={_quoted(find_run(Path(config.runs), resume).resolve())}")
-    if config.mode.name == "train" and config.tracking.group is None:
-        kept.append(f"tracking.group={sweep}")
-    return kept
-
-
-def config_flags(hydra: Any) -> tuple[str, ...]:
-    """Return the flags and overrides by which the configuration was found, for another process to find it by."""
-    flags = []
-    for source in hydra.runtime.config_sources:
-        if source.provider == "command-line":
-            flags += ["--config-dir", source.path]
-        elif source.provider == "main" and Path(source.path) != conf_dir():
-            flags += ["--config-path", source.path]
-    name = hydra.job.config_name
-    flags += [] if name in (None, "train") else ["--config-name", name]
-    given = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
-    assert isinstance(given, list)
-    return (*flags, *(o for o in map(str, given) if key_value(o)[0] == "hydra.searchpath"))
-
-
-def _quoted(path: Path) -> str:
-    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+def _quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -1,4 +1,4 @@
-"""Decides how the process of a trial is started, watched and ended: a session of its own, a time limit, a log."""
+"""The process of a trial while it runs: a session of its own, a time limit, a log, and how it is ended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from valkyrie.sweep.lock import TrialLock
-from valkyrie.sweep.plan import Plan, child_environment
-from valkyrie.sweep.results import FILES, OUTPUT, outcome
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.results import OUTPUT, outcome
 from valkyrie.sweep.trial import Status, Trial
 
-_GRACE_S = {"train": 60.0}
-_SHORT_GRACE_S = 5.0
 _POLL_S = 0.05
 
 
@@ -26,17 +24,16 @@ class TrialProcess:
     def __init__(self, plan: Plan, lock: TrialLock) -> None:
         self.plan = plan
         folder = plan.trial_folder
-        if plan.stage in FILES:  # what an earlier attempt left is none of this one's
-            (folder / FILES[plan.stage]).unlink(missing_ok=True)
+        plan.write()
         self.started, self._began = datetime.now(UTC).isoformat(), time.monotonic()
-        self._told_at: float | None = None
+        self._stopped_at: float | None = None
         with (folder / OUTPUT).open("wb") as output:
             self._process = subprocess.Popen(
                 plan.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=child_environment(plan),
+                env=os.environ | plan.environment,
                 start_new_session=True,
                 pass_fds=(lock.process_file.fileno(),),
             )
@@ -53,17 +50,17 @@ class TrialProcess:
 
     @property
     def grace_s(self) -> float:
-        """The seconds it has to end by itself after it was told to: a training saves its state."""
-        return _GRACE_S.get(self.plan.stage, _SHORT_GRACE_S)
+        """The seconds it has to stop by itself: a training saves its state."""
+        return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:
-        """Return the trial when it has ended; None while it runs. Past its limit it is told to end, then ended."""
+        """Return the trial when it has ended; None while it runs. Past its limit it is interrupted, then killed."""
         status = self._process.poll()
         plan, limit = self.plan, self.plan.limit_s
         if status is None and limit is not None and self.seconds > limit:
-            if self._told_at is None:
-                self.tell(signal.SIGINT)
-            elif time.monotonic() - self._told_at > self.grace_s:
+            if self._stopped_at is None:
+                self.interrupt()
+            elif time.monotonic() - self._stopped_at > self.grace_s:
                 self.kill()
             return None
         if status is None:
@@ -71,17 +68,17 @@ class TrialProcess:
         seconds = self.seconds
         if status != 0:
             self.kill()  # what it has started ends with it
-        if self._told_at is not None:
+        if self._stopped_at is not None:
             reason = f"it took longer than trial.limit_s={limit:g} seconds and was ended"
             return plan.ended(Status.timeout, reason, self.started, seconds)
-        found = outcome(plan.trial_folder, plan.stage, status)
-        return plan.ended(found.status, found.reason, self.started, seconds, found.results)
+        ended = outcome(plan.trial_folder, status)
+        return plan.ended(ended.status, ended.reason, self.started, seconds, ended.results)
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send a signal to the process and all that it started."""
-        self._told_at = self._told_at or time.monotonic()
+    def interrupt(self) -> None:
+        """Do to the process, and to all that it started, what Ctrl-C does."""
+        self._stopped_at = self._stopped_at or time.monotonic()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """End what is left of the process and all that it started."""
@@ -98,11 +95,11 @@ class TrialProcess:
 
 
 def stop(running: Iterable[TrialProcess]) -> None:
-    """Tell trials to end, as Ctrl-C does, and wait until they have; a second Ctrl-C ends them at once."""
+    """Interrupt trials and wait until they have ended; a second Ctrl-C ends them at once."""
     running = list(running)
     try:
         for process in running:
-            process.tell(signal.SIGINT)
+            process.interrupt()
         for process in running:
             process.ends_within(process.grace_s)
     finally:

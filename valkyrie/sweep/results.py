@@ -1,4 +1,4 @@
-"""Decides what is kept of what a trial's process left: how it ended, in words, and the numbers the stage found."""
+"""What a trial's process came to: its status, the reason in words, and the numbers that its mode left."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valkyrie.hardware import GIB
-from valkyrie.search import NOT_COMPILED
+from valkyrie.modes import Mode
+from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.tracking import read_metrics
+from valkyrie.units import GIB
 
-OUTPUT = "output.log"
-"""The file of a trial's folder with all that its process printed."""
-FILES = {"compile": "compile.json", "measure": "measure.json"}
-"""The file in which a stage leaves its numbers; a training leaves them in `metrics.jsonl`."""
+OUTPUT, OUTCOME = "output.log", "outcome.json"
+"""The files of a trial's folder with all that its process printed, and with what it came to."""
+INTERRUPTED = 130
+"""Exit status of a process that was interrupted."""
 
 _KEPT = ("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss")
 _KEPT += ("hints", "devices")
-_USER_ERROR, _INTERRUPTED = 2, 130
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-_TELLING = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*|valkyrie-train: .*)$")
+_ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*|valkyrie-train: .*)$")
 _LONGEST = 600
 
 
@@ -33,32 +33,46 @@ class Outcome(NamedTuple):
     reason: str | None
     results: dict[str, Any]
 
+    def write(self, folder: Path) -> None:
+        """Write `outcome.json` into a trial's folder."""
+        values = {"status": self.status.value, "reason": self.reason, "results": self.results}
+        write_whole(folder / OUTCOME, json.dumps(values) + "\n")
 
-def outcome(folder: Path, stage: str, returncode: int) -> Outcome:
-    """Return what a process that ended by itself, or by a signal (`returncode` below 0), came to."""
-    left = folder / FILES.get(stage, "metrics.jsonl")
-    output = folder / OUTPUT
+
+def outcome(folder: Path, returncode: int) -> Outcome:
+    """Return what a process came to that has ended: its `outcome.json`, or how it ended without one."""
+    if (folder / OUTCOME).is_file():
+        record = json.loads((folder / OUTCOME).read_text())
+        return Outcome(Status(record["status"]), record["reason"], record["results"])
     if returncode < 0:
-        return Outcome(Status.killed, _killed(-returncode, output), {})
-    if returncode == _INTERRUPTED:
-        return Outcome(Status.killed, "its process was told to stop by somebody else", {})
-    if returncode == _USER_ERROR:
-        return Outcome(Status.refused, refusal(output), {})
-    if returncode not in (0, NOT_COMPILED):
-        said = last_words(output)
-        status = Status.does_not_fit if _OUT_OF_MEMORY in said else Status.failed
-        return Outcome(status, f"its process ended with status {returncode}: {said}", {})
-    if stage not in FILES:
-        return Outcome(Status.ok, None, training_results(left) if stage == "train" else {})
-    if not left.is_file():
-        return Outcome(Status.failed, f"its process left no {left.name}: {last_words(output)}", {})
-    found = json.loads(left.read_text())
-    return Outcome(Status(found["status"]), found.get("reason"), kept_results(found))
+        return Outcome(Status.killed, _killed(-returncode, folder / OUTPUT), {})
+    if returncode == INTERRUPTED:
+        return Outcome(Status.killed, "its process was interrupted by somebody else", {})
+    return failure(f"its process ended with status {returncode}: {last_error(folder / OUTPUT)}")
 
 
-def kept_results(found: dict[str, Any]) -> dict[str, Any]:
+def failure(reason: str) -> Outcome:
+    """Return the outcome of a process that failed: where memory was exhausted, the layout does not fit."""
+    reason = " ".join(reason.split())[:_LONGEST]
+    return Outcome(Status.does_not_fit if _OUT_OF_MEMORY in reason else Status.failed, reason, {})
+
+
+def results_of(folder: Path, mode: Mode) -> Outcome:
+    """Return what a mode left in a run folder after it came to its end."""
+    if mode.results is None:
+        return Outcome(Status.ok, None, {})
+    file = folder / mode.results
+    if file.suffix == ".jsonl":
+        return Outcome(Status.ok, None, training_results(file))
+    if not file.is_file():
+        return failure(f"it left no {file.name}")
+    summary = json.loads(file.read_text())
+    return Outcome(Status(summary["status"]), summary.get("reason"), kept_results(summary))
+
+
+def kept_results(summary: dict[str, Any]) -> dict[str, Any]:
     """Return the part of `compile.json` or `measure.json` that a line of `trials.jsonl` keeps."""
-    kept = {key: found[key] for key in _KEPT if key in found}
+    kept = {key: summary[key] for key in _KEPT if key in summary}
     if "communication" in kept:
         kept["communication"] = {k: v for k, v in kept["communication"].items() if k != "causes"}
     return kept
@@ -91,27 +105,12 @@ def objective(trial: Trial) -> float:
     return float(trial.results.get("step", {}).get("tokens_per_second_per_chip") or 0.0)
 
 
-def refusal(output: Path) -> str:
-    """Return the message with which a process refused what it was asked."""
-    lines = _lines(output)
-    starts = [i for i, line in enumerate(lines) if line.startswith("valkyrie-train: ")]
-    if not starts:
-        return last_words(output)
-    first, *others = lines[starts[-1] :]
-    message = [first.removeprefix("valkyrie-train: "), *(line.strip().removeprefix("- ") for line in others)]
-    return " ".join(message[1:] if len(message) > 1 and message[0].endswith(" problems") else message)
-
-
-def last_words(output: Path) -> str:
-    """Return the last line of a process's output that tells an error, else its last line."""
-    lines = _lines(output)
-    telling = [line for line in lines[-60:] if _TELLING.match(line)]
-    return ((telling or lines or ["it said nothing"])[-1])[:_LONGEST]
-
-
-def _lines(output: Path) -> list[str]:
+def last_error(output: Path) -> str:
+    """Return the last line of a process's output that is an error, else its last line."""
     text = output.read_text(errors="replace") if output.is_file() else ""
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines[-60:] if _ERROR_LINE.match(line)]
+    return ((errors or lines or ["it printed nothing"])[-1])[:_LONGEST]
 
 
 def _killed(number: int, output: Path) -> str:
@@ -121,4 +120,4 @@ def _killed(number: int, output: Path) -> str:
         name = f"signal {number}"
     if number == signal.SIGKILL:
         return "its process was ended by SIGKILL: this host probably ran out of memory"
-    return f"its process was ended by {name}: {last_words(output)}"
+    return f"its process was ended by {name}: {last_error(output)}"

@@ -1,7 +1,4 @@
-"""Decides how trials are carried out: skipped where recorded, refused without a process, else run and recorded.
-
-`run_trial` is the task function of every multirun, whatever launcher calls it, in whatever process.
-"""
+"""How trials are carried out: skipped where recorded, refused without a process, else run and recorded."""
 
 from __future__ import annotations
 
@@ -14,13 +11,9 @@ from datetime import UTC, datetime
 from types import FrameType
 from typing import Protocol, runtime_checkable
 
-from omegaconf import DictConfig
-
 from valkyrie.sweep.lock import TrialLock
-from valkyrie.sweep.plan import Plan, plan_trial
+from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess, stop
-from valkyrie.sweep.results import objective
-from valkyrie.sweep.screen import Lines
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 _POLL_S = 0.1
@@ -29,7 +22,7 @@ _ELSEWHERE_POLL_S = 0.5
 
 @runtime_checkable
 class Watcher(Protocol):
-    """Who is told how a sweep goes."""
+    """Is called as a sweep goes on."""
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
         """See what runs and how many trials wait, for another sweep if none runs; called several times a second."""
@@ -40,35 +33,26 @@ class Watcher(Protocol):
         ...
 
 
-def run_trial(config: DictConfig) -> float:
-    """Carry out the job that Hydra has composed, record it, and return its tokens/s/chip; 0.0 where there is none.
-
-    OSError where the record cannot be written, KeyboardInterrupt where it was stopped: such a trial is not recorded.
-    """
-    plan = plan_trial(config)
-    with signals_interrupt():
-        return objective(carry_out([plan], 1, Lines())[plan.key])
-
-
 def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
     """Return the record of every plan by key, `jobs` processes at a time; all plans are of one sweep folder.
 
-    Trials that another sweep has in hand are left to it, and looked at again until it is done with them.
+    Trials that another sweep is carrying out are left to it, and looked at again until it is done with them. OSError
+    where a record cannot be written, KeyboardInterrupt after Ctrl-C: such trials are not recorded.
     """
-    found: dict[str, Trial] = {}
-    waiting = _settle(plans, found, watcher)
+    trials, waiting = settle(plans, watcher)
     running: dict[str, tuple[TrialProcess, TrialLock]] = {}
     looked = 0.0
     try:
         while waiting or running:
             if len(running) < jobs and time.monotonic() - looked > _ELSEWHERE_POLL_S:
-                looked = time.monotonic() if not _start_next(waiting, running, found, watcher) else 0.0
+                looked = time.monotonic() if not _start_next(waiting, running, trials, watcher) else 0.0
                 continue
             before = len(running)
             for key, (process, lock) in list(running.items()):
                 trial = process.poll()
                 if trial is not None:
-                    _record(process.plan, trial, found, watcher)
+                    TrialLog(process.plan.folder).append([trial])
+                    _add(process.plan, trial, trials, watcher)
                     del running[key]
                     lock.release()
             if len(running) < before:
@@ -80,72 +64,66 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, T
         stop(process for process, _ in running.values())
         for _, lock in running.values():
             lock.release()
-    return found
+    return trials
 
 
-def _settle(plans: Sequence[Plan], found: dict[str, Trial], watcher: Watcher) -> list[Plan]:
-    """Return the plans that need a process; the others are recorded already, or refused and recorded now."""
+def settle(plans: Sequence[Plan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[Plan]]:
+    """Return the trials by key that need no process, recorded earlier or refused and recorded now, and other plans."""
+    trials: dict[str, Trial] = {}
+    waiting: list[Plan] = []
     if not plans:
-        return []
+        return trials, waiting
     log = TrialLog(plans[0].folder)
     recorded = {trial.key: trial for trial in log.read()}
-    waiting: list[Plan] = []
     refused: list[tuple[Plan, Trial]] = []
     for plan in plans:
         before = recorded.get(plan.key)
         if before is not None and plan.settled_by(before):
-            _note(plan, before, found, watcher, earlier=True)
+            _add(plan, before, trials, watcher, earlier=True)
         elif plan.refusal is None:
             waiting.append(plan)
+        elif before is not None and before.reason == plan.refusal:
+            refused.append((plan, before))
         else:
             refused.append((plan, plan.ended(Status.refused, plan.refusal, datetime.now(UTC).isoformat(), 0.0)))
-    new = {trial.key: trial for _, trial in refused}
-    log.append(t for key, t in new.items() if key not in recorded or recorded[key].reason != t.reason)
+    log.append({t.key: t for _, t in refused if recorded.get(t.key) is not t}.values())
     for plan, trial in refused:
-        _note(plan, trial, found, watcher)
-    return waiting
+        _add(plan, trial, trials, watcher)
+    return trials, waiting
 
 
 def _start_next(
     waiting: list[Plan],
     running: dict[str, tuple[TrialProcess, TrialLock]],
-    found: dict[str, Trial],
+    trials: dict[str, Trial],
     watcher: Watcher,
 ) -> bool:
-    """Start, or settle, the first waiting trial that nobody has in hand; return whether there was one."""
+    """Start, or settle, the first waiting trial that no other sweep is carrying out; return whether there was one."""
     for plan in waiting:
-        if plan.key in found:  # asked for twice
+        if plan.key in trials:  # two jobs of one key
             waiting.remove(plan)
-            _note(plan, found[plan.key], found, watcher, earlier=True)
+            _add(plan, trials[plan.key], trials, watcher, earlier=True)
             return True
         lock = None if plan.key in running else TrialLock.take(plan.trial_folder)
         if lock is None:
             continue
         waiting.remove(plan)
-        with ExitStack() as held:
-            held.callback(lock.release)
-            before = _recorded(plan)
+        with ExitStack() as releasing:
+            releasing.callback(lock.release)
+            before = next((trial for trial in TrialLog(plan.folder).read() if trial.key == plan.key), None)
             if before is not None and plan.settled_by(before):
-                _note(plan, before, found, watcher, earlier=True)
+                _add(plan, before, trials, watcher, earlier=True)
             else:
                 running[plan.key] = TrialProcess(plan, lock), lock
-                held.pop_all()
+                releasing.pop_all()
         return True
     return False
 
 
-def _recorded(plan: Plan) -> Trial | None:
-    return next((trial for trial in TrialLog(plan.folder).read() if trial.key == plan.key), None)
-
-
-def _record(plan: Plan, trial: Trial, found: dict[str, Trial], watcher: Watcher) -> None:
-    TrialLog(plan.folder).append([trial])
-    _note(plan, trial, found, watcher)
-
-
-def _note(plan: Plan, trial: Trial, found: dict[str, Trial], watcher: Watcher, *, earlier: bool = False) -> None:
-    found[plan.key] = trial
-    watcher.ended(plan, trial, earlier=earlier)
+def _add(plan: Plan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | None, *, earlier: bool = False) -> None:
+    trials[plan.key] = trial
+    if watcher is not None:
+        watcher.ended(plan, trial, earlier=earlier)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Decides what a person sees while a sweep goes on: a live table in a terminal, one line a trial elsewhere."""
+"""The progress of a sweep: a live table in a terminal, one line for each trial elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from valkyrie.sweep.names import NUMBERED
+from valkyrie.modes import has_results
 from valkyrie.sweep.results import OUTPUT, objective
 from valkyrie.sweep.table import kind, title, verdict
 from valkyrie.sweep.trial import Status, Trial
@@ -35,7 +35,7 @@ class Lines:
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0
-        self._untold: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._refused = 0
         self._others = False
 
@@ -43,14 +43,14 @@ class Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell_counts()
+        self._print_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Say what was settled at once, and that others have what is left: a line comes when a trial has ended."""
-        self._tell_counts()
+        """Print how many needed no process, and that another sweep carries out what is left."""
+        self._print_counts()
         if waiting and not processes and not self._others:
-            said = f"{waiting} trial{'s' * (waiting > 1)} left, in the hands of another sweep: waiting for it"
-            self.console.print(said, style="dim", markup=False, highlight=False)
+            line = f"{waiting} trial{'s' * (waiting > 1)} left, which another sweep is carrying out: waiting for it"
+            self.console.print(line, style="dim", markup=False, highlight=False)
         self._others = bool(waiting and not processes)
 
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
@@ -58,25 +58,25 @@ class Lines:
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:
-            self._untold["done before"] += 1
+            self._counted["done before"] += 1
         elif self._refused > REFUSED_LINES and trial.status is Status.refused:
-            self._untold["more refused"] += 1
+            self._counted["more refused"] += 1
         else:
-            self._tell(plan, trial, earlier)
+            self._print(plan, trial, earlier)
 
-    def _tell_counts(self) -> None:
-        for what, count in self._untold.items():
+    def _print_counts(self) -> None:
+        for what, count in self._counted.items():
             self.console.print(f"[{self.done}/{self.total}] {count} {what}", style="dim", markup=False, highlight=False)
-        self._untold.clear()
+        self._counted.clear()
 
-    def _tell(self, plan: Plan, trial: Trial, earlier: bool) -> None:
+    def _print(self, plan: Plan, trial: Trial, earlier: bool) -> None:
         place = f"[{self.done}/{self.total}] " if self.total > 1 else ""
         when = " (done before)" if earlier else f" ({trial.wall_s:.1f} s)" if trial.wall_s else ""
         output = plan.trial_folder / OUTPUT
-        if plan.stage not in NUMBERED and trial.status is Status.ok and output.is_file():
+        if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
             self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
-        said = f"{place}{title(trial)}: {verdict(trial)}{when}"
-        self.console.print(said, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
+        line = f"{place}{title(trial)}: {verdict(trial)}{when}"
+        self.console.print(line, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
 
 
 class LiveScreen(Lines):
@@ -97,7 +97,7 @@ class LiveScreen(Lines):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell_counts()
+        self._print_counts()
         self._live.stop()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:

@@ -1,4 +1,4 @@
-"""Decides in which words a trial and a finished sweep are told: one line a trial, one ranked table a sweep."""
+"""Trials in words: one line for each, and the ranked table of a sweep with the lines under it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from valkyrie.search.units import memory
+from valkyrie.modes import MODES
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.trial import PAGE, Status, Trial
+from valkyrie.units import memory
 
 if TYPE_CHECKING:
     from valkyrie.sweep.plan import Plan
@@ -60,7 +61,7 @@ def kind(trial: Trial) -> str:
     """Return the word that a speed of this trial must bear: simulated, predicted, or none."""
     if trial.results.get("simulated"):
         return " simulated"
-    return " predicted" if trial.stage == "compile" else ""
+    return " predicted" if trial.stage in MODES and MODES[trial.stage].predicts else ""
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:
@@ -86,8 +87,8 @@ def table(trials: Sequence[Trial], rows: int = 40) -> Table:
 def tally(trials: Sequence[Trial]) -> str:
     """Return how many trials there are, and of what status: `12 trials: 9 ok, 2 refused, 1 killed`."""
     counts = Counter(trial.status for trial in trials)
-    said = ", ".join(f"{counts[s]} {s.value.replace('_', ' ')}" for s in Status if counts[s])
-    return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {said or 'none'}"
+    parts = ", ".join(f"{counts[s]} {s.value.replace('_', ' ')}" for s in Status if counts[s])
+    return f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {parts or 'none'}"
 
 
 def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
@@ -100,7 +101,7 @@ def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> l
     for trial in refused[:3]:
         lines.append(f"refused: {title(trial)}: {short_reason(trial)}")
     if len(refused) > 3:
-        lines.append(f"refused: {len(refused) - 3} more; the page tells why each")
+        lines.append(f"refused: {len(refused) - 3} more; the page says why")
     if any(trial.status in NO_RESULT for trial in trials):
         lines.append("trials without a result are not tried again, unless you add trial.retry=true")
     page = folder / PAGE if complete and (folder / PAGE).is_file() else f"valkyrie-report {folder}"

@@ -1,31 +1,30 @@
-"""Decides what W&B is told of a sweep: one group, a run for every trial, and a parent run with the table and plots.
+"""What W&B has of a sweep: one group, a run for every trial, and a parent run with the table and plots.
 
-What was told is kept in `wandb.jsonl` of the sweep's folder: its first line is the identity by which the ids of runs
-are made, so that a trial has the same id whenever it is told, and every other line is one telling, or says that a
-telling no longer counts. Whoever tells holds a lock on the file from reading it to adding to it, so that of two sweeps
-in one folder one tells. Imports no JAX.
+The id of a run follows from the sweep's folder and the trial's key: a trial that is carried out again updates its run.
+What was reported of a run lies in the folder that W&B keeps of it, and is not reported again. Imports no JAX.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from valkyrie.hardware import GIB
+from valkyrie.locks import lock
+from valkyrie.modes import MODES
+from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.tracking import TrackingConfig, WandbMode, compared, cut_torn_line, resolve, start_wandb
+from valkyrie.tracking import TrackingConfig, WandbMode, compared, resolve, start_wandb
+from valkyrie.units import GIB
 
-TOLD = "wandb.jsonl"
-"""The file of a sweep's folder that says what W&B was told."""
+REPORTED = "reported.json"
+"""The file of W&B's folder of a run with what the run was made of."""
 
 _ENDED_BADLY = {Status.failed, Status.killed, Status.timeout}
 _QUICK = {
@@ -49,7 +48,7 @@ _PLOTTED = ("label", "tokens_per_second")
 
 
 class SweepTracker:
-    """Tells W&B of trials as they end, in a thread of its own; a W&B that fails is said once and then left out.
+    """Reports trials to W&B as they end, in a thread of its own; a W&B that fails is reported once and then left out.
 
     `say` prints that one line; stderr by default. Nothing here raises for W&B's sake.
     """
@@ -61,143 +60,112 @@ class SweepTracker:
         self._say = say or (lambda line: print(line, file=sys.stderr))
         self._mode = resolve(config.wandb)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
-        self._told: dict[str, dict[str, Any]] = {}
-        self._identity = ""
-        self._read_to = 0
 
     def log(self, trial: Trial) -> None:
-        """Make one finished run of a trial, unless it was made before or its training made one; returns at once.
+        """Make the run of a trial, unless W&B has it or its training made one; returns at once.
 
-        Where a training made one, the run of an earlier attempt that failed is removed. If it is at W&B by then,
-        uploaded or made online, it stays there beside the training's: nothing is deleted at W&B.
+        Where a training made one, the offline run of an earlier attempt that failed is removed, unless it is uploaded.
         """
         if self._mode is not WandbMode.off:
-            tell = self._leave_to_training if _trained(trial, self._folder) else self._tell_trial
-            self._worker.submit(self._guarded, tell, trial)
+            self._worker.submit(self._guarded, self._log_trial, trial)
 
     def close(self) -> None:
         """Write the parent run of all trials in `trials.jsonl`, unless it stands, and wait until W&B has everything."""
         if self._mode is not WandbMode.off:
-            self._worker.submit(self._guarded, self._tell_sweep)
+            self._worker.submit(self._guarded, self._log_sweep)
         self._worker.shutdown()
 
-    def _guarded(self, tell: Callable[..., None], *arguments: Any) -> None:
+    def _guarded(self, report: Callable[..., None], *arguments: Any) -> None:
         if self._mode is WandbMode.off:
             return
         try:
-            tell(*arguments)
+            with self._alone():
+                report(*arguments)
         except Exception as error:  # a tracker must never end a sweep: say it, keep trials.jsonl
             self._mode = WandbMode.off
             self._say(
                 f"W&B did not take the sweep ({type(error).__name__}: {error}); trials.jsonl is written all the same."
             )
 
-    def _tell_trial(self, trial: Trial) -> None:
+    def _log_trial(self, trial: Trial) -> None:
+        run_id = trial_id(self._config, self._folder, trial.key)
+        if _trained(trial, self._folder):
+            _remove_offline(self._runs(run_id))
+            return
         fields = {**trial.about, "stage": trial.stage, "sweep": self._sweep, "simulated": _simulated(trial)}
         fields |= {"overrides": trial.overrides, "started": trial.started, "trial": trial.key}
+        self._log_run(
+            run_id,
+            trial.to_json(),
+            lambda run: run.summary.update(summary_of(trial)),
+            name=trial.name,
+            job_type=trial.stage,
+            fields=fields,
+            notes=trial.reason,
+            exit_code=int(trial.status in _ENDED_BADLY),
+        )
+
+    def _log_sweep(self) -> None:
+        trials = TrialLog(self._folder).read()
+        if not trials:
+            return
+        rows = [_row(trial) for trial in trials]
 
         def fill(run: Any) -> None:
-            run.summary.update(summary_of(trial))
+            run.log(_table_and_plots(rows))
+            run.summary.update(_totals(trials))
 
-        with self._notes() as file:
-            self._tell(
-                file,
-                _suffix(trial),
-                trial.to_json(),
-                fill,
-                name=trial.name,
-                job_type=trial.stage,
-                fields=fields,
-                notes=trial.reason,
-                exit_code=int(trial.status in _ENDED_BADLY),
-            )
+        self._log_run(
+            trial_id(self._config, self._folder, "sweep"),
+            json.dumps(rows),
+            fill,
+            name=self._sweep,
+            job_type="sweep",
+            fields={"sweep": self._sweep, "folder": str(self._folder), "trials": len(trials)},
+        )
 
-    def _leave_to_training(self, trial: Trial) -> None:
-        """Remove what was told of a trial before its training made a run, and note that it no longer counts."""
-        with self._notes() as file:
-            before = self._told.get(f"{self._identity}-{_suffix(trial)}")
-            if before is not None:
-                _forget(Path(before["folder"]))
-                _note(file, {"run": before["run"], "digest": None})
-
-    def _tell_sweep(self) -> None:
-        log = TrialLog(self._folder)
-        if not log.read():
-            return
-
-        with self._notes() as file:
-            trials = log.read()  # under the lock, so that whoever tells last tells of all
-            rows = [_row(trial) for trial in trials]
-
-            def fill(run: Any) -> None:
-                run.log(_table_and_plots(rows))
-                run.summary.update(_totals(trials))
-
-            fields = {"sweep": self._sweep, "folder": str(self._folder), "trials": len(trials)}
-            self._tell(file, "sweep", json.dumps(rows), fill, name=self._sweep, job_type="sweep", fields=fields)
-
-    def _tell(
-        self,
-        file: IO[bytes],
-        suffix: str,
-        body: str,
-        fill: Callable[[Any], None],
-        *,
-        exit_code: int = 0,
-        **about: Any,
+    def _log_run(
+        self, run_id: str, content: str, fill: Callable[[Any], None], *, exit_code: int = 0, **about: Any
     ) -> None:
-        """Make a run, unless this very body was told there before, and note that it was told."""
-        config = self._config
-        run_id = f"{self._identity}-{suffix}"
-        where = [self._mode.value, config.entity, config.project, self._sweep]
-        digest = hashlib.sha256(json.dumps([*where, body]).encode()).hexdigest()[:16]
-        before = self._told.get(run_id)
-        if before is not None and before["digest"] == digest:
+        """Make a run, unless the newest of this id was made of the same content."""
+        before = self._runs(run_id)
+        if before and (before[-1] / REPORTED).is_file() and (before[-1] / REPORTED).read_text() == content:
             return
-        if before is not None:
-            _forget(Path(before["folder"]))
-        settings = {**_QUICK, "finish_timeout": 6.0 * config.init_timeout}
+        _remove_offline(before)
         run = start_wandb(
-            config,
+            self._config,
             self._mode,
             self._folder,
             run_id=run_id,
             group=self._sweep,
             reinit="create_new",
-            settings=settings,
+            settings={**_QUICK, "finish_timeout": 6.0 * self._config.init_timeout},
             **about,
         )
         try:
             fill(run)
         finally:
             run.finish(exit_code=exit_code)
-        _note(file, {"run": run_id, "digest": digest, "folder": str(Path(run.dir).parent)})
+        write_whole(Path(run.dir).parent / REPORTED, content)
+
+    def _runs(self, run_id: str) -> list[Path]:
+        """Return the folders that W&B keeps of a run in this mode, the newest last."""
+        offline = "offline-" if self._mode is WandbMode.offline else ""
+        return sorted(self._folder.glob(f"wandb/{offline}run-*-{run_id}"))
 
     @contextmanager
-    def _notes(self) -> Iterator[IO[bytes]]:
-        """Yield `wandb.jsonl` to add to, locked, once the identity and everything told before are known."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / TOLD
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            cut_torn_line(path)
-            self._read(file)
-            if not self._identity:
-                _note(file, {"identity": secrets.token_hex(4)})
-                self._read(file)
-            yield file
+    def _alone(self) -> Iterator[None]:
+        """Let no other sweep in the folder report at the same time: what it has reported is then seen."""
+        (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
+        with (self._folder / "wandb" / ".lock").open("ab") as file:
+            lock(file)
+            yield
 
-    def _read(self, file: IO[bytes]) -> None:
-        """Take in the lines that were added since the last reading, by whomever."""
-        file.seek(self._read_to)
-        for line in map(json.loads, file.read().splitlines()):
-            if "identity" in line:
-                self._identity = line["identity"]
-            elif line["digest"] is None:
-                self._told.pop(line["run"], None)
-            else:
-                self._told[line["run"]] = line
-        self._read_to = file.tell()
+
+def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
+    """Return W&B's id of a trial in a sweep's folder, the same each time."""
+    where = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
+    return hashlib.sha256(repr(where).encode()).hexdigest()[:16]
 
 
 def summary_of(trial: Trial) -> dict[str, Any]:
@@ -208,7 +176,7 @@ def summary_of(trial: Trial) -> dict[str, Any]:
     """
     memory, sent = trial.results.get("memory", {}), trial.results.get("communication", {})
     peak = memory.get("peak", memory.get("needed"))
-    found = {
+    summary = {
         "status": trial.status.value,
         "reason": trial.reason,
         "stage": trial.stage,
@@ -220,7 +188,7 @@ def summary_of(trial: Trial) -> dict[str, Any]:
         "comm_bytes/total": sent.get("bytes"),
         **{f"comm_bytes/{axes}": count for axes, count in sent.get("bytes_by_mesh_axes", {}).items()},
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in summary.items() if value is not None}
 
 
 def _simulated(trial: Trial) -> bool:
@@ -228,41 +196,41 @@ def _simulated(trial: Trial) -> bool:
 
 
 def _trained(trial: Trial, folder: Path) -> bool:
-    """Return whether a trial's own training told W&B everything: its run lies in the trial's folder."""
-    if trial.stage != "train" or trial.status is not Status.ok or trial.folder is None:
+    """Return whether a trial reported to W&B itself: W&B's folder lies in the trial's."""
+    if not MODES[trial.stage].tracked or trial.status is not Status.ok or trial.folder is None:
         return False
     return any((folder / trial.folder).glob("wandb/*run-*"))
 
 
 def _row(trial: Trial) -> list[Any]:
-    found = {**trial.about, **summary_of(trial), "name": trial.name}
-    layout = found.get("layout", trial.name)
-    word = "simulated " if found["simulated"] else ""
-    found |= {"layout": layout, "label": f"{layout} ({word}{trial.stage})"}
-    return [found.get(column) for column in COLUMNS]
+    row = {**trial.about, **summary_of(trial), "name": trial.name}
+    layout = row.get("layout", trial.name)
+    word = "simulated " if row["simulated"] else ""
+    row |= {"layout": layout, "label": f"{layout} ({word}{trial.stage})"}
+    return [row.get(column) for column in COLUMNS]
 
 
 def _table_and_plots(rows: list[list[Any]]) -> dict[str, Any]:
     """Return the parent run's record: the table of all trials, and the plots of those that have the figures."""
     import wandb
 
-    found: dict[str, Any] = {"trials": wandb.Table(columns=[*COLUMNS], data=rows, allow_mixed_types=True)}
+    record: dict[str, Any] = {"trials": wandb.Table(columns=[*COLUMNS], data=rows, allow_mixed_types=True)}
     rated = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
     rated = [row for row in rated if row["tokens_per_second"] is not None]
     word = " (simulated)" if any(row["simulated"] for row in rated) else ""
     if rated:
         table = wandb.Table(columns=[*_PLOTTED], data=[[row[key] for key in _PLOTTED] for row in rated])
-        found["tokens_per_second_per_layout"] = wandb.plot.bar(
+        record["tokens_per_second_per_layout"] = wandb.plot.bar(
             table, "label", "tokens_per_second", title=f"tokens/s per layout{word}"
         )
-    held = [row for row in rated if row["hbm_gib"] is not None]
-    if held:
+    sized = [row for row in rated if row["hbm_gib"] is not None]
+    if sized:
         columns = [*_PLOTTED, "hbm_gib"]
-        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in held])
-        found["memory_against_throughput"] = wandb.plot.scatter(
+        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in sized])
+        record["memory_against_throughput"] = wandb.plot.scatter(
             table, "hbm_gib", "tokens_per_second", title=f"memory against tokens/s{word}"
         )
-    return found
+    return record
 
 
 def _totals(trials: list[Trial]) -> dict[str, Any]:
@@ -277,16 +245,8 @@ def _totals(trials: list[Trial]) -> dict[str, Any]:
     return totals
 
 
-def _suffix(trial: Trial) -> str:
-    return hashlib.sha256(trial.key.encode()).hexdigest()[:12]
-
-
-def _note(file: IO[bytes], line: dict[str, Any]) -> None:
-    file.write(json.dumps(line).encode() + b"\n")
-    file.flush()
-
-
-def _forget(folder: Path) -> None:
-    """Remove an offline run that a newer one replaces, unless it was uploaded already."""
-    if folder.name.startswith("offline-run-") and not list(folder.glob("*.synced")):
-        shutil.rmtree(folder, ignore_errors=True)
+def _remove_offline(folders: list[Path]) -> None:
+    """Remove offline runs that a newer one replaces, unless they are uploaded."""
+    for folder in folders:
+        if folder.name.startswith("offline-run-") and not list(folder.glob("*.synced")):
+            shutil.rmtree(folder, ignore_errors=True)

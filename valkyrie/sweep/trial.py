@@ -1,4 +1,4 @@
-"""Decides what is kept of a trial, a layout and what became of it: one line of `trials.jsonl`. Imports no JAX.
+"""Trials, each a layout and what became of it: one line of `trials.jsonl`. Imports no JAX.
 
 The file is append-only. Writers take a lock on it, so that two sweeps may share it; a last line that a crash or a full
 disk tore is cut off by the next writer and left out by readers. A later line of a key replaces an earlier one.
@@ -6,7 +6,6 @@ disk tore is cut off by the next writer and left out by readers. A later line of
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from valkyrie.locks import lock
 from valkyrie.tracking import cut_torn_line
 
 SCHEMA = 1
@@ -42,16 +42,16 @@ class Status(Enum):
 class Trial:
     """One line of `trials.jsonl`.
 
-    `key` names everything asked for (two trials of one key are the same trial), `name` is its run folder's name,
+    `key` is a digest of everything that decides the result: two trials of one key are the same. `name` is its folder's,
     `sweep` the name of the sweep, `stage` the mode that ran: `compile`, `measure`, `train`. `started` is UTC in ISO
     8601, `wall_s` the seconds of its process. `overrides` are the command line's; `values` are those that decide what
     a step computes, by their keys, whether the command line names them or not (`model.layers`: `4`), and empty in a
-    record of before or of what makes no run. `about` says what was asked in words, as `summary.about` gives it
+    record of before or of what makes no run. `about` describes the run in words, as `summary.about` gives it
     (layout, mesh, axes, degrees, partition, model, target, chips, batch, seq, ...); of a refused trial what is known
     of it. `folder` is its run folder, relative to the file. `flags` say where a configuration of one's own lies, as the
     command line would (`--config-dir`, its folder absolute).
 
-    `results` is what the stage found: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
+    `results` are the numbers of the mode: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
     `seconds`, `communication` without its causes, `placement`, `compile`, `devices`, `simulated`, `loss`, `hints`; of
     a training run `step` and `loss`. Empty where there is no result.
     """
@@ -102,31 +102,31 @@ class TrialLog:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file)
             cut_torn_line(self.path)
             try:
                 while body:
                     body = body[file.write(body) :]
                 os.fsync(file.fileno())
             except OSError as error:
-                said = f"{os.strerror(error.errno or 0)}: a trial was not recorded"
-                raise OSError(error.errno, said, str(self.path)) from error
+                message = f"{os.strerror(error.errno or 0)}: a trial was not recorded"
+                raise OSError(error.errno, message, str(self.path)) from error
 
     def read(self) -> list[Trial]:
         """Return the newest line of every key, in the order in which keys first came.
 
         ValueError names the file and the line that is no trial, or one of a newer schema.
         """
-        found: dict[str, Trial] = {}
+        trials: dict[str, Trial] = {}
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.is_file() else []
         for number, line in enumerate(lines, 1):
             try:
                 trial = Trial.from_json(line.decode())
             except (ValueError, KeyError, TypeError) as error:
-                said = error if isinstance(error, ValueError) else "it lacks keys that every trial has"
-                raise ValueError(f"{self.path}, line {number}, cannot be read: {said}.") from error
-            found[trial.key] = trial
-        return list(found.values())
+                reason = error if isinstance(error, ValueError) else "it lacks keys that every trial has"
+                raise ValueError(f"{self.path}, line {number}, cannot be read: {reason}.") from error
+            trials[trial.key] = trial
+        return list(trials.values())
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Decides which devices a run gets: those its target names, those of the machine, or simulated ones, said aloud."""
+"""The devices of a run: those its target names, those of the machine, or simulated ones."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ def acquire(run: Run) -> Devices:
         devices = jax.devices(platform)
     except RuntimeError as error:
         raise ValueError(f"target={target.describe()}: JAX finds no {platform} device ({error}).") from error
-    kind, found = devices[0].device_kind, devices[0].platform
+    kind, platform = devices[0].device_kind, devices[0].platform
     if target.chip is not None and kind not in target.chip.device_kinds:
         raise ValueError(
             f"target={target.describe()} wants {target.chip.name} chips; this machine has {len(devices)} x {kind}. "
             "Use target=auto to take them."
         )
-    if len(devices) < mesh.size or (found == "tpu" and len(devices) != mesh.size):
+    if len(devices) < mesh.size or (platform == "tpu" and len(devices) != mesh.size):
         raise ValueError(
             f"mesh={mesh.name} needs {mesh.size} devices; this machine has {len(devices)} x {kind}. "
             f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
         )
     chip = target.chip or chip_of(kind)
-    return Devices(tuple(devices[: mesh.size]), found, chip, simulated=found == "cpu")
+    return Devices(tuple(devices[: mesh.size]), platform, chip, simulated=platform == "cpu")
 
 
 def prepare_devices(run: Run) -> Devices:

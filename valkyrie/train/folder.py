@@ -1,20 +1,24 @@
-"""Decides where a run lives on disk, which run a command continues, and what is written about it. Imports no JAX."""
+"""The run folder: where it lies, which run a command continues, and the files that describe it. Imports no JAX."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.checkpoint import FOLDER, latest_step
+from valkyrie.modes import reads_run
+from valkyrie.optim import OptimizerConfig, learning_rate
+from valkyrie.paths import write_whole
 from valkyrie.run import Run, as_written
 
 COMMAND = "command.json"
@@ -74,22 +78,79 @@ def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
     """Write `run.yaml`, `versions.json` and the command into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / RUN)
-    (folder / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+    write_whole(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
     kept = [a for a in arguments if key_value(a)[0] not in ("resume", "mode")]
-    (folder / COMMAND).write_text(json.dumps(kept) + "\n")
+    write_whole(folder / COMMAND, json.dumps(kept) + "\n")
+
+
+def saved_config(folder: Path) -> DictConfig:
+    """Return the settings in a run folder's `run.yaml`; ValueError where there is none, or it cannot be read."""
+    file = folder / RUN
+    if not file.is_file():
+        raise ValueError(f"{folder} is no run folder: it has no {RUN}.")
+    remedy = f"Delete it and continue with valkyrie-train resume={folder.name}, which writes it again."
+    try:
+        config = OmegaConf.load(file)
+    except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
+        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}). {remedy}") from error
+    if not isinstance(config, DictConfig) or "hydra" not in config:  # which is written last
+        raise ValueError(f"{file} is damaged (it ends too early). {remedy}")
+    return config
+
+
+def saved_command(folder: Path) -> list[str]:
+    """Return the arguments of the last training in a run folder; none where it was given none, or has no such file.
+
+    ValueError where the file cannot be read.
+    """
+    file = folder / COMMAND
+    if not file.is_file():
+        return []
+    try:
+        arguments = json.loads(file.read_text())
+        if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
+            raise ValueError("not a list of arguments")
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is damaged ({error}). Continue from the settings in {RUN}: valkyrie-train --config-path "
+            f"{folder.resolve()} --config-name {Path(RUN).stem} runs={folder.resolve().parent} name={folder.name}"
+        ) from error
+    return arguments
 
 
 def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     """Return the settings that differ from those in the run folder by key: (asked, saved), as they are written.
 
-    Of a group with another choice, only that choice. None where the folder says nothing of its settings.
+    Of a group with another choice, only that choice. None where the folder has no `run.yaml`; ValueError where that
+    is damaged.
     """
-    try:
-        saved = OmegaConf.to_container(OmegaConf.load(folder / RUN))
-    except (FileNotFoundError, OmegaConfBaseException, YAMLError):  # a kill in the middle of writing it
+    if not (folder / RUN).is_file():
         return {}
-    asked = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
-    return _changed(asked, saved) if isinstance(saved, dict) else {}
+    saved = OmegaConf.to_container(saved_config(folder))
+    assert isinstance(saved, dict)
+    return _changed(OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True), saved)
+
+
+def schedule_change(run: Run, folder: Path, step: int) -> str | None:
+    """Return how the learning rate jumps at `step` where a continued run has a schedule of another length; else None.
+
+    ValueError where `run.yaml` is damaged.
+    """
+    if not (folder / RUN).is_file():
+        return None
+    config, saved = run.config, saved_config(folder)
+    before = OptimizerConfig(
+        **{f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
+    )
+    length, was = config.optimizer.decay_steps or config.steps, before.decay_steps or saved.steps
+    rates: list[Any] = [learning_rate(o, n)(step) for o, n in ((config.optimizer, length), (before, was))]
+    new, old = map(float, rates)
+    if length == was or abs(new - old) <= 0.01 * old:
+        return None
+    return (
+        f"learning rate at step {step}: {new:.2g}, and {old:.2g} so far: its schedule now takes {length} steps (it "
+        f"took {was}). To keep the schedule and its last rate, add optimizer.decay_steps={was}"
+    )
 
 
 def _changed(asked: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
@@ -131,22 +192,22 @@ def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> 
     given = dict(key_value(a) for a in arguments)
     resume = given.get("resume")
     if resume in (None, "null"):
-        if given.get("mode") not in ("eval", "generate"):
+        if not reads_run(given.get("mode")):
             return list(arguments)
         resume = given.get("name", "latest")
     runs = Path(given.get("runs") or "runs")
     folder = find_run(runs, resume)
     name = given.get("name", "null")
-    if given.get("mode") not in ("eval", "generate") and name != "null" and (runs / name).resolve() != folder.resolve():
+    if not reads_run(given.get("mode")) and name != "null" and (runs / name).resolve() != folder.resolve():
         raise ValueError(
             f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
             f"with {folder.name}, or resume= to train {name}."
         )
-    command = folder / COMMAND
-    if not command.is_file():
+    command = saved_command(folder)
+    if not command:
         return list(arguments)
     dropped = {*given, *without, "resume", "name", "mode", "runs"}
-    saved_flags, saved = parts_of(json.loads(command.read_text()))
+    saved_flags, saved = parts_of(command)
     flags, overrides = parts_of(arguments)
     return [*saved_flags, *flags, *(a for a in saved if key_value(a)[0] not in dropped), *overrides]
 

@@ -1,4 +1,4 @@
-"""Decides how text is sampled: one token at a time through the streaming state, at constant time per token."""
+"""Samples text one token at a time through the streaming state, at constant time per token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.models.base import Assembly
+from valkyrie.models.assembly import Assembly
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Decides what Ctrl-C does: once ends the run after the step in flight, with a save; twice ends the process at once."""
+"""Ctrl-C: once ends the run after the current step, with a save; twice ends the process at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ class Interrupt:
     """A context in which SIGINT and SIGTERM set `requested` instead of raising.
 
     A thread hears the signals (`signal.set_wakeup_fd`): the main thread may be inside a long step, where Python runs
-    no handler, and the second Ctrl-C must not wait for it.
+    no handler, and the second Ctrl-C must not wait for it. With `signals=False` nothing is taken over and nothing
+    is ever requested: a notebook's own handler stays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: bool = True) -> None:
         self.requested = False
+        self._signals = signals
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
+        if not self._signals:
+            return self
         self._hear, self._tell = socket.socketpair()
         self._tell.setblocking(False)
         for number in _SIGNALS:
@@ -43,6 +47,8 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._signals:
+            return
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -51,8 +57,8 @@ class Interrupt:
         self._hear.close()
 
     def _listen(self) -> None:
-        while told := self._hear.recv(64):
-            for number in told:
+        while numbers := self._hear.recv(64):
+            for number in numbers:
                 if number in _SIGNALS:
                     self._stop()
 
@@ -77,4 +83,4 @@ def ends_at_once() -> Iterator[None]:
 
 
 def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """Be a Python handler, without which a signal is not told to the thread."""
+    """Be a Python handler, without which a signal does not reach the thread."""

@@ -1,4 +1,4 @@
-"""Decides what memory a run is expected to need on a device: exact for arrays at rest, estimated for activations."""
+"""The memory a run is expected to need on a device: exact for arrays at rest, estimated for activations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from valkyrie.models.base import ParameterSpec, flatten
+from valkyrie.axes import Parameter
+from valkyrie.models.block import Kept
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
+from valkyrie.precision import ACCUMULATED
 from valkyrie.run import Run
 
 
@@ -21,7 +23,7 @@ class ParameterRow:
     """One line of the parameter table; `bytes_per_device` is what one device stores of it."""
 
     name: str
-    spec: ParameterSpec
+    spec: Parameter
     split: tuple[tuple[str, ...], ...]
     bytes_per_device: int
 
@@ -44,68 +46,64 @@ class ExpectedMemory:
 
 def compiled_peak(compiled: jax.stages.Compiled) -> int | None:
     """Return the bytes of one device at the peak of a compiled step, as XLA counts them; None where it does not."""
-    found = compiled.memory_analysis()
-    if found is None:
+    sizes = compiled.memory_analysis()
+    if sizes is None:
         return None
-    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return held + found.temp_size_in_bytes + found.generated_code_size_in_bytes
+    at_rest = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return at_rest + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
 
-def parameter_rows(specs: Any, layout: Layout) -> list[ParameterRow]:
-    """Return a row for every parameter: how it is split, and its bytes on one device."""
+def parameter_rows(run: Run) -> list[ParameterRow]:
+    """Return a row for every parameter of a run: how it is split, and its bytes on one device."""
+    layout, policy = run.layout, run.config.precision
     rows = []
-    for name, spec in flatten(specs).items():
+    for name, spec in run.model.parameters().items():
         split = layout.stored(spec.axes)
-        rows.append(ParameterRow(name, spec, split, shard_bytes(spec.shape, spec.dtype, split, layout)))
+        dtype = "float32" if spec.float32 else policy.parameter.value
+        rows.append(ParameterRow(name, spec, split, shard_bytes(spec.shape, dtype, split, layout)))
     return rows
 
 
 def shard_bytes(shape: Sequence[int], dtype: Any, split: Sequence[tuple[str, ...]], layout: Layout) -> int:
     """Return the bytes of one shard of an array split this way."""
-    parts = [math.prod(layout.mesh.axes[m] for m in held) for held in split]
+    parts = [math.prod(layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in split]
     return math.prod(n // p for n, p in zip(shape, parts, strict=True)) * jnp.dtype(dtype).itemsize
 
 
-def expected_memory(run: Run, abstract_state: Any, specs: Any) -> ExpectedMemory:
+def expected_memory(run: Run, abstract_state: Any) -> ExpectedMemory:
     """Return what a step needs on one device; arrays that rest in host memory are not counted."""
     layout, config = run.layout, run.config
-    rows = parameter_rows(specs, layout)
-    itemsize = jnp.dtype(config.precision.reduction.value).itemsize
-    gradients = sum(shard_bytes(r.spec.shape, config.precision.reduction.value, r.split, layout) for r in rows)
+    rows = parameter_rows(run)
     parameters = sum(r.bytes_per_device for r in rows)
-    on_device = layout.partition.optimizer_memory is Memory.device
+    reduced = sum(shard_bytes(r.spec.shape, config.precision.reduction.value, r.split, layout) for r in rows)
+    added = sum(shard_bytes(r.spec.shape, ACCUMULATED.value, r.split, layout) for r in rows)
+    parameters_here = layout.partition.parameter_memory is Memory.device
+    optimizer_here = layout.partition.optimizer_memory is Memory.device
     return ExpectedMemory(
-        parameters=parameters if layout.partition.parameter_memory is Memory.device else 0,
-        gradients=gradients * (2 if layout.microbatches > 1 else 1),
-        optimizer=sum(map(_local_bytes, jax.tree.leaves(abstract_state.optimizer))) if on_device else 0,
-        average=parameters if abstract_state.ema is not None else 0,
-        activations=_activation_bytes(run, layout, itemsize),
+        parameters=parameters if parameters_here else 0,
+        gradients=min(parameters, reduced) + (added if layout.microbatches > 1 else 0),
+        optimizer=_local_bytes(abstract_state.optimizer) if optimizer_here else 0,
+        average=_local_bytes(abstract_state.ema) if parameters_here else 0,
+        activations=_activation_bytes(run, layout),
     )
 
 
-def _local_bytes(x: jax.ShapeDtypeStruct) -> int:
-    assert x.sharding is not None
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+def _local_bytes(abstract: Any) -> int:
+    """Return the bytes of one device's shards of a tree of shapes with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
 
 
-def _activation_bytes(run: Run, layout: Layout, reduction: int) -> int:
-    """Return what the backward pass keeps of all blocks, plus the working set of one pattern and of the loss."""
-    config, model = run.config, run.model
-    rows = config.batch // layout.microbatches
+def _activation_bytes(run: Run, layout: Layout) -> int:
+    """Return what the backward pass keeps of all blocks, and the working set of one group of blocks and of the loss."""
+    config = run.config
     compute = jnp.dtype(config.precision.compute.value).itemsize
-    sizes = {"batch": rows, "seq": config.seq, **model.activation_sizes()}
 
-    def bytes_of(axes: tuple[str, ...], count: float, itemsize: int) -> float:
-        held = layout.activation(axes)
-        parts = [math.prod(layout.mesh.axes[m] for m in h) for h in held]
-        return count * math.prod(sizes[a] / p for a, p in zip(axes, parts, strict=True)) * itemsize
+    def bytes_of(kept: Kept) -> float:
+        positions = config.seq if kept.positions is None else kept.positions * layout.shards("seq")
+        lengths = {"batch": config.batch // layout.microbatches, "seq": min(config.seq, positions)}
+        split = layout.activation(kept.tensor.axes)
+        sizes = zip(kept.tensor.axes, kept.tensor.shape, split, strict=True)
+        numbers = math.prod((lengths.get(axis or "", n)) / layout.parts(over) for axis, n, over in sizes)
+        return kept.count * numbers * (4 if kept.float32 else compute)
 
-    def of_block(kind: Any, remat: str) -> float:
-        kept = model.kept_activations(kind, remat)
-        return sum(bytes_of(axes, count, 4 if wide else compute) for axes, count, wide in kept)
-
-    blocks = sum(of_block(kind, config.remat.value) for kind in model.kinds)
-    working = sum(of_block(kind, "none") for kind in model.block_pattern)
-    sizes["seq"] = min(config.seq, model.loss_chunk * layout.shards("seq"))
-    loss = bytes_of(("batch", "seq", "vocab"), 2.0, 4)
-    return int(blocks + working + loss)
+    return int(sum(bytes_of(kept) for kept in [*run.model.kept(config.remat.value), *run.model.working()]))

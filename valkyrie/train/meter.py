@@ -1,4 +1,4 @@
-"""Decides what time counts: steps and nothing else. Compilation, evaluation, saving and logging stop the clock."""
+"""Step times and throughput. Compilation, evaluation, saving and logging stop the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides what each mode does with a checked run. JAX is imported only after everything cheaper has been tried."""
+"""`mode=train`, `show`, `eval` and `generate`. JAX is imported only after everything cheaper has been tried."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.run import Run, RunConfig
-from valkyrie.train.devices import acquire, configure_jax, missing_devices, prepare_devices
-from valkyrie.train.folder import changed_settings, find_run, run_folder
+from valkyrie.train.devices import prepare_devices
+from valkyrie.train.folder import run_folder
+from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from valkyrie.data.manifest import Prepared
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.train.devices import Devices
 
@@ -26,44 +26,45 @@ if TYPE_CHECKING:
 def train(run: Run, arguments: Sequence[str]) -> int:
     """Train, evaluate, print a sample, and say where the run is and what to do next; return the exit status."""
     folder = run_folder(run)
-    console, prepared, tokenizer, devices = _prepare(run)
+    console = make_console()
+    prepared = prepare_run(run, console)
     from valkyrie.train.interrupt import EXIT_STATUS
     from valkyrie.train.trainer import DivergedError, fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     try:
-        fitted = fit(run, devices, prepared, tokenizer, folder, console, arguments)
+        fitted = fit(run, *prepared, folder, console, arguments)
     except (DivergedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
-    found_by = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone
-    again = f"valkyrie-train resume={shlex.quote(found_by)}"
+    name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone
+    again = f"valkyrie-train resume={shlex.quote(name)}"
     if fitted.interrupted:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
         return EXIT_STATUS
-    _report(console, fitted.summary, devices)
-    parameters = fitted.state.parameters if fitted.state.ema is None else fitted.state.ema
+    _report(console, fitted.summary, prepared.devices)
     if run.config.sample_tokens:
         console.rule("sample")
-        _print_sample(run, fitted.program.assembly, parameters, tokenizer, devices)
+        _print_sample(run, fitted.program.assembly, fitted.parameters, prepared.tokenizer, prepared.devices)
         console.rule()
     console.print(f"run folder: {folder}")
-    console.print(f"next: {again} steps={2 * run.config.steps}   goes on training")
+    longer = 2 * run.config.steps
+    rate = "" if run.config.optimizer.decay_steps else f"; the learning rate rises again, to decay over {longer} steps"
+    console.print(f"next: {again} steps={longer}   continues training{rate}")
     console.print(f'      {again} mode=generate prompt="class "')
     return 0
 
 
 def evaluate(run: Run, arguments: Sequence[str]) -> int:
-    """Print loss and bits per byte of a trained run over its whole validation split; return the exit status."""
-    folder = _trained_folder(run)
-    console, prepared, tokenizer, devices = _prepare(run)
-    program, step, parameters = _restore(run, devices, folder)
+    """Print the task's evaluation of a trained run over its whole validation split; return the exit status."""
+    folder, console = trained_folder(run), make_console()
+    prepared = prepare_run(run, console)
+    program, step, parameters = restore(run, prepared.devices, folder)
     from valkyrie.train.evaluate import Evaluator
 
-    result = Evaluator(program, prepared, tokenizer)(parameters, None)
+    result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
     console.print(
-        f"{folder.name} at step {step}: validation loss {result['eval_loss']:.4f}, "
-        f"{result['eval_bits_per_byte']:.4f} bits per byte over {result['eval_tokens']:,.0f} tokens",
+        f"{folder.name} at step {step}: {program.task.describe(result)}",
         highlight=False,
     )
     return 0
@@ -71,10 +72,9 @@ def evaluate(run: Run, arguments: Sequence[str]) -> int:
 
 def generate(run: Run, arguments: Sequence[str]) -> int:
     """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
-    folder = _trained_folder(run)
-    _refuse_small_vocabulary(run)
-    console, tokenizer, devices = make_console(), _tokenizer(run), prepare_devices(run)
-    program, step, parameters = _restore(run, devices, folder)
+    folder = trained_folder(run)
+    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run)
+    program, step, parameters = restore(run, devices, folder)
     console.print(f"{folder.name} at step {step}", style="dim")
     _print_sample(run, program.assembly, parameters, tokenizer, devices)
     return 0
@@ -86,72 +86,6 @@ def show(run: Run, arguments: Sequence[str]) -> int:
 
     show_run(run, make_console())
     return 0
-
-
-MODES: dict[str, Callable[[Run, Sequence[str]], int]] = {
-    "train": train,
-    "show": show,
-    "eval": evaluate,
-    "generate": generate,
-}
-"""What `mode=` may name."""
-
-
-def _refuse_small_vocabulary(run: Run) -> None:
-    from valkyrie.data.tokenizer import vocab_size_of
-
-    ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
-    if ids > rows:
-        key = "data.tokenizer" if run.config.data.tokenizer else "model.tokenizer"
-        raise ValueError(
-            f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows} is all that the model has. "
-            f"Use model.vocab_size={ids} or above, or a tokenizer of at most {rows:,} ids."
-        )
-
-
-def _tokenizer(run: Run) -> Tokenizer:
-    from valkyrie.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(run.tokenizer)
-
-
-def _prepare(run: Run) -> tuple[Console, Prepared, Tokenizer, Devices]:
-    """Return what a run needs before its program: the cheap and the refusable first."""
-    from valkyrie.data.prepare import prepare
-
-    console, problems = make_console(), missing_devices(run)
-    if problems:
-        raise ValueError("\n".join(problems))
-    _refuse_small_vocabulary(run)
-    prepared = prepare(run.config.data, run.tokenizer)
-    console.print(
-        f"data {prepared.name}: {prepared.train.tokens:,} tokens to train on, {prepared.validation.tokens:,} "
-        f"to judge by ({prepared.tokenizer})",
-        highlight=False,
-    )
-    configure_jax(run)
-    devices = acquire(run)
-    console.print(devices.note, style="bold yellow" if devices.simulated else None)
-    return console, prepared, _tokenizer(run), devices
-
-
-def _trained_folder(run: Run) -> Path:
-    config = run.config
-    return find_run(Path(config.runs), config.resume or config.name or "latest")
-
-
-def _restore(run: Run, devices: Devices, folder: Path) -> tuple[Any, int, Any]:
-    """Return (program, step, parameters) of a trained run; the average of the parameters where it kept one."""
-    from contextlib import closing
-
-    from valkyrie.checkpoint import Checkpoints
-    from valkyrie.parallel.mesh import build_mesh
-    from valkyrie.train.program import StepProgram
-
-    program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    with closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints:
-        step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
-    return program, step, state.parameters if state.ema is None else state.ema
 
 
 def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer, devices: Devices) -> None:
@@ -194,7 +128,7 @@ def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None
 
 
 def _where(error: FloatingPointError) -> str:
-    """Return what `debug=nans` found, with the innermost line of this program that was at work."""
+    """Return the message of `debug=nans`, with the innermost line of this program."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
     deepest = frames[-1]
     return f"debug=nans: {error}, at {deepest.filename}:{deepest.lineno} in {deepest.name}: {deepest.line}"

@@ -1,4 +1,4 @@
-"""Decides the one step program: what training runs, evaluation measures and a search compiles, on any mesh."""
+"""The one step program: what training runs, evaluation measures and a search compiles, on any mesh."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from valkyrie.axes import Parameter
 from valkyrie.hardware import chip_of
-from valkyrie.models import module_class
-from valkyrie.models.base import KEPT, Assembly, Checkpoint, ParameterSpec, flatten
+from valkyrie.models.assembly import Assembly
+from valkyrie.models.layers import KEPT, Checkpoint
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import learning_rate, make_optimizer
 from valkyrie.parallel.partition import Memory, Remat
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.run import Run
+from valkyrie.tasks import Array, task_of
+from valkyrie.train.options import Option, options_of, refusals_in_plain_words
 from valkyrie.train.state import TrainState, init_state, state_shardings
 from valkyrie.train.step import eval_step, train_step
-
-_BATCH = {"tokens": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
 
 
 class StepProgram:
@@ -39,12 +40,19 @@ class StepProgram:
         self.layout = run.layout
         self.mesh = mesh
         self.shard = MeshShard(self.layout, mesh, backend)
-        self.assembly = Assembly(module_class(run.model.family), run.model, Numerics.of(config.precision))
-        self.parameter_names = list(flatten(self.assembly.specs))
-        groups = jax.tree.map(lambda spec: spec.group, self.assembly.specs)
+        self.task = task_of(run.model.task)
+        self.assembly = Assembly(run.model, Numerics.of(config.precision))
+        self.parameter_names = list(self.assembly.specs)
+        structure = jax.tree.structure(self.assembly.abstract_parameters)
+        groups = jax.tree.unflatten(structure, [spec.group for spec in self.assembly.specs.values()])
         self.optimizer = make_optimizer(config.optimizer, config.steps, groups)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
+        if self._carry and self.layout.microbatches > 1:
+            raise ValueError(
+                f"microbatches={self.layout.microbatches}: the task {run.model.task} of model={run.model.name} hands "
+                "state from each step to the next, for the whole batch at once. Use microbatches=1."
+            )
         if isinstance(mesh, jax.sharding.Mesh):
             _check_memories(self.layout.partition.parameter_memory, self.layout.partition.optimizer_memory, mesh)
 
@@ -52,15 +60,17 @@ class StepProgram:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the train state."""
         shapes = jax.eval_shape(self._init, 0)
-        shardings = state_shardings(shapes, self.assembly, self.shard)
+        shardings = state_shardings(shapes, self.assembly, self.shard, self._carry)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     @cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the global batch."""
-        c = self.run.config
-        sharding = self.shard.sharding(self.layout.activation(("batch", "seq")))
-        return {k: jax.ShapeDtypeStruct((c.batch, c.seq), dtype, sharding=sharding) for k, dtype in _BATCH.items()}
+        arrays = self.task.batch(self.run.config.batch, self.run.config.seq)
+        return {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.shard.sharding(self.layout.activation(a.axes)))
+            for name, a in arrays.items()
+        }
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -86,13 +96,19 @@ class StepProgram:
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted function (parameters, batch, token_bytes) -> sums of an evaluation batch."""
+        """The jitted function (parameters, batch, the task's references) -> sums of an evaluation batch."""
 
-        def evaluate(parameters: Any, batch: dict[str, jax.Array], token_bytes: jax.Array) -> dict[str, jax.Array]:
+        def evaluate(parameters: Any, batch: dict[str, jax.Array], references: Any) -> dict[str, jax.Array]:
             with self._precision():
-                return eval_step(self, parameters, batch, token_bytes)
+                return eval_step(self, parameters, batch, references)
 
-        return jax.jit(evaluate)
+        return jax.jit(evaluate, compiler_options=self.compiler_options)
+
+    def compile_step(self) -> jax.stages.Compiled:
+        """Return the train step compiled for the mesh; OptionRefused where the compiler does not take an option."""
+        lowered = self.lower_step()
+        with refusals_in_plain_words():
+            return lowered.compile()
 
     def lower_step(self) -> jax.stages.Lowered:
         """Return the train step lowered for the mesh, without a single array."""
@@ -108,8 +124,8 @@ class StepProgram:
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Return a process's part of the global batch as global arrays on the mesh."""
-        sharding = self.abstract_batch["tokens"].sharding
-        return {k: jax.make_array_from_process_local_data(sharding, batch[k]) for k in _BATCH}
+        shardings = {name: array.sharding for name, array in self.abstract_batch.items()}
+        return {k: jax.make_array_from_process_local_data(s, batch[k]) for k, s in shardings.items()}
 
     def checkpoint(self) -> Checkpoint:
         """Return the rematerialisation of a block that the layout asks for."""
@@ -135,32 +151,45 @@ class StepProgram:
         )
 
     def _init(self, seed: int | jax.Array) -> TrainState:
-        return init_state(self.assembly, self.optimizer, self._keep_ema, seed)
+        return init_state(self.assembly, self.optimizer, self._keep_ema, seed, self._carry)
+
+    @property
+    def _carry(self) -> dict[str, Array]:
+        """What the task carries from step to step."""
+        return self.task.carry(self.run.config.batch, self.run.config.seq)
 
     @property
     def compiler_options(self) -> dict[str, str] | None:
-        """What the compiler of the backend is told, alike for training and for a compile without devices.
+        """The values of `options` for the compiler; None where there are none."""
+        return {option.name: option.value for option in self.options if option.value is not None} or None
 
-        On a TPU, XLA makes a loop of small products out of a product whose result is scattered over a short ring, if
-        the result is large. That pays for activations over a tensor axis, but gradients of gathered weights become two
-        to three times slower by it (compiler estimates for v5p 4x4x4 and v6e 4x4, experiments/LOG.md): the threshold,
-        in MiB, is put above the largest of them. What the chip's `xla_options` say comes on top.
+    @cached_property
+    def options(self) -> list[Option]:
+        """The compiler's options and who set each, alike for training and for a compile without devices.
+
+        They are those of the chip, where it is of the backend's kind, and one more on a TPU. There XLA makes a loop of
+        small products out of a product whose result is scattered over a short ring, if the result is large. That pays
+        for activations over a tensor axis, but gradients of gathered weights become two to three times slower by it
+        (compiler estimates for v5p 4x4x4 and v6e 4x4, experiments/LOG.md): the threshold, in MiB, is put above the
+        largest of them.
         """
-        if self.backend != "tpu":
-            return None
-        itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
-        largest = max(
-            self._gathered(spec) for spec in flatten(self.assembly.specs).values() if "vocab" not in spec.axes
-        )
         chip = self.run.config.target.chip
         if chip is None and isinstance(self.mesh, jax.sharding.Mesh):
             chip = chip_of(self.mesh.devices.flat[0].device_kind)
+        if chip is not None and chip.platform.value != self.backend:
+            chip = None
+        if self.backend != "tpu":
+            return options_of(chip, {})
+        itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
+        largest = max(self._gathered(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
         threshold = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest * itemsize // 2**20 + 1)}
-        return threshold | (chip.xla_options if chip else {})
+        return options_of(chip, threshold)
 
-    def _gathered(self, spec: ParameterSpec) -> int:
+    def _gathered(self, spec: Parameter) -> int:
         """How many numbers of one layer's parameter a device holds while it is used."""
-        parts = [math.prod(self.layout.mesh.axes[m] for m in held) for held in self.layout.computed(spec.axes)]
+        parts = [
+            math.prod(self.layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in self.layout.computed(spec.axes)
+        ]
         sizes = zip(spec.shape, parts, spec.axes, strict=True)
         return math.prod(size // part for size, part, axis in sizes if axis != "layers")
 

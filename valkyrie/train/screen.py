@@ -1,7 +1,8 @@
-"""Decides what a person sees while a run goes on: a live bar in a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import io
 import sys
 from types import TracebackType
 from typing import Any
@@ -11,7 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def make_console() -> Console:
-    """Return the console of a command; where nobody sees it live, tables are made 140 columns wide."""
+    """Return the console of a command; in a file or a pipe tables are 140 columns wide, and lines come one by one."""
+    if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
 
 

@@ -1,4 +1,4 @@
-"""Decides what `mode=show` prints: every parameter with its placement, the roles, and the memory expected."""
+"""`mode=show`: every parameter with its placement, the roles, and the memory expected."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.hardware import GIB
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.run import Run
 from valkyrie.train.memory import ExpectedMemory, ParameterRow, expected_memory, parameter_rows
+from valkyrie.units import GIB
 
 
 def show_run(run: Run, console: Console) -> None:
@@ -17,8 +17,7 @@ def show_run(run: Run, console: Console) -> None:
     from valkyrie.train.program import StepProgram
 
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
-    layout, specs = program.layout, program.assembly.specs
-    rows = parameter_rows(specs, layout)
+    layout, rows = program.layout, parameter_rows(run)
     table = Table(title=f"{run.model.name} under {layout.name}", title_justify="left", header_style="bold", box=SIMPLE)
     table.add_column("parameter", overflow="fold", no_wrap=console.width >= 110)
     table.add_column("shape: logical axis / mesh axes", overflow="fold")
@@ -31,15 +30,17 @@ def show_run(run: Run, console: Console) -> None:
         f"parameters: {count:,}   vocabulary: {run.model.vocab_size:,} tokens in {run.model.vocab_rows:,} rows"
     )
     console.print(f"roles: {layout.describe_roles()}")
+    for note in layout.notes:
+        console.print(f"note: {note}")
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
-    _print_memory(console, run, expected_memory(run, program.abstract_state, specs))
+    _print_memory(console, run, expected_memory(run, program.abstract_state))
 
 
 def describe_split(row: ParameterRow) -> str:
     """Return a parameter's dimensions with the mesh axes that split them: `8 layers · 5632 mlp/x · 2048 embed/yz`."""
     parts = []
-    for size, axis, held in zip(row.spec.shape, row.spec.axes, row.split, strict=True):
-        parts.append(f"{size}{f' {axis}' if axis else ''}{'/' + ''.join(held) if held else ''}")
+    for size, axis, mesh_axes in zip(row.spec.shape, row.spec.axes, row.split, strict=True):
+        parts.append(f"{size}{f' {axis}' if axis else ''}{'/' + ''.join(mesh_axes) if mesh_axes else ''}")
     return " · ".join(parts)
 
 

@@ -1,7 +1,8 @@
-"""Decides what a training state holds and where each of its arrays lies."""
+"""The train state: the arrays that a step changes, their first values, and where each of them lies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,15 +10,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.models.base import Assembly, flatten
+from valkyrie.models.assembly import Assembly
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.sharding import MeshShard
+from valkyrie.precision import ACCUMULATED
+from valkyrie.tasks import Array
+from valkyrie.trees import name_of
 
 
 class TrainState(NamedTuple):
     """All that a step changes, or the same tree of shapes or of shardings.
 
-    `step` counts finished optimizer steps; `ema` is None unless asked for; `key` is the data of a PRNG key.
+    `step` counts finished optimizer steps; `ema` is None unless asked for; `key` is the data of a PRNG key; `carry` is
+    what the task hands from step to step, None where that is nothing. Parameters have the dtypes of the precision
+    policy; `optimizer` and `ema` are float32 under all of them (`valkyrie.precision.ACCUMULATED`).
     """
 
     step: Any
@@ -25,36 +31,49 @@ class TrainState(NamedTuple):
     optimizer: Any
     ema: Any
     key: Any
+    carry: Any = None
+
+    @property
+    def averaged(self) -> Any:
+        """The parameters to evaluate and to use: their average where one is kept, else they themselves."""
+        return self.parameters if self.ema is None else self.ema
 
 
 def init_state(
-    assembly: Assembly, optimizer: optax.GradientTransformation, keep_ema: bool, seed: int | jax.Array
+    assembly: Assembly,
+    optimizer: optax.GradientTransformation,
+    keep_ema: bool,
+    seed: int | jax.Array,
+    carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
     """Return the state before the first step; the same for the same seed on any mesh."""
     init_key, key = jax.random.split(jax.random.key(seed))
     parameters = assembly.init(init_key)
-    ema = jax.tree.map(jnp.array, parameters) if keep_ema else None
+    ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATED.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
-    return TrainState(step, parameters, optimizer.init(parameters), ema, jax.random.key_data(key))
+    carried = {name: jnp.zeros(array.shape, array.dtype) for name, array in (carry or {}).items()}
+    return TrainState(step, parameters, optimizer.init(parameters), ema, jax.random.key_data(key), carried or None)
 
 
-def state_shardings(abstract: TrainState, assembly: Assembly, shard: MeshShard) -> TrainState:
+def state_shardings(
+    abstract: TrainState, assembly: Assembly, shard: MeshShard, carry: Mapping[str, Array]
+) -> TrainState:
     """Return the sharding of every array of the state.
 
     Parameters and their average lie as the partition says; optimizer state lies with its parameter, or is split over
     the data axes too under ZeRO-1; everything else is replicated.
     """
-    layout, specs = shard.layout, flatten(assembly.specs)
+    layout, specs = shard.layout, assembly.specs
     host = {Memory.host: "pinned_host", Memory.device: None}
     on_parameters = host[layout.partition.parameter_memory]
     on_optimizer = host[layout.partition.optimizer_memory]
     replicated = NamedSharding(shard.mesh, PartitionSpec())  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
 
     def of_parameter(path: Any, leaf: Any) -> NamedSharding:
-        return shard.sharding(layout.stored(specs[_dotted(path)].axes), on_parameters)
+        return shard.sharding(layout.stored(specs[name_of(path)].axes), on_parameters)
 
     def of_optimizer(path: Any, leaf: Any) -> NamedSharding:
-        name = _parameter_behind(_dotted(path), specs)
+        name = _parameter_behind(name_of(path), specs)
         if name is None or leaf.shape != specs[name].shape:
             return replicated
         return shard.sharding(layout.optimizer(specs[name].axes, specs[name].shape), on_optimizer)
@@ -66,11 +85,8 @@ def state_shardings(abstract: TrainState, assembly: Assembly, shard: MeshShard) 
         optimizer=jax.tree_util.tree_map_with_path(of_optimizer, abstract.optimizer),
         ema=None if abstract.ema is None else parameters,
         key=replicated,
+        carry={name: shard.sharding(layout.activation(array.axes)) for name, array in carry.items()} or None,
     )
-
-
-def _dotted(path: Any) -> str:
-    return ".".join(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
 
 
 def _parameter_behind(path: str, specs: dict[str, Any]) -> str | None:

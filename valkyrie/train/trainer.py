@@ -1,4 +1,4 @@
-"""Decides the training loop: `fit`, one page from a run to a trained model."""
+"""The training loop: `fit`, one page from a run to a trained model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import numpy as np
 from rich.console import Console
 
 from valkyrie.checkpoint import Checkpoints
-from valkyrie.data.loader import Loader, make_loader
+from valkyrie.data.loader import Loader
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.hardware import GIB
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
-from valkyrie.train.folder import changed_settings, write_about
+from valkyrie.train.folder import changed_settings, schedule_change, write_about
 from valkyrie.train.interrupt import Interrupt, ends_at_once
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
+from valkyrie.units import GIB
 
 
 class DivergedError(RuntimeError):
@@ -46,6 +46,11 @@ class Fitted:
     summary: dict[str, Any]
     interrupted: bool
 
+    @property
+    def parameters(self) -> Any:
+        """The parameters to use: the average of them where one was kept."""
+        return self.state.averaged
+
 
 def fit(
     run: Run,
@@ -55,30 +60,35 @@ def fit(
     folder: Path,
     console: Console,
     arguments: Sequence[str],
+    signals: bool = True,
 ) -> Fitted:
     """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
 
-    Metrics of a step are read while the next one runs. Raises DivergedError when loss or gradients stop being finite,
-    and ValueError when the checkpoint or the data do not fit.
+    Metrics of a step are read while the next one runs. With `signals`, Ctrl-C saves before the training ends. Raises
+    DivergedError when loss or gradients stop being finite, and ValueError when the checkpoint or the data do not fit.
     """
     config = run.config
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     meter = _meter(run, devices)
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(  # before the run has a folder: it refuses too little text
-            make_loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
+            program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
-        with ends_at_once():
+        with ends_at_once() if signals else contextlib.nullcontext():
             changed = changed_settings(run, folder)
             start, state = _begin(program, checkpoints, loader, changed)
             _say_changes(console, folder.name, start, changed)
+            if start and (note := schedule_change(run, folder, start)):
+                console.print(note, markup=False)
             write_about(run, folder, arguments)
+            if start < config.steps and not console.is_terminal:
+                console.print("compiling the step")
             advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
         tracker = _tracker(run, devices, folder)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
-        interrupt = stack.enter_context(Interrupt())
+        interrupt = stack.enter_context(Interrupt(signals))
         if tracker.note:
             screen.say(tracker.note, style="yellow")
         screen.say(_opening(start, config.steps, compile_s))
@@ -104,13 +114,9 @@ def fit(
             checkpoints.save(step, state, loader.state())
 
         def judge() -> None:
-            parameters = state.parameters if state.ema is None else state.ema
-            evaluation.update(evaluate(parameters, config.eval_batches))
+            evaluation.update(evaluate(state.averaged, config.eval_batches))
             tracker.log(evaluation, step)
-            screen.say(
-                f"step {step}: validation loss {evaluation['eval_loss']:.4f}, "
-                f"{evaluation['eval_bits_per_byte']:.3f} bits per byte"
-            )
+            screen.say(f"step {step}: {program.task.describe(evaluation)}")
 
         meter.start()
         for step in range(start + 1, config.steps + 1):
@@ -152,10 +158,10 @@ def _begin(
 
 
 def _say_changes(console: Console, name: str, start: int, changed: Mapping[str, tuple[str, str]]) -> None:
-    """Print what a continued run is asked to do otherwise than before; nothing of a fresh or an unchanged one."""
+    """Print the settings of a continued run that differ from before; nothing of a fresh or an unchanged one."""
     if start and changed:
-        told = ", ".join(f"{key}={now} (was {was})" for key, (now, was) in changed.items())
-        console.print(f"continuing {name} from step {start} with {told}", markup=False)
+        differences = ", ".join(f"{key}={now} (was {was})" for key, (now, was) in changed.items())
+        console.print(f"continuing {name} from step {start} with {differences}", markup=False)
 
 
 def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
@@ -164,7 +170,7 @@ def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
     Under `debug=nans` the step is one that JAX can take apart.
     """
     began = time.perf_counter()
-    compiled = program.lower_step().compile()
+    compiled = program.compile_step()
     seconds = time.perf_counter() - began
     step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
     return step, seconds, compiled_peak(compiled)

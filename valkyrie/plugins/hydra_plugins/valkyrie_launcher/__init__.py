@@ -10,14 +10,10 @@ from omegaconf import DictConfig
 
 
 class TrialLauncher(Launcher):
-    """Carries trials out, each in a process of its own, `jobs` at a time.
-
-    `runs` may be filled by a sweeper that has composed the runs of its jobs, by their overrides.
-    """
+    """Carries trials out, each in a process of its own, `jobs` at a time."""
 
     def __init__(self, jobs: int = 1) -> None:
         self.jobs = jobs
-        self.runs: dict[tuple[str, ...], Any] = {}
         self.config: Any = None
         self.hydra_context: Any = None
 
@@ -29,4 +25,4 @@ class TrialLauncher(Launcher):
         """Return what each job came to."""
         from valkyrie.sweep.launcher import launch
 
-        return launch(self.hydra_context, self.config, job_overrides, initial_job_idx, self.jobs, self.runs)
+        return launch(self.hydra_context, self.config, job_overrides, initial_job_idx, self.jobs)

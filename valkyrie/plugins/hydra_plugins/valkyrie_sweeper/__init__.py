@@ -2,10 +2,26 @@
 
 from collections.abc import Sequence
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.utils import JobReturn
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+
+class GridSweeper(BasicSweeper):
+    """Every combination of the lists on the command line, as Hydra's own sweeper, with composing left to our launcher.
+
+    Hydra composes each job before the first is launched, to find mistakes early. So does our launcher, of which one
+    composing serves many jobs.
+    """
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Raise what composing a job raises, unless the launcher will before it starts any."""
+        from hydra_plugins.valkyrie_launcher import TrialLauncher
+
+        if not isinstance(self.launcher, TrialLauncher):
+            super().validate_batch_is_legal(batch)
 
 
 class LayoutSweeper(Sweeper):
@@ -27,10 +43,7 @@ class LayoutSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         """Return what the launcher returned for the legal cells."""
-        from valkyrie.sweep.end import end_of
-        from valkyrie.sweep.layouts import Sweep
+        from valkyrie.sweep.layouts import sweep_layouts
 
         assert self.config is not None and self.hydra_context is not None and self.launcher is not None
-        return Sweep(self.config, self.hydra_context.config_loader, arguments).run(
-            self.space, self.limit, self.launcher, end_of(self.hydra_context)
-        )
+        return sweep_layouts(self.hydra_context, self.config, arguments, self.space, self.limit, self.launcher)

@@ -1,0 +1,129 @@
+"""The Python API: README's examples run, mistakes are ValueErrors, and nothing is imported early."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import valkyrie
+from runs import TINY
+
+README = Path(__file__).parent.parent / "README.md"
+SECTION = README.read_text().split("## From Python")[1].split("\n## ")[0]
+EXAMPLES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+QUICK = ("model.layers=1", "batch=8", "seq=32", "data=synthetic", "data.documents=60", "tracking=off", "eval_batches=1")
+
+
+def smaller(example: str) -> str:
+    """README's example with the smallest model, little data and few steps: what it calls stays."""
+    quick = ", ".join(f'"{override}"' for override in QUICK)
+    for run in ('"steps=40"', '"batch=32"'):
+        example = example.replace(run, f"{run}, {quick}" if run == '"steps=40"' else quick)
+    return example.replace("steps=40", "steps=4").replace("steps=60", "steps=6").replace("gpt_125m", "gpt_tiny")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_examples_of_training_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    names: dict[str, Any] = {}
+    example = smaller(EXAMPLES[0])
+    training, _ = example.split("print(valkyrie.slice")
+    exec(training, names)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    trained = names["trained"]
+    assert trained.summary["steps"] == 6 and [line["step"] for line in trained.metrics if "loss" in line][-1] == 6
+    assert (trained.folder / "run.yaml").is_file()
+    assert "parameters:" in capsys.readouterr().out
+    measured = valkyrie.measure(names["run"], quiet=True)
+    assert measured.fits and measured.step_s and measured.summary["simulated"]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow  # two compiles for a TPU
+def test_the_examples_of_predicting_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
+    names: dict[str, Any] = {"valkyrie": valkyrie, "run": valkyrie.compose(*TINY, "mesh=1x1x1", "partition=dp")}
+    exec("print(valkyrie.slice" + smaller(EXAMPLES[0]).split("print(valkyrie.slice")[1], names)
+    for result in names["results"]:
+        assert result.status == "ok" and result.fits and 0 < result.mfu < 1 and result.peak_gib > 0
+    assert "predicted step" in str(names["results"][0])
+
+
+@pytest.mark.slow
+def test_the_example_of_trials_runs_as_written(here: Path):
+    command = [sys.executable, "-m", "valkyrie.cli.train", "-m", *TINY, "partition=dp,fsdp", "mode=compile"]
+    done = subprocess.run([*command, "mesh=2x2x1", "name=laptop_8"], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    example = EXAMPLES[1].replace("if row.rate", "").replace("row.rate", "row.layout")
+    exec(example, {"valkyrie": valkyrie})
+    assert "dp" in (here / "runs" / "laptop_8" / "report.html").read_text()
+
+
+def test_every_name_is_documented_and_in_the_readme():
+    for name in valkyrie.__all__:
+        assert getattr(valkyrie, name).__doc__, name
+        assert f"valkyrie.{name}" in SECTION or name in ("Result", "Run", "Trained"), name
+
+
+def test_nothing_is_imported_before_it_is_used():
+    code = """
+        import sys, valkyrie
+        assert not [m for m in sys.modules if m.startswith("valkyrie.")], sys.modules
+        run = valkyrie.compose("model=gpt_tiny", "mesh=2x2x2", "partition=fsdp")
+        assert valkyrie.slice("v4-64").chips == 32 and callable(valkyrie.train)
+        assert "jax" not in sys.modules
+        import valkyrie.train.screen, valkyrie.report.values
+        assert callable(valkyrie.train) and valkyrie.train.screen.make_console and callable(valkyrie.report)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["partition=fdsp"], "Did you mean partition=fsdp?"),
+        (["mesh=3x2x2", "partition=2d_tp"], "is not divisible by 3"),
+        (["batch=0"], "batch=0: at least 1 is needed."),
+        (["bach=8"], "bach is not a key. Did you mean batch?"),
+        (["target=v4-63"], "v4-64"),
+    ],
+)
+def test_a_mistake_is_a_value_error_with_the_message_of_the_command(overrides: list[str], message: str):
+    with pytest.raises(ValueError) as error:
+        valkyrie.compose("model=gpt_tiny", "mesh=2x2x2", *overrides)
+    assert message in str(error.value)
+
+
+def test_a_folder_without_a_run_is_named(here: Path):
+    with pytest.raises(ValueError) as error:
+        valkyrie.load(here / "nothing")
+    assert "nothing" in str(error.value) and "run.yaml" in str(error.value)
+
+
+def test_a_slice_that_does_not_exist_names_the_nearest():
+    with pytest.raises(ValueError) as error:
+        valkyrie.slice("v5e-7")
+    assert "v5e-8" in str(error.value)
+
+
+def test_a_result_that_does_not_fit_says_what_it_needs():
+    memory = {"needed": 3 * 2**30, "usable": 2**30, "largest": [], "savings": []}
+    about = {"model": "m", "layout": "l", "described": "d", "roles": "r", "batch": 1, "seq": 2}
+    about |= {"precision": "float32", "remat": "none"}
+    result = valkyrie.Result({"status": "does_not_fit", "reason": "too big", "about": about, "memory": memory})
+    assert result.fits is False and result.peak_gib == 3 and result.step_s is None
+    assert "does not fit: needs 3.0 GiB of 1.0 GiB usable" in str(result)
+    assert json.dumps(result.summary)

@@ -1,0 +1,84 @@
+"""Compiler options: the chip's defaults, what a user adds or takes away, who set each, and refusals in plain words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import compose_run
+from machines import needs_libtpu
+from valkyrie.hardware import ChipConfig, known_chips
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.paths import conf_dir
+from valkyrie.search.compile import compile_layout
+from valkyrie.train.options import CHIP, VALKYRIE, YOU, Option, options_of, refusal
+from valkyrie.train.program import StepProgram
+
+KEY = "target.chip.xla_options"
+GATHERS = "xla_enable_async_all_gather"
+THRESHOLD = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+
+
+def program(*overrides: str, target: str = "v4-8", backend: str = "tpu") -> StepProgram:
+    run = compose_run("model=s5_tiny", "mesh=2x2x1", f"target={target}", "batch=8", *overrides)
+    return StepProgram(run, abstract_mesh(run.config.mesh), backend=backend)
+
+
+def test_a_step_is_compiled_with_the_options_of_its_chip():
+    options = program().compiler_options
+    assert options is not None and options[GATHERS] == "true" and THRESHOLD in options
+    assert {o.name: o.set_by for o in program().options} == {GATHERS: CHIP, THRESHOLD: VALKYRIE}
+    assert program(backend="cpu").compiler_options is None, "a CPU's compiler has none of them"
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_every_default_of_a_chip_has_its_evidence_above_it(name: str):
+    lines = (conf_dir() / "target" / "chip" / f"{name}.yaml").read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("xla_options:"))
+    assert any("libtpu 0.0." in line for line in lines[start - 3 : start])
+    assert all(option.startswith("xla_") for option in known_chips()[name].xla_options)
+
+
+def test_a_value_of_the_user_wins_and_null_takes_a_default_away():
+    mine = program(f"{KEY}.{GATHERS}=false", f"{KEY}.{THRESHOLD}=7", f"{KEY}.xla_mine=3")
+    assert mine.compiler_options == {GATHERS: "false", THRESHOLD: "7", "xla_mine": "3"}
+    assert {o.set_by for o in mine.options} == {YOU}
+    without = program(f"{KEY}.{GATHERS}=null")
+    assert set(without.compiler_options or {}) == {THRESHOLD}
+    assert Option(GATHERS, None, YOU) in without.options
+    assert str(Option(GATHERS, None, YOU)) == f"{GATHERS} removed"
+
+
+def test_an_option_of_no_default_that_is_null_is_not_named():
+    chip = ChipConfig(name="mine", xla_options={"xla_other": None, "xla_flag": True})
+    assert options_of(chip, {}) == [Option("xla_flag", "true", YOU)]
+
+
+def test_a_list_is_no_value_of_an_option(command: Any):
+    refused = command("model=s5_tiny", "target=v4-8", f"{KEY}.{GATHERS}=[1]", "mode=show")
+    assert refused.status == 2
+    assert f"{KEY}.{GATHERS}=[1]: write a word, a number, true, false or null." in refused.err
+
+
+def test_what_the_compiler_says_of_an_option_in_plain_words():
+    unknown = refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'")
+    assert unknown is not None
+    assert unknown.startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler")
+    assert f"has no option of this name. Did you mean {GATHERS}? Leave it out, or write" in unknown
+    unreadable = refusal(f"INVALID_ARGUMENT: Failed to parse 'maybe' into flag {GATHERS}: Options are: auto.")
+    assert unreadable is not None
+    assert unreadable.startswith(f"{KEY}.{GATHERS}=maybe: the compiler")
+    assert unreadable.endswith("cannot read this value. Options are: auto.")
+    assert refusal("RESOURCE_EXHAUSTED: out of memory") is None
+
+
+@needs_libtpu
+def test_an_option_that_the_compiler_does_not_know_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
+    layout = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64", "mode=compile")
+    outcome = compile_layout(compose_run(*layout, f"{KEY}.xla_enable_async_all_gathers=true"), 300).outcome
+    assert outcome["status"] == "refused"
+    assert outcome["reason"].startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler (libtpu ")
+    assert f"Did you mean {GATHERS}?" in outcome["reason"]

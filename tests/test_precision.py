@@ -1,0 +1,146 @@
+"""Dtypes of the train state under every policy: a step leaves each as it was, and what steps add up is float32."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import compose_run, initial_state, make_batch, make_program, named, names, small, small_run, some_quick
+from runs import command, saved, tiny
+from valkyrie.axes import UNSHARDED
+from valkyrie.ops.linear import Numerics, lookup
+from valkyrie.optim import OptimizerConfig, make_optimizer
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.precision import DType
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.program import StepProgram
+
+TINY = "gpt_tiny"
+SMALLEST = ("model.layers=1", "batch=8", "seq=16")
+POLICIES = [f"precision={name}" for name in names("precision")]
+REDUCTIONS = [f"precision.reduction={dtype.value}" for dtype in DType]
+CASES = list(itertools.product(POLICIES, REDUCTIONS, (1, 2), ("null", "0.9"), ("false", "true")))
+QUICK = [
+    ("precision=bf16", "precision.reduction=float32", 2, "null", "false"),
+    ("precision=bf16", "precision.reduction=bfloat16", 1, "0.9", "true"),
+    ("precision=bf16_mixed", "precision.reduction=bfloat16", 2, "0.9", "true"),
+    ("precision=float32", "precision.reduction=float32", 1, "null", "false"),
+]
+
+
+def program_of(*overrides: str) -> StepProgram:
+    run = small_run(TINY, "mesh=2x1x1", *SMALLEST, *overrides)
+    return StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+
+
+def of_the_dtype(tree: Any) -> set[str]:
+    return {x.dtype.name for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+@pytest.mark.parametrize("case", some_quick(CASES, QUICK))
+def test_a_step_leaves_the_dtype_of_every_array(case: tuple[str, str, int, str, str]):
+    policy, reduction, microbatches, ema, zero1 = case
+    layout = (f"microbatches={microbatches}", f"partition.zero1={zero1}")
+    program = program_of(policy, reduction, *layout, f"optimizer.ema_decay={ema}")
+    before = program.abstract_state
+    after, metrics = jax.eval_shape(program.step, before, program.abstract_batch)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(before)] == [(x.shape, x.dtype) for x in jax.tree.leaves(after)]
+    assert of_the_dtype(before.parameters) == {program.run.config.precision.parameter.value}
+    assert of_the_dtype((before.optimizer, before.ema, metrics)) == {"float32"}
+    memory = expected_memory(program.run, before)
+    for tree, expected in ((before.optimizer, memory.optimizer), (before.ema, memory.average)):
+        assert sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree)) == (
+            expected
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bytes_each"),
+    [
+        (("precision=float32",), 4),
+        (("precision=float32", "microbatches=2"), 4 + 4),
+        (("precision=bf16",), 2),
+        (("precision=bf16", "microbatches=2"), 2 + 4),
+        (("precision=bf16", "precision.reduction=float32"), 2),
+        (("precision=bf16_mixed", "precision.reduction=bfloat16"), 2),
+    ],
+)
+def test_expected_gradients_are_those_of_a_microbatch_and_their_float32_sum(overrides: Any, bytes_each: int):
+    program = program_of(*overrides, "partition=dp")
+    count = sum(spec.size for spec in program.assembly.specs.values())
+    assert expected_memory(program.run, program.abstract_state).gradients == count * bytes_each
+
+
+@pytest.mark.parametrize(("precision", "rounding"), [("precision=bf16", 2**-9), ("precision=float32", 2**-20)])
+def test_the_average_moves_by_its_share_of_every_step(precision: str, rounding: float):
+    """A thousandth of a step is less than bfloat16 tells apart: an average kept in it stays where it began."""
+    recipe = ("optimizer.ema_decay=0.999", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")
+    key = (*small(TINY), "model.layers=1", precision, *recipe)
+    program, state = make_program(compose_run(*key, "mesh=1x1x1", "partition=dp")), initial_state(key)
+    average = {name: np.asarray(p, np.float64) for name, p in named(state.parameters).items()}
+    start = dict(average)
+    for seed in range(4):
+        state, _ = program.step(jax.device_put(state, program.shardings), program.place(make_batch(program.run, seed)))
+        parameters = named(jax.device_get(state.parameters))
+        average = {name: 0.999 * a + 0.001 * np.asarray(parameters[name], np.float64) for name, a in average.items()}
+    for name, kept in named(jax.device_get(state.ema)).items():
+        moved = np.asarray(kept, np.float64) - start[name]
+        # The parameter that is averaged may be the one before it is rounded, in each of the four steps.
+        error = (4 * 0.001 * rounding + 1e-6) * np.abs(start[name]).max()
+        np.testing.assert_allclose(moved, average[name] - start[name], atol=error)
+        assert np.abs(moved).max() > 3 * error, name
+
+
+def test_second_moments_of_bfloat16_parameters_follow_their_gradients():
+    """With beta2=0.999 a step changes a second moment by a thousandth, which bfloat16 rounds away."""
+    parameters = {"w": jnp.ones(2, jnp.bfloat16)}
+    config = OptimizerConfig(beta2=0.999, clip_norm=None, learning_rate=1e-6)
+    optimizer = make_optimizer(config, 3000, {"w": "matrix"})
+
+    def step(_: int, state: Any) -> Any:
+        return optimizer.update(jax.tree.map(jnp.ones_like, parameters), state, parameters)[1]
+
+    state = jax.lax.fori_loop(0, 3000, step, optimizer.init(parameters))
+    (second,) = (x for path, x in jax.tree_util.tree_flatten_with_path(state)[0] if ".nu" in jax.tree_util.keystr(path))
+    np.testing.assert_allclose(second, 1 - 0.999**3000, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_microbatches_are_added_in_float32():
+    """Sixty-four equal gradients come to the same as one of the whole batch, whatever the policy sums over devices."""
+    key = ("model.layers=1", "batch=64", "seq=16", "precision=bf16_mixed", "precision.reduction=bfloat16")
+    norms = []
+    for count in (1, 64):
+        program = make_program(small_run(TINY, *key, f"microbatches={count}"))
+        batch = {name: np.repeat(x[:1], 64, axis=0) for name, x in make_batch(program.run, 1).items()}
+        _, metrics = program.step(program.init(0), program.place(batch))
+        norms.append(float(metrics["grad_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=2e-3)
+
+
+def test_the_gradient_of_a_frequent_token_is_added_in_float32_under_any_policy():
+    """One token in 4096 positions: a sum of ones in bfloat16 ends at 256."""
+    numerics = Numerics("float32", "bfloat16", "bfloat16")
+
+    def score(table: jax.Array) -> jax.Array:
+        tokens = jnp.zeros((16, 256), jnp.int32)
+        x = lookup(table, tokens, axes=("vocab", "embed"), shard=UNSHARDED, numerics=numerics)
+        return jnp.sum(x.astype(jnp.float32))
+
+    gradient = jax.grad(score)(jnp.ones((4, 8), jnp.float32))
+    np.testing.assert_array_equal(gradient[0], 4096)
+
+
+@pytest.mark.slow
+def test_training_with_an_average_under_bf16(tmp_path: Path):
+    """The average is float32 and what evaluation and the sample use, whose activations are bfloat16."""
+    asked = tiny(tmp_path, "precision=bf16", "precision.reduction=float32", "microbatches=2", "optimizer.ema_decay=0.9")
+    assert command(*asked, "steps=3", "sample_tokens=2") == 0
+    averages = [x for name, x in saved(tmp_path / "run").items() if "ema" in name]
+    assert averages and {x.dtype.name for x in averages} == {"float32"}

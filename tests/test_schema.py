@@ -1,0 +1,130 @@
+"""Every number that a user can set, at 0, below it and not finite: it works, or is refused by its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+import types
+import typing
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from helpers import MODELS, compose_config, small_run
+from valkyrie.data.config import Source
+from valkyrie.data.prepare import prepare
+from valkyrie.parallel.mesh import MeshConfig, abstract_mesh
+from valkyrie.run import Run
+from valkyrie.train.program import StepProgram
+
+INTEGERS, FLOATS = (0, -1), (0.0, -1.0, math.nan, math.inf, -math.inf)
+SHAPES = ("model", "optimizer", "mesh", "precision", "partition")
+"""The groups that decide a step; so do `SIZES` of the run itself."""
+SIZES = ("batch", "seq", "microbatches")
+
+
+@lru_cache
+def base(model: str) -> Run:
+    return small_run(model, "batch=2", "seq=8")
+
+
+def numbers(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Return the key of every number in a tree of dataclasses, with the values to try."""
+    hints = typing.get_type_hints(type(values))
+    for field in dataclasses.fields(values):
+        value, hint, key = getattr(values, field.name), hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from numbers(value, f"{key}.")
+            continue
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for kind in kinds:
+            if kind is int or kind is float:
+                yield from ((key, bad) for bad in (INTEGERS if kind is int else FLOATS))
+            elif typing.get_origin(kind) is list and value:
+                of = typing.get_args(kind)[0]
+                if of is int or typing.get_args(of)[:1] == (int,):
+                    yield from ((key, [bad, *value[1:]]) for bad in INTEGERS)
+
+
+def changed(values: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(values, **{name: changed(getattr(values, name), rest, value) if rest else value})
+
+
+CASES = [
+    (model, key, value)
+    for i, model in enumerate(MODELS)
+    for key, value in numbers(base(model).config)
+    if i == 0 or key.startswith("model.")
+]
+
+
+def problems_of(model: str, key: str, value: Any) -> tuple[Run, list[str]]:
+    """Return a run with another value of one key, and its problems, each of which must name the key."""
+    config = changed(base(model).config, key, value)
+    run = Run(config, config.model)
+    problems = run.problems()
+    if not problems and key.startswith("data."):
+        problems = data_problems(config.data, key)
+    assert all(key in problem or key.rpartition(".")[2] in problem for problem in problems), (key, value, problems)
+    if isinstance(value, float) and not math.isfinite(value):
+        assert problems, (key, value, "no key takes what is not a finite number")
+    return run, problems
+
+
+def test_every_refusal_of_a_number_names_its_key() -> None:
+    refused = {key for model, key, value in CASES if problems_of(model, key, value)[1]}
+    assert {
+        "steps",
+        "model.vocab_multiple",
+        "model.attention.kv_heads",
+        "optimizer.clip_norm",
+        "data.states",
+    } <= refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", ""))
+def test_a_number_that_is_not_refused_works(case: tuple[str, str, Any]) -> None:
+    run, problems = problems_of(*case)
+    if not problems and (case[1].partition(".")[0] in SHAPES or case[1] in SIZES):
+        trace(run)
+
+
+@pytest.mark.parametrize("axis", ["layers", "heads", "kv_heads", "head_dim", "mlp", "embed", "vocab"])
+def test_a_partition_of_any_one_axis_works_or_is_refused_by_it(axis: str) -> None:
+    run = base(MODELS[0])
+    rule = dataclasses.replace(run.config.partition, default=[], parameters={axis: ["x"]}, activations={"batch": ["x"]})
+    split = run.changed(mesh=MeshConfig(name="2x1x1", shape=[2, 1, 1]), partition=rule)
+    problems = split.problems()
+    assert all(axis in problem for problem in problems), problems
+    if not problems:
+        trace(split)
+
+
+def test_a_width_of_0_is_refused_by_its_key_where_a_default_is_divided_by_it() -> None:
+    run = Run.from_config(compose_config("model=gpt_tiny", "model.embed=0"))
+    assert "model.embed=0: at least 1 is needed." in run.problems()
+
+
+def trace(run: Run) -> None:
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+    jax.eval_shape(program.step, program.abstract_state, program.abstract_batch)
+
+
+def data_problems(config: Any, key: str) -> list[str]:
+    sources: dict[str, Any] = {"source": Source.synthetic}
+    with tempfile.TemporaryDirectory() as folder:
+        if key.partition(".")[2] not in ("documents", "mean_length", "states", "generator_seed"):
+            (Path(folder) / "text.txt").write_text("a few words\n" * 200)
+            sources = {"source": Source.text, "paths": [f"{folder}/text.txt"]}
+        try:
+            prepare(dataclasses.replace(config, cache_dir=f"{folder}/cache", **sources), "bytes")
+        except ValueError as error:
+            return [str(error)]
+    return []

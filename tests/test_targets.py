@@ -1,0 +1,282 @@
+"""Targets: a name is parsed, a slice has one name, and what is no slice is refused with the nearest that there are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import compose_run, names, some_quick
+from valkyrie import hardware
+from valkyrie.choices import target_named
+from valkyrie.compose import default_mesh, default_precision
+from valkyrie.hardware import Platform, known_chips, topology_of
+from valkyrie.paths import read_config
+from valkyrie.slices import Slices, Wrap, shape_text
+from valkyrie.targets import parse_target
+
+SLICES = {
+    "v3": "8 2x2 1, 32 4x4 4, 64 4x8 8, 128 8x8 16, 512 16x16 64, 1024 16x32 128, 2048 32x32 256",
+    "v4": "8 2x2x1 1, 16 2x2x2 2, 32 2x2x4 4, 64 2x4x4 8, 128 4x4x4 16, 256 4x4x8 32, 384 4x4x12 48, 512 4x8x8 64, "
+    "1024 8x8x8 128, 1536 8x8x12 192, 2048 8x8x16 256, 4096 8x16x16 512, 6144 12x16x16 768, 8192 16x16x16 1024",
+    "v5e": "1 1x1 1, 4 2x2 1, 8 2x4 1, 16 4x4 4, 32 4x8 8, 64 8x8 16, 128 8x16 32, 256 16x16 64",
+    "v5p": "8 2x2x1 1, 16 2x2x2 2, 64 2x4x4 8, 256 4x4x8 32, 640 4x4x20 80, 1152 4x12x12 144, 3072 8x12x16 384, "
+    "5760 12x12x20 720, 6272 4x28x28 784, 7808 4x4x244 976, 9216 12x16x24 1152, 10368 12x12x36 1296, "
+    "12288 16x16x24 1536, 13824 12x24x24 1728, 17920 16x20x28 2240",
+    "v6e": "1 1x1 1, 4 2x2 1, 8 2x4 1, 16 4x4 4, 32 4x8 8, 128 8x16 32, 256 16x16 64",
+    "tpu7x": "2 1x1x1 1, 8 2x2x1 1, 16 2x2x2 2, 128 4x4x4 16, 384 4x4x12 48, 768 4x8x12 96, 4096 8x16x16 512, "
+    "8192 16x16x16 1024, 16384 16x16x32 2048, 18432 16x24x24 2304",
+}
+"""Size in the name, topology, hosts: Cloud TPU's pages of each generation, and AXLearn's aot_compilation.py."""
+NAMED = [(f"{chip}-{size}", *rest) for chip, text in SLICES.items() for size, *rest in map(str.split, text.split(","))]
+
+
+@pytest.mark.parametrize(("name", "topology", "hosts"), NAMED, ids=[name for name, *_ in NAMED])
+def test_a_name_is_the_slice_that_its_cloud_means(name: str, topology: str, hosts: str):
+    target = parse_target(name)
+    assert target.chip is not None and target.chips is not None
+    assert (target.name, target.topology, target.hosts) == (name, topology, int(hosts))
+    assert target.platform is Platform.tpu
+    assert target.problems() == []
+    torus = topology_of(target)
+    assert (torus.chips, torus.devices) == (target.chips, target.devices)
+    assert name == f"{target.chip.name}-{target.chips * target.chip.units_in_name}"
+    some = "chip" if target.chips == 1 else "chips"
+    assert target.describe().startswith(f"{name} ({target.chips} {target.chip.name} {some} {topology}, {hosts} host")
+
+
+@pytest.mark.parametrize(
+    ("name", "described", "devices"),
+    [
+        ("v5litepod-8", "v5e-8 (8 v5e chips 2x4, 1 host)", 8),
+        ("v6e-4x4", "v6e-16 (16 v6e chips 4x4, 4 hosts)", 16),
+        ("v4:4x8x8", "v4-512 (256 v4 chips 4x8x8, 64 hosts)", 256),
+        ("v4:4x4x2", "v4-4x4x2 (32 v4 chips, 8 hosts)", 32),
+        ("v4-4x4x16", "v4-4x4x16 (256 v4 chips, 64 hosts)", 256),
+        ("tpu7x-2x2x1", "tpu7x-8 (4 tpu7x chips 2x2x1, 1 host)", 8),
+        ("h200-1", "h200-1 (1 h200 chip, 1 host)", 1),
+        ("h100-8", "h100-8 (8 h100 chips, 1 host)", 8),
+        ("a100-16", "a100-16 (16 a100 chips, 2 hosts)", 16),
+        ("h100:8", "h100-8 (8 h100 chips, 1 host)", 8),
+        ("cpu8", "cpu8", 8),
+        ("cpu6", "cpu6", 6),
+    ],
+)
+def test_other_spellings_and_other_hardware(name: str, described: str, devices: int):
+    target = parse_target(name)
+    assert (target.describe(), target.devices, target.problems()) == (described, devices, [])
+    assert parse_target(target.name) == target
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(known_chips())), st.integers(1, 10000))
+def test_between_the_nearest_slices_of_a_size_there_is_none(word: str, chips: int):
+    slices = known_chips()[word].slices
+    below, above = [], []
+    for shape in slices.nearest(chips):
+        (below if math.prod(shape) < chips else above).append(math.prod(shape))
+    assert (len(below), len(above)) == (chips > 1, slices.largest is None or chips < slices.largest)
+    between = range((below or [0])[0] + 1, (above or [chips + 1])[0])
+    assert {n for n in between if slices.default(n) is not None} <= {chips}
+
+
+@pytest.mark.parametrize("word", ["v3", "v4", "v5e", "tpu7x"])
+def test_every_shape_is_one_target_by_one_name(word: str):
+    chip = known_chips()[word]
+    shapes = [s for s in itertools.product([1, 2, 4, 8, 12, 16], repeat=chip.ici_axes or 0) if chip.slices.exists(s)]
+    targets = [parse_target(f"{word}-{shape_text(shape)}") for shape in shapes]
+    assert [topology_of(target).shape for target in targets] == shapes
+    assert [parse_target(f"{word}:{shape_text(shape)}") for shape in shapes] == targets
+    assert [parse_target(target.name) for target in targets] == targets
+    assert len({target.name for target in targets}) == len(shapes) > 8
+
+
+OTHERWISE = (
+    "A target is CHIP-N as its cloud names it (v4-64, v5e-8, h100-8), CHIP-AxBxC for the chips along each axis "
+    "(v4-4x4x16), cpuN for simulated devices (cpu8), or a file: auto, cpu."
+)
+CHIPS = "Known chips: a100, h100, h200, tpu7x, v3, v4, v5e, v5p, v6e."
+CUBES = (
+    "elow a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4; from there on every axis is a multiple of 4. "
+)
+REFUSED = {
+    "v4-63": "target=v4-63 is not a slice of v4: v4-N counts cores, 2 in a chip, and 63 is not a multiple of 2. "
+    "Nearest: target=v4-32 (16 chips), target=v4-64 (32 chips).",
+    "v4-72": "target=v4-72 is not a slice of v4: none has 36 chips (v4-N counts cores, 2 in a chip). "
+    f"B{CUBES}Nearest: target=v4-64 (32 chips), target=v4-128 (64 chips).",
+    "v4-12288": "target=v4-12288 is not a slice of v4: the largest has 4096 chips, this one would have 6144 (v4-N "
+    "counts cores, 2 in a chip). Nearest: target=v4-8192 (4096 chips).",
+    "v5p-8576": "target=v5p-8576 is not a slice of v5p: none has 4288 chips (v5p-N counts cores, 2 in a chip). "
+    f"B{CUBES}Nearest: target=v5p-8448 (4224 chips), target=v5p-8704 (4352 chips).",
+    "v5e-7": "target=v5e-7 is not a slice of v5e: none has 7 chips. Slices are n x n or n x 2n chips, n a power of 2, "
+    "with sides up to 16. Nearest: target=v5e-4 (4 chips), target=v5e-8 (8 chips).",
+    "v5litepod-512": "target=v5litepod-512 is not a slice of v5e: the largest has 256 chips, this one would have 512. "
+    "Nearest: target=v5e-256 (256 chips).",
+    "v4:4x4x5": f"target=v4:4x4x5 is not a slice of v4: b{CUBES}Nearest: target=v4-128 (64 chips), target=v4-256 "
+    "(128 chips).",
+    "v4-2x1x2": "target=v4-2x1x2 is not a slice of v4: hosts of 2x2x1 chips do not fit into it. Write target=v4-8.",
+    "v4-4x4": "target=v4-4x4: a v4 slice is a torus of 3 axes. Write the chips along each, such as target=v4-4x4x4.",
+    "v5e:8": "target=v5e:8: a v5e slice is a torus of 2 axes. Write the chips along each, such as target=v5e-4x4.",
+    "h100-12": "target=h100-12 is not a slice of h100: none has 12 chips. Beyond one host of 8 chips there are only "
+    "whole hosts. Nearest: target=h100-8 (8 chips), target=h100-16 (16 chips).",
+    "h100-2x4": "target=h100-2x4 has no torus. Write target=h100-N, where N counts chips, such as target=h100-8.",
+    "v4": "target=v4 does not say how many chips. Write target=v4-N, where N counts cores, 2 in a chip, such as "
+    "target=v4-8, or the chips along each axis: target=v4-2x2x1.",
+    "v4-": "target=v4- does not say how many chips. Write target=v4-N, where N counts cores, 2 in a chip, such as "
+    "target=v4-8, or the chips along each axis: target=v4-2x2x1.",
+    "v9-8": f"target=v9-8 is not known. {CHIPS} {OTHERWISE}",
+    "v5-8": f"target=v5-8 is not known. Did you mean target=v5p-8 or target=v5e-8? {CHIPS} {OTHERWISE}",
+    "V4-64": f"target=V4-64 is not known. Did you mean target=v4-64? {CHIPS} {OTHERWISE}",
+    "cpu-8": f"target=cpu-8 is not known. Did you mean target=cpu8? {CHIPS} {OTHERWISE}",
+    "cpu0": f"target=cpu0 is not known. Did you mean target=cpu8? {CHIPS} {OTHERWISE}",
+    "atuo": f"target=atuo is not known. Did you mean target=auto? {CHIPS} {OTHERWISE}",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_target_is_refused_with_what_to_write(name: str):
+    with pytest.raises(ValueError) as refused:
+        parse_target(name, files=["auto", "cpu"])
+    assert str(refused.value) == REFUSED[name]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("v4-72", []), ("v9-8", ["mesh=4x4x4", "precision=bf16"])])
+def test_the_command_line_says_so_in_one_line(command: Any, name: str, arguments: list[str]):
+    refused = command(f"target={name}", *arguments)
+    assert (refused.status, refused.err) == (2, f"valkyrie-train: {REFUSED[name]}\n")
+
+
+def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+    monkeypatch.setattr(
+        hardware, "read_config", lambda group, name, schema: [read.append(name), read_config(group, name, schema)][1]
+    )
+    hardware._chip.cache_clear()
+    for name in ("v4-64", "v4-128", "v5p-8"):
+        assert parse_target(name).name == name
+    assert read == ["v4", "v5p"]
+    assert parse_target("v5litepod-8").name == parse_target("v5litepod-8").name == "v5e-8"
+    with pytest.raises(ValueError, match=r"^target=v9-8 is not known\."):
+        parse_target("v9-8")
+    assert sorted(read) == names("target/chip") == list(known_chips())
+
+
+@pytest.mark.parametrize("name", ["v5litepod-8", "h100-16", "cpu6"])
+def test_hydra_composes_what_the_name_is_parsed_to(name: str):
+    run = compose_run(f"target={name}", "partition=dp", "model=s5_tiny", "batch=96")
+    assert asdict(run.config.target) == asdict(parse_target(name)) == asdict(target_named(name))
+    assert run.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "precision"),
+    [
+        ("v4-64", "2x4x4", "bf16_mixed"),
+        ("v4:4x4x2", "4x4x2", "bf16_mixed"),
+        ("v5litepod-8", "1x2x4", "bf16_mixed"),
+        ("tpu7x-16", "2x2x4", "bf16_mixed"),
+        ("v3-8", "1x2x4", "bf16_mixed"),
+        ("h100-16", "1x1x16", "bf16_mixed"),
+        ("cpu8", "2x2x2", "float32"),
+        ("cpu32", "2x4x4", "float32"),
+        ("cpu6", "1x2x3", "float32"),
+        ("cpu", "2x2x2", "float32"),
+        ("auto", "1x1x4", "bf16_mixed"),
+    ],
+)
+def test_mesh_and_precision_follow_the_target(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, precision: str):
+    monkeypatch.setattr("valkyrie.compose.accelerators", lambda: 4)
+    assert (default_mesh(name), default_precision(name)) == (mesh, precision)
+
+
+MINE = {
+    "chip/mychip.yaml": "defaults: [v5e, _self_]\nname: mychip\nmax_chips: 64\nusd_per_hour: 0.5\n",
+    "chip/plain.yaml": "defaults: [chip_schema, _self_]\nname: plain\nplatform: tpu\nici_axes: 2\n"
+    "host_bounds: [2, 2]\n",
+    "chip/v2e.yaml": "defaults: [v5e, _self_]\n",
+    "v4-64.yaml": "defaults: [target_schema, chip/v4@chip, _self_]\nname: v4-64\nplatform: tpu\nchips: 16\n"
+    "topology: 2x2x4\nhosts: 4\n",
+    "desk.yaml": "defaults: [target_schema, _self_]\nname: desk\nplatform: cpu\nchips: 4\n",
+}
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    for name, text in MINE.items():
+        file = tmp_path / "own" / "target" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return str(tmp_path / "own")
+
+
+OF_A_FOLDER = {
+    "mychip-8": ("mychip-8 (8 mychip chips 2x4, 1 host)", "1x2x4"),
+    "v4-64": ("v4-64 with topology 2x2x4 (16 v4 chips, 4 hosts)", "2x2x4"),
+    "desk": ("desk", "1x2x2"),
+    "plain-12": ("plain-12 (12 plain chips 2x6, 3 hosts)", "1x2x6"),
+    "plain-6x2": ("plain-6x2 (12 plain chips, 3 hosts)", "1x6x2"),
+    "mychip:4x4": ("mychip-16 (16 mychip chips 4x4, 4 hosts)", "1x4x4"),
+    "v4-128": ("v4-128 (64 v4 chips 4x4x4, 16 hosts)", "4x4x4"),
+}
+
+
+@pytest.mark.parametrize("name", some_quick(OF_A_FOLDER, ["mychip-8", "v4-64", "desk"]))
+def test_chips_and_targets_of_a_users_folder_are_chosen_alike(command: Any, mine: str, name: str):
+    config = command("--config-dir", mine, f"target={name}", "partition=dp", "batch=192").run.config
+    assert (config.target.describe(), config.mesh.name) == OF_A_FOLDER[name]
+    assert config.precision.name == ("float32" if name == "desk" else "bf16_mixed")
+    chip = config.target.chip
+    if name == "mychip-8":
+        assert (chip.name, chip.usd_per_hour, chip.hbm_gib, chip.max_chips) == ("mychip", 0.5, 16, 64)
+
+
+WRONG = {
+    "mychip-128": "target=mychip-128 is not a slice of mychip: the largest has 64 chips, this one would have 128.",
+    "mchip-8": "target=mchip-8 is not known. Did you mean target=mychip-8? Known chips: a100, h100, h200, mychip,",
+    "v2e-8": "target=v2e-8: target/chip/v2e.yaml says name: v5e. Write name: v2e there.",
+    "dask": "target=dask is not known. Did you mean target=desk? ",
+    "plain-9": "target=plain-9 is not a slice of plain: none has 9 chips. Beyond one host of 2x2 chips there are",
+}
+
+
+@pytest.mark.parametrize("name", some_quick(WRONG, ["mychip-128", "mchip-8"]))
+def test_what_is_wrong_with_a_users_chip_is_said(command: Any, mine: str, name: str):
+    refused = command("--config-dir", mine, f"target={name}")
+    assert refused.status == 2
+    assert refused.err.startswith(f"valkyrie-train: {WRONG[name]}")
+    assert len(refused.err.splitlines()) == 1
+
+
+def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COMP_LINE", "valkyrie-train target=")
+    monkeypatch.setenv("COMP_POINT", "22")
+    offered = command("-sc", "query=bash").out.split()
+    assert offered == sorted(f"target={name}" for name in ["auto", "cpu", "cpu8", *(f"{c}-8" for c in known_chips())])
+    for word in offered:
+        target_named(word.partition("=")[2])
+
+
+def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
+    free = Slices(3, Wrap.none, 1000, (2, 2, 1))
+    assert [free.default(n) for n in (1, 2, 4, 8, 12, 16, 1004)] == [
+        (1, 1, 1),
+        (1, 1, 2),
+        (2, 2, 1),
+        (2, 2, 2),
+        (2, 2, 3),
+        (2, 4, 2),
+        None,
+    ]
+    assert free.exists((2, 6, 5)) and not free.exists((3, 3, 3))
+    assert Slices(2, Wrap.none, None, ()).default(10**12) == (10**6, 10**6)
+
+
+def test_a_number_beyond_all_reason_is_refused_like_any():
+    with pytest.raises(ValueError, match=r"the largest has 4096 chips.* Nearest: target=v4-8192 \(4096 chips\)\.$"):
+        parse_target("v4-1" + "0" * 400)

@@ -1,0 +1,23 @@
+"""Dotted names of leaves: of nested dicts, and of JAX's trees with lists and named tuples in them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from valkyrie.trees import flat, names_of
+
+
+class Moments(NamedTuple):
+    mu: dict[str, object]
+    count: int
+
+
+def test_leaves_of_nested_dicts_by_their_dotted_names():
+    tree = {"b": {"z": [1, 2], "y": {"x": None}}, "a": 3, "empty": {}}
+    assert flat(tree) == {"b.z": [1, 2], "b.y.x": None, "a": 3}
+    assert list(flat(tree)) == ["b.z", "b.y.x", "a"]
+
+
+def test_leaves_of_a_jax_tree_in_its_order():
+    assert names_of({"b": {"y": 1, "x": 2}, "a": 3}) == ["a", "b.x", "b.y"]
+    assert names_of((Moments({"w": 1.0}, 2), [3])) == ["0.mu.w", "0.count", "1.0"]

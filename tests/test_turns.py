@@ -1,0 +1,35 @@
+"""The slow tests in a bounded run: what changed comes first, all are reached over a few runs, the rest is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from turns import ROOT, in_turn
+
+FILES = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
+
+
+def test_tests_of_what_changed_come_first():
+    order = in_turn(FILES, {"tests/test_wheel.py", "valkyrie/ops/rotary.py"}, turn=3)
+    assert sorted(order) == FILES
+    first = order[: order.index("tests/test_wheel.py") + 1]
+    assert "tests/test_rotary.py" in first or order[len(first)] == "tests/test_rotary.py"
+    assert order.index("tests/test_rotary.py") < order.index("tests/test_tokenizer.py")
+
+
+def test_a_third_of_the_files_in_each_of_five_runs_is_all_of_them():
+    for begin in range(40):
+        reached = {file for turn in range(begin, begin + 5) for file in in_turn(FILES, set(), turn)[: len(FILES) // 3]}
+        assert reached == set(FILES)
+
+
+@pytest.mark.slow
+def test_what_there_is_no_time_for_is_counted_by_file():
+    arguments = ["-n=1", "-m", "slow", "--minutes", "0", "tests/test_scan.py"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "tests not reached in 0 minutes: tests/test_scan.py" in done.stdout
+    assert "passed" not in done.stdout.splitlines()[-1]

@@ -1,0 +1,107 @@
+"""The order of the slow tests and the minutes they may take: `pytest -m slow --minutes 30`.
+
+With `--minutes`, tests of what changed come first, and the other files begin at another place after every commit, so
+that a few bounded runs reach all of them. Tests that there was no time for are skipped, counted and listed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+UNTIL = "VALKYRIE_TESTS_UNTIL"
+"""The environment variable by which the workers of pytest-xdist learn when time is up (seconds since the epoch)."""
+NOT_REACHED = "not reached: the minutes of --minutes are over"
+GOLDEN = 0.6180339887
+"""Multiples of it, modulo one, are spread evenly however many there are: consecutive runs begin far apart."""
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add `--minutes`."""
+    parser.addoption("--minutes", type=float, help="start no test after this many minutes; take turns by commit")
+
+
+def begin(config: pytest.Config) -> None:
+    """Note when time is up, before the workers start."""
+    minutes = config.getoption("--minutes")
+    if minutes is not None:
+        os.environ.setdefault(UNTIL, str(time.time() + 60 * minutes))
+
+
+def in_turn(files: list[str], changed: set[str], turn: int) -> list[str]:
+    """Return the test files in the order to run them: those that a change touches, then the rest from this turn's."""
+    start = int(len(files) * (turn * GOLDEN % 1.0))
+    rotated = files[start:] + files[:start]
+    return sorted(rotated, key=lambda file: not concerned(file, changed))
+
+
+def concerned(file: str, changed: set[str]) -> bool:
+    """Return whether a test file, or a module of the package that it imports, is among the changed files."""
+    if file in changed:
+        return True
+    text = (ROOT / file).read_text()
+    modules = re.findall(r"^\s*(?:from|import) (valkyrie[\w.]*)", text, re.M)
+    sources = {module.replace(".", "/") for module in modules}
+    return any(f"{source}{end}" in changed for source in sources for end in (".py", "/__init__.py"))
+
+
+def order(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the collected tests by turn, where `--minutes` bounds them."""
+    if config.getoption("--minutes") is None:
+        return
+    names = [_file(item) for item in items]
+    place = {file: i for i, file in enumerate(in_turn(sorted(set(names)), changed_files(), commits()))}
+    items.sort(key=lambda item: place[_file(item)])
+
+
+def skip_when_over(item: pytest.Item) -> None:
+    """Skip a test that would start after the time is up: a bounded run ends, and its summary counts what it left."""
+    until = os.environ.get(UNTIL)
+    if until is not None and item.config.getoption("--minutes") is not None and time.time() > float(until):
+        pytest.skip(NOT_REACHED)
+
+
+def summarise(terminal: Any, config: pytest.Config) -> None:
+    """Print how many tests were not reached, by file."""
+    minutes = config.getoption("--minutes")
+    if minutes is None:
+        return
+    missed = Counter(
+        report.nodeid.partition("::")[0]
+        for report in terminal.stats.get("skipped", [])
+        if NOT_REACHED in str(report.longrepr)
+    )
+    files = ", ".join(f"{file} {count}" for file, count in missed.items())
+    terminal.write_line(f"{missed.total()} tests not reached in {minutes:g} minutes{': ' if files else ''}{files}")
+
+
+def changed_files() -> set[str]:
+    """Return the files changed since `CI_BASE`, since main on a branch, or by the last commit on main itself."""
+    base = os.environ.get("CI_BASE") or _git("merge-base", "HEAD", "origin/main")
+    if base in ("", _git("rev-parse", "HEAD")):
+        base = "HEAD~1"
+    return set(_git("diff", "--name-only", base).splitlines())
+
+
+def commits() -> int:
+    """Return how many commits led to this one: 0 outside a checkout."""
+    return int(_git("rev-list", "--count", "HEAD") or 0)
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

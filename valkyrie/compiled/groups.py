@@ -1,0 +1,67 @@
+"""The devices that take part in a collective together, in each of the compiler's notations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from valkyrie.compiled.hlo import Instruction
+
+Groups = np.ndarray
+"""Integers (group, member): positions in the mesh's flattened device list, in the order of the group."""
+
+
+def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
+    """Return the groups of a collective; arrays of equal group size each, one array unless sizes differ.
+
+    No groups means all devices. A collective without a channel works between replicas, of which there is one.
+    """
+    message = instruction.message
+    if message.channel_id <= 0 and not message.use_global_device_ids and partitions > 1:
+        return []
+    if message.HasField("mesh_groups"):
+        return [_of_mesh(message.mesh_groups)]
+    for iota in (message.iota_groups, message.device_list.iota):
+        if iota.size:
+            ids = np.arange(iota.groups * iota.size).reshape(tuple(iota.dimensions))
+            return [ids.transpose(tuple(iota.transpose)).reshape(iota.groups, iota.size)]
+    explicit = [tuple(g.replica_ids) for g in (*message.replica_groups, *message.device_list.replica_groups)]
+    if not any(explicit):
+        return [np.arange(partitions)[None]]
+    sizes = sorted({len(group) for group in explicit})
+    return [np.array([group for group in explicit if len(group) == size]) for size in sizes]
+
+
+def permute_pairs(instruction: Instruction) -> np.ndarray:
+    """Return the (source, target) pairs of a collective-permute that leave their device; integers (pair, 2)."""
+    pairs = [(p.source, p.target) for p in instruction.message.source_target_pairs]
+    return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
+
+
+def _of_mesh(spelt: Any) -> Groups:
+    """Groups that vary over some axes of a mesh, each perhaps only a part of an axis: `mesh['x'=4,'y'=8] {'y'}`.
+
+    `spelt` is a message of a class that protobuf makes at run time (`hlo_schema`).
+    """
+    mesh, references = spelt.mesh, spelt.axes
+    sizes = [axis.size for axis in mesh.axes]
+    ids = np.array(mesh.device_ids) if mesh.device_ids else np.arange(int(np.prod(sizes)))
+    cuts: list[set[int]] = [{1, size} for size in sizes]
+    spans = []
+    for reference in references:
+        size = sizes[reference.axis]
+        part = (reference.sub_axis.pre_size, reference.sub_axis.size) if reference.HasField("sub_axis") else (1, size)
+        cuts[reference.axis] |= {part[0], part[0] * part[1]}
+        spans.append((reference.axis, part[0], part[0] * part[1]))
+    shape, starts = [], {}
+    for axis, marks in enumerate(cuts):
+        ordered = sorted(marks)
+        for low, high in zip(ordered, ordered[1:], strict=False):
+            starts[axis, low] = len(shape)
+            shape.append(high // low)
+        starts[axis, ordered[-1]] = len(shape)
+    chosen = [d for axis, low, high in spans for d in range(starts[axis, low], starts[axis, high])]
+    others = [d for d in range(len(shape)) if d not in chosen]
+    members = int(np.prod([shape[d] for d in chosen]))
+    return ids.reshape(shape).transpose(others + chosen).reshape(-1, members)

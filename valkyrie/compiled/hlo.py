@@ -1,0 +1,270 @@
+"""Reads a compiled module: computations, instructions in the order they run, shapes, sources.
+
+The serialised `HloModuleProto` is read; text goes through XLA's own parser first, which keeps the schedule.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from valkyrie.compiled.schema import module_class
+
+_DTYPES = {
+    1: ("pred", 8),
+    2: ("s8", 8),
+    3: ("s16", 16),
+    4: ("s32", 32),
+    5: ("s64", 64),
+    6: ("u8", 8),
+    7: ("u16", 16),
+    8: ("u32", 32),
+    9: ("u64", 64),
+    10: ("f16", 16),
+    11: ("f32", 32),
+    12: ("f64", 64),
+    15: ("c64", 64),
+    16: ("bf16", 16),
+    18: ("c128", 128),
+    19: ("f8e5m2", 8),
+    20: ("f8e4m3fn", 8),
+    21: ("s4", 4),
+    22: ("u4", 4),
+    23: ("f8e4m3b11fnuz", 8),
+    24: ("f8e5m2fnuz", 8),
+    25: ("f8e4m3fnuz", 8),
+    26: ("s2", 2),
+    27: ("u2", 2),
+    28: ("f8e4m3", 8),
+    29: ("f8e3m4", 8),
+    30: ("s1", 1),
+    31: ("u1", 1),
+    32: ("f4e2m1fn", 4),
+    33: ("f8e8m0fnu", 8),
+}
+"""XLA's `PrimitiveType` (xla_data.proto) by number: name and bits. Tuples, tokens and opaque values hold no bytes."""
+
+HBM, HOST = 0, 5
+"""Memory spaces as libtpu numbers them: 0 is HBM, 5 the host's; others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
+
+_CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
+_UNKNOWN_CYCLES = 2**53
+"""Estimates from here on mean that the compiler has none: offloaded gathers carry the largest integer."""
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+_LIBRARY = ("site-packages", "/lib/python", "dist-packages")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An array's dtype, dimensions and memory space, or a tuple of shapes (`parts`)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    bits: int
+    memory: int = HBM
+    tile: tuple[int, ...] = ()
+    minor_to_major: tuple[int, ...] = ()
+    parts: tuple[Shape, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Numbers in the array; 0 for a tuple or token."""
+        return math.prod(self.dims) if self.bits else 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the values, of all parts for a tuple, without padding."""
+        return sum(p.bytes for p in self.parts) + -(-self.elements * self.bits // 8)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes the array takes in memory: its minor dimensions are rounded up to the layout's tile."""
+        if self.parts:
+            return sum(p.padded_bytes for p in self.parts)
+        if not self.tile or len(self.tile) > len(self.minor_to_major):
+            return self.bytes
+        sizes = [self.dims[d] for d in self.minor_to_major]
+        for i, t in enumerate(reversed(self.tile)):
+            sizes[i] = -(-sizes[i] // t) * t
+        return -(-math.prod(sizes) * self.bits // 8)
+
+    @property
+    def leaves(self) -> tuple[Shape, ...]:
+        """The arrays of a tuple, nested ones flattened; itself for an array."""
+        return tuple(leaf for part in self.parts for leaf in part.leaves) if self.parts else (self,)
+
+
+@dataclass(slots=True, eq=False)
+class Instruction:
+    """One operation. `cycles` is the compiler's own estimate, None where it gives none.
+
+    `op_name` is the path in the traced program, `source` the model's `file:line`. `message` is the protobuf message.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape
+    op_name: str
+    source: str
+    cycles: int | None
+    message: Any
+    computation: Computation
+    operands: list[Instruction] = field(default_factory=list)
+    called: list[Computation] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The backend's configuration; empty where there is none or it is not JSON."""
+        raw = self.message.backend_config
+        return json.loads(raw) if raw.startswith(b"{") else {}
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Attributes the frontend attached."""
+        return {a.key: a.value for a in self.message.frontend_attributes.map}
+
+    @property
+    def target(self) -> str:
+        """The target of a custom call."""
+        return self.message.custom_call_target
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """A list of instructions in execution order (where the module is scheduled), and the root among them.
+
+    `collectives` are those inside it, once `valkyrie.compiled.collectives` has looked for them.
+    """
+
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+    parameters: dict[int, Instruction] = field(default_factory=dict)
+    root: Instruction | None = None
+    callers: list[Instruction] = field(default_factory=list)
+    collectives: list[Instruction] | None = None
+
+
+@dataclass(eq=False)
+class Module:
+    """A compiled program of one device, with the number of devices it was compiled for."""
+
+    name: str
+    entry: Computation
+    computations: list[Computation]
+    partitions: int
+    scheduled: bool
+
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """Every instruction by name."""
+        return {i.name: i for c in self.computations for i in c.instructions}
+
+
+def parse(source: bytes | str) -> Module:
+    """Return the module of a serialised `HloModuleProto`, or of HLO text.
+
+    Bytes come from `compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()`.
+    """
+    stated = None
+    if isinstance(source, str):
+        hlo_module_from_text = importlib.import_module("jaxlib._hlo").hlo_module_from_text  # XLA's own parser
+        stated = _PARTITIONS.search(source.partition("\n")[0])
+        source = hlo_module_from_text(source).as_serialized_hlo_module_proto()
+    message = module_class().FromString(source)
+    if not message.computations:
+        raise ValueError(f"A compiled module was to be read from {len(source)} bytes; they hold no computation.")
+    module = _Reader(message).module()
+    if stated:
+        module.partitions = int(stated[1])
+    return module
+
+
+class _Reader:
+    """Turns messages into objects that refer to each other."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+        self._frames = message.stack_frames
+        self._sources: dict[int, str] = {}
+        self._shapes: dict[bytes, Shape] = {}
+
+    def module(self) -> Module:
+        message = self._message
+        computations = {c.id: Computation(c.name) for c in message.computations}
+        order = {entry.key: entry.value.instruction_ids for entry in message.schedule.sequences}
+        for c in message.computations:
+            self._fill(computations[c.id], c, order.get(c.id))
+        for computation in computations.values():
+            for instruction in computation.instructions:
+                for i in instruction.message.called_computation_ids:
+                    instruction.called.append(computations[i])
+                    computations[i].callers.append(instruction)
+        return Module(
+            name=message.name,
+            entry=computations[message.entry_computation_id],
+            computations=list(computations.values()),
+            partitions=max(message.device_assignment.partitions, 1),
+            scheduled=bool(order),
+        )
+
+    def _fill(self, computation: Computation, message: Any, order: Any) -> None:
+        by_id: dict[int, Instruction] = {}
+        for m in message.instructions:
+            found_cycles = _CYCLES.search(m.backend_config)
+            cycles = int(found_cycles[1]) if found_cycles else _UNKNOWN_CYCLES
+            by_id[m.id] = Instruction(
+                name=m.name,
+                opcode=m.opcode,
+                shape=self._shape(m.shape),
+                op_name=m.metadata.op_name,
+                source=self._source(m.metadata),
+                cycles=cycles if cycles < _UNKNOWN_CYCLES else None,
+                message=m,
+                computation=computation,
+            )
+            if m.opcode == "parameter":
+                computation.parameters[m.parameter_number] = by_id[m.id]
+        for m in message.instructions:
+            by_id[m.id].operands = [by_id[i] for i in m.operand_ids]
+        computation.instructions = [by_id[i] for i in order] if order else list(by_id.values())
+        computation.root = by_id[message.root_id]
+
+    def _shape(self, message: Any) -> Shape:
+        key = message.SerializeToString()
+        known = self._shapes.get(key)
+        if known is None:
+            dtype, bits = _DTYPES.get(message.element_type, ("other", 0))
+            layout = message.layout
+            known = self._shapes[key] = Shape(
+                dtype="tuple" if message.tuple_shapes else dtype,
+                dims=tuple(message.dimensions),
+                bits=bits,
+                memory=layout.memory_space,
+                tile=tuple(layout.tiles[0].dimensions) if layout.tiles else (),
+                minor_to_major=tuple(layout.minor_to_major),
+                parts=tuple(self._shape(part) for part in message.tuple_shapes),
+            )
+        return known
+
+    def _source(self, metadata: Any) -> str:
+        """The line of the model that asked for this: innermost in a `models` folder, else outside of libraries."""
+        if not metadata.stack_frame_id:
+            return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
+        if metadata.stack_frame_id not in self._sources:
+            lines = list(self._stack(metadata.stack_frame_id))
+            models = (line for line in lines if "/models/" in line)
+            own = (line for line in lines if not any(part in line for part in _LIBRARY))
+            self._sources[metadata.stack_frame_id] = next(models, None) or next(own, None) or lines[0]
+        return self._sources[metadata.stack_frame_id]
+
+    def _stack(self, frame: int) -> Any:
+        while frame:
+            at = self._frames.frames[frame - 1]
+            place = self._frames.locations[at.location - 1]
+            yield f"{self._frames.file_names[place.file - 1]}:{place.line}"
+            frame = at.parent

@@ -1,0 +1,197 @@
+"""How often a loop runs, from its condition and its counter's start and step."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+from valkyrie.compiled.hlo import Computation, Instruction
+
+_TRIPS = re.compile(rb'"known_trip_count":(\{[^}]*\})')
+_PASSES = {"copy", "bitcast", "reshape", "convert", "optimization-barrier", "copy-done", "broadcast"}
+"""Operations that hand a scalar on unchanged."""
+_TURNED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
+
+
+class Counter(NamedTuple):
+    """Element `index` of the value a loop carries."""
+
+    loop: Instruction
+    index: int
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """Return how often the body of a `while` runs, or None where that is not known before it runs."""
+    stated = _TRIPS.search(loop.message.backend_config)
+    if stated:
+        return int(json.loads(stated[1])["n"])
+    condition, body = condition_and_body(loop)
+    compare = _through(condition.root)
+    if compare is None or compare.opcode != "compare":
+        return None
+    left, right = (_value(operand) for operand in compare.operands)
+    direction = compare.message.comparison_direction
+    if isinstance(right, Counter):
+        left, right, direction = right, left, _TURNED[direction]
+    if not isinstance(left, Counter) or left.loop is not loop or not isinstance(right, int):
+        return None
+    start = _carried(loop.operands[0], left.index)
+    step = _step(body, left)
+    if not isinstance(start, int) or not step:
+        return None
+    return _count(start, right, step, direction)
+
+
+def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
+    """Return a loop's condition (the one that returns a truth value) and its body."""
+    first, second = loop.called
+    return (first, second) if first.root is not None and first.root.shape.dtype == "pred" else (second, first)
+
+
+def constant(instruction: Instruction) -> int | None:
+    """Return the integer that an instruction always yields, followed through tuples, copies and loops, or None."""
+    value = _value(instruction)
+    return value if isinstance(value, int) else None
+
+
+def origin(instruction: Instruction) -> Instruction:
+    """Return the instruction whose value this one hands on, followed through tuples, copies, loops and calls."""
+    while True:
+        source = _source(instruction)
+        if source is None:
+            return instruction
+        instruction = source
+
+
+def _count(start: int, limit: int, step: int, direction: str) -> int | None:
+    if direction == "NE":
+        return (limit - start) // step if (limit - start) % step == 0 else None
+    if direction in ("LE", "GE"):
+        limit += 1 if direction == "LE" else -1
+    distance = limit - start
+    if direction == "EQ" or (direction in ("LT", "LE")) != (step > 0):
+        return None
+    return max(-(-distance // step), 0)
+
+
+def _literal(instruction: Instruction) -> int | None:
+    literal = instruction.message.literal
+    for numbers in (literal.s32s, literal.s64s, literal.u32s, literal.u64s):
+        if len(numbers) == 1:
+            return numbers[0]
+    for raw in (literal.s8s, literal.u8s, literal.preds):
+        if len(raw) == 1:
+            return raw[0]
+    return 0 if instruction.shape.elements == 1 and instruction.shape.dtype[0] in "su" else None
+
+
+def _value(instruction: Instruction) -> int | Counter | None:
+    end = origin(instruction)
+    if end.opcode == "constant":
+        return _literal(end)
+    if end.opcode == "get-tuple-element" and end.operands[0].opcode == "parameter":
+        loop = _loop_of(end.operands[0])
+        return None if loop is None else Counter(loop, end.message.tuple_index)
+    return None
+
+
+def _through(instruction: Instruction | None) -> Instruction | None:
+    """A fusion's root stands for the fusion."""
+    while instruction is not None and instruction.opcode in ("fusion", "call"):
+        instruction = instruction.called[0].root
+    return instruction
+
+
+def _caller(computation: Computation) -> Instruction | None:
+    return computation.callers[0] if len(computation.callers) == 1 else None
+
+
+def _loop_of(parameter: Instruction) -> Instruction | None:
+    caller = _caller(parameter.computation)
+    return caller if caller is not None and caller.opcode == "while" else None
+
+
+def _source(instruction: Instruction) -> Instruction | None:
+    """The instruction one step back whose value is this one's, or None where this one makes its own."""
+    opcode = instruction.opcode
+    if opcode in _PASSES:
+        return instruction.operands[0]
+    if opcode == "copy-start":
+        return instruction.operands[0]
+    if opcode in ("fusion", "call") and not instruction.shape.parts:
+        root = instruction.called[0].root
+        passed = root is not None and root.opcode in ("parameter", "constant", *_PASSES)
+        return root if passed else None
+    if opcode == "parameter":
+        caller = _caller(instruction.computation)
+        if caller is None or caller.opcode not in ("fusion", "call"):
+            return None
+        return caller.operands[instruction.message.parameter_number]
+    if opcode == "get-tuple-element":
+        return _element(instruction.operands[0], instruction.message.tuple_index)
+    return None
+
+
+def _element(whole: Instruction, index: int) -> Instruction | None:
+    """The instruction behind one element of a tuple; through loops only where the element never changes."""
+    if whole.opcode == "tuple":
+        return whole.operands[index]
+    if whole.opcode == "optimization-barrier":
+        return _element(whole.operands[0], index)
+    if whole.opcode == "while":
+        return _element(whole.operands[0], index) if _unchanged(whole, index) else None
+    if whole.opcode == "parameter":
+        loop = _loop_of(whole)
+        if loop is not None:
+            return _element(loop.operands[0], index) if _unchanged(loop, index) else None
+        caller = _caller(whole.computation)
+        if caller is not None and caller.opcode in ("fusion", "call"):
+            return _element(caller.operands[whole.message.parameter_number], index)
+    if whole.opcode == "get-tuple-element":
+        inner = _element(whole.operands[0], whole.message.tuple_index)
+        return None if inner is None else _element(inner, index)
+    return None
+
+
+def _unchanged(loop: Instruction, index: int) -> bool:
+    body = condition_and_body(loop)[1]
+    if body.root is None or body.root.opcode != "tuple":
+        return False
+    value = body.root.operands[index]
+    while value.opcode in _PASSES:
+        value = value.operands[0]
+    parameter = body.parameters[0]
+    return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index
+
+
+def _carried(start: Instruction, index: int) -> int | Counter | None:
+    first = _element(start, index)
+    return None if first is None else _value(first)
+
+
+def _step(body: Computation, counter: Counter) -> int | None:
+    """What the body adds to its counter in one run."""
+    if body.root is None or body.root.opcode != "tuple":
+        return None
+    return _added(body.root.operands[counter.index], counter, depth=8)
+
+
+def _added(value: Instruction, counter: Counter, depth: int) -> int | None:
+    """How much `value` exceeds the counter at the start of the iteration; None where it is not counter + constant."""
+    end = origin(value)
+    if _value(end) == counter:
+        return 0
+    inner = _through(end)
+    if inner is None or depth == 0:
+        return None
+    if inner.opcode in ("add", "subtract"):
+        left, right = inner.operands
+        sign = 1 if inner.opcode == "add" else -1
+        amount, base = constant(right), _added(left, counter, depth - 1)
+        if amount is None and sign == 1:
+            amount, base = constant(left), _added(right, counter, depth - 1)
+        return None if amount is None or base is None else base + sign * amount
+    if inner is not end:
+        return _added(inner, counter, depth - 1)
+    return None

@@ -1,0 +1,86 @@
+"""Every constant of the replay that is neither in the compiled module nor among a chip's figures.
+
+None is fitted to a single published row. Sources: `scaling-book` is jax-ml/scaling-book, `tpu-recipes` is
+AI-Hypercomputer/tpu-recipes (microbenchmarks).
+"""
+
+COLLECTIVE_START_S = 5e-6
+"""Start and barrier of any collective. An all-gather of 32 kB shards over 4 v5e chips took 8 us of which 3 are hops
+(scaling-book, sharding, worked problem)."""
+
+ICI_EFFICIENCY = {"all-reduce": 0.65}
+ICI_EFFICIENCY_OTHERWISE = 0.9
+"""Share of `ici_link_gbs` that large transfers reach. All-gathers: 0.82 for 34 MB over 4 v5e chips (scaling-book),
+0.99 on tpu7x (tpu-recipes). All-reduce, which also adds: 235.8 GB/s of 4 x 90 for 0.6 GB on 16x16 v6e (tpu-recipes,
+psum)."""
+
+DCN_EFFICIENCY = 1.0
+"""Share of `dcn_gbs_per_host` that transfers between slices reach; a host's network cards at their nominal rate."""
+
+DCN_LATENCY_S = 50e-6
+"""A message between hosts of two slices, through both hosts' memories. Assumed; no published figure."""
+
+CORE_LINKS = 6.0
+"""Bandwidth between two devices of one chip, in ICI links: tpu7x's die-to-die link is six times a link of its torus
+(cloud.google.com/tpu/docs/tpu7x). Assumed for v3 too."""
+
+HBM_EFFICIENCY = 0.8
+"""Share of `hbm_gbs` for operations without the compiler's estimate. Its own estimate of a 2.1 GB stream on v4 is 945
+of 1200 GB/s."""
+
+ELEMENTWISE_FLOOR = 0.25
+"""Elementwise operations and sums take their bytes at the rate above, at least this share of the compiler's estimate.
+Its estimate counts every number as 4 bytes and adds computing to moving: x*2+1 on 2.1 GB of bfloat16 is given the
+cycles of 4.3 GB (0.40 of HBM's rate on v4, v5e, v5p and v6e alike; float32 0.79, 0.81, 0.72, 0.81), a sum of float32
+0.32 to 0.17 of it."""
+
+HOST_GBS = {"v6e": 32.0}
+HOST_GBS_OTHERWISE = 16.0
+"""GB/s one way between a chip's memory and its host's, over PCIe; gen 4 x8 up to v5p, gen 4 x16 on v6e
+(scaling-book)."""
+
+DMA_START_S = 1e-6
+"""Start of an asynchronous copy between memories. Assumed: a few hundred nanoseconds of HBM latency and a
+descriptor."""
+
+LOOP_ITERATION_S = 0.3e-6
+"""Branch and scalar work of one iteration of a loop. Assumed."""
+
+KERNEL_EFFICIENCY = 0.6
+"""Share of peak FLOP/s a Pallas kernel reaches where it states its FLOPs alone. Splash, whose bundles are known,
+reaches 0.25 to 0.97 of it, by chip and pass."""
+
+CORES = {"v4": 2, "v5p": 2}
+"""TensorCores behind one JAX device (megacore): the grid of a Pallas kernel is split between them. Elsewhere 1."""
+
+SPLASH_BUNDLES = {
+    "v4": {
+        "forward": (2765, 8601, 4220),
+        "dkv_dq": (3676, 12459, 6175),
+        "dkv": (3126, 10124, 5042),
+        "dq": (2269, 7375, 3906),
+    },
+    "v5e": {
+        "forward": (1885, 6069, 2856),
+        "dkv_dq": (2827, 9934, 5185),
+        "dkv": (2262, 7846, 4288),
+        "dq": (1719, 6018, 3259),
+    },
+    "v5p": {
+        "forward": (2078, 6364, 3236),
+        "dkv_dq": (2954, 9948, 5383),
+        "dkv": (2346, 8022, 4392),
+        "dq": (1780, 6094, 3377),
+    },
+    "v6e": {
+        "forward": (1398, 4081, 1483),
+        "dkv_dq": (1858, 6221, 2113),
+        "dkv": (1572, 4942, 1736),
+        "dq": (1221, 3865, 1307),
+    },
+}
+"""VLIW bundles that libtpu 0.0.50.1 makes of one block of splash attention, bfloat16, causal, on one core: for a
+block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Read off its dumps (`LIBTPU_INIT_ARGS=
+--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`, `*-schedule-analysis_final_bundles.txt`); a bundle is a cycle at
+best. Chips that are not listed are taken for a v5p, which a note of the report says. Segment ids and local masks add
+up to 8%."""

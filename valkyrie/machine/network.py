@@ -1,0 +1,299 @@
+"""The cost of a collective: bytes on each mesh axis and torus axis, and seconds on links and network.
+
+Traffic is routed: every algorithm is a set of messages between chips, each message goes dimension by dimension the
+shorter way round, and the busiest link of an axis gives the time. A ring of N sends (N-1)/N of the array in each of
+two directions, half the array each; where an axis does not close, both directions share its links.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from valkyrie.compiled.collectives import Collective, payload
+from valkyrie.hardware import ChipConfig, Topology
+from valkyrie.machine import assumptions
+from valkyrie.machine.torus import CORE, DCN, Crossings, Dimension, Position, Route, Torus
+
+ONE_RING = ("1DAllGather", "BarnaCoreAllGather")
+"""How the names of emitters begin that gather along one ring through the whole group."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a mesh, flattened in row-major order of `mesh_axes`, on a topology of chips."""
+
+    chip: ChipConfig
+    topology: Topology
+    positions: tuple[Position, ...]
+    mesh_axes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One run of a collective: `seconds` where nothing else uses the links, of which `latency` moves no bytes.
+
+    `busy`: seconds that the busiest link of each torus axis and direction (`a+`, `a-`, or `dcn`) is occupied.
+    `bytes_sent`: of one device. `bytes_by_axis`: of those, the bytes that travel along each torus axis.
+    """
+
+    seconds: float = 0.0
+    latency: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    bytes_sent: float = 0.0
+    bytes_by_axis: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Algorithm:
+    """What `collective_algorithm_config` says: one ring through the whole group, or rings along each dimension."""
+
+    one_ring: bool = False
+    reordered: bool = True
+    sizes: tuple[int, ...] = ()
+    orders: tuple[tuple[int, ...], ...] = ()
+
+
+def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
+    """Return what an instruction's backend configuration says of the algorithm, or None where it says nothing.
+
+    One ring are `1DAllGather*`, and on v4 the gathers that run beside products on a core of their own (`BarnaCore*`),
+    which say the same of it.
+    """
+    chosen = config.get("collective_algorithm_config", {})
+    text = chosen.get("debug", "")
+    if chosen.get("emitter", "").startswith(ONE_RING):
+        return _Algorithm(one_ring=True, reordered="has_reordering_map: true" in text)
+    sizes = re.search(r"dim_sizes:([\d,]+)", text)
+    if "phases:1 " in text:
+        return _Algorithm(one_ring=True)
+    if not sizes:
+        return None
+    used = re.search(r"dim_used:((?:\{[\d ]+\},?)+)", text)
+    listed = [tuple(map(int, order.split())) for order in re.findall(r"\{([\d ]+)\}", used[1])] if used else []
+    orders = [order for order in listed if len(set(order)) == len(order)]  # an unused part is written {0 0}
+    dims = sorted({d for order in orders for d in order})
+    return _Algorithm(
+        sizes=tuple(int(n) for n in sizes[1].split(",")),
+        orders=tuple(tuple(dims.index(d) for d in order) for order in orders),
+    )
+
+
+class Network:
+    """The links between the devices of a machine, and what crossing them costs."""
+
+    def __init__(self, machine: Machine, own: np.ndarray | None = None) -> None:
+        """`own`: of the machine's devices those that groups count; all where not given."""
+        chip = machine.chip
+        if chip.ici_link_gbs is None:
+            raise ValueError(
+                f"A replay on {chip.name} needs its link bandwidth: ici_link_gbs is not set in "
+                f"conf/target/chip/{chip.name}.yaml. Set it, or use a target whose chip has it."
+            )
+        counted = [p for i, p in enumerate(machine.positions) if own is None or own[i]]
+        self._torus = Torus(machine.topology, counted)
+        self._link = chip.ici_link_gbs * 1e9
+        self._hop = (chip.hop_us or 1.0) * 1e-6
+        host_devices = math.prod(chip.host_bounds) * chip.devices
+        self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
+        self._known: dict[Any, Any] = {}
+
+    def traffic(self, collective: Collective) -> Traffic:
+        """Return the cost of one run of a collective of a program."""
+        if collective not in self._known:
+            self._known[collective] = self._traffic(collective)
+        return self._known[collective]
+
+    def _traffic(self, collective: Collective) -> Traffic:
+        if collective.slices is not None:
+            return self.between_slices(collective.kind, collective.full_bytes, collective.slices)
+        if collective.pairs is not None:
+            return self.permute(collective.pairs, collective.full_bytes)
+        if collective.groups is None:
+            return Traffic()
+        how = algorithm(collective.config)
+        return self.collective(collective.kind, collective.groups, collective.full_bytes, how)
+
+    def collective(self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None) -> Traffic:
+        """Return the cost of one collective that all groups run at once; `full_bytes` as in `payload`."""
+        members = groups.shape[1]
+        if members < 2 or full_bytes <= 0:
+            return Traffic()
+        slices = len(np.unique(self._torus.slices(groups[0])))
+        if slices > 1:
+            return self._between(kind, groups, full_bytes, slices)
+        return _achieved(kind, self._within(kind, groups, full_bytes, how))
+
+    def permute(self, pairs: np.ndarray, each_bytes: float) -> Traffic:
+        """Return the cost of messages of `each_bytes` between (source, target) pairs, all at once."""
+        if not len(pairs) or each_bytes <= 0:
+            return Traffic()
+        source, target = pairs.T
+        far = self._torus.slices(source) != self._torus.slices(target)
+        near = self._torus.routes(source[~far], target[~far])
+        busy = self._busy(near, each_bytes)
+        by_axis = dict.fromkeys(near, each_bytes)
+        hops = sum(route.hops for route in near.values())
+        latency = assumptions.COLLECTIVE_START_S + hops * self._hop
+        if far.any():
+            busy[DCN] = each_bytes / self._dcn
+            by_axis[DCN] = each_bytes
+            latency += assumptions.DCN_LATENCY_S
+        traffic = Traffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
+        return _achieved("collective-permute", traffic)
+
+    def between_slices(self, kind: str, each_bytes: float, slices: int) -> Traffic:
+        """Return the cost of a collective of one device in each of `slices` slices, all devices at once.
+
+        `each_bytes`: what a device hands in. The host's runtime sends it over the host's network, through PCIe.
+        """
+        full = each_bytes * slices if kind == "all-gather" else each_bytes
+        sent = payload(kind, full, slices)
+        busy = sent / self._dcn
+        latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+        return Traffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
+
+    def _within(self, kind: str, groups: np.ndarray, full: float, how: _Algorithm | None) -> Traffic:
+        if kind in ("all-to-all", "ragged-all-to-all"):
+            return self._all_to_all(groups, full)
+        dims = self._torus.dimensions(groups)
+        if dims is None or (how is not None and how.one_ring and len(dims) > 1):
+            phases = [self._one_ring(groups, full, how)]
+        else:
+            phases = self._ring_phases(dims, full, how)
+        passes = 2 if kind == "all-reduce" else 1
+        busy: dict[str, float] = {}
+        by_axis: dict[str, float] = {}
+        hops = 0.0
+        for phase in phases:
+            for axis, (seconds, sent) in phase.loads.items():
+                for link in _links(axis):
+                    busy[link] = busy.get(link, 0.0) + passes * seconds
+                by_axis[axis] = by_axis.get(axis, 0.0) + passes * sent
+            hops += passes * phase.hops
+        latency = assumptions.COLLECTIVE_START_S + hops * self._hop
+        transfer = passes * sum(max((s for s, _ in phase.loads.values()), default=0.0) for phase in phases)
+        return Traffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
+
+    def _between(self, kind: str, groups: np.ndarray, full: float, slices: int) -> Traffic:
+        """Between slices: scatter within each, exchange the parts over the network, gather within each."""
+        members = groups.shape[1]
+        inside = members // slices
+        order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
+        local = np.take_along_axis(groups, order, axis=1).reshape(-1, inside)
+        sent = payload(kind, full / inside if kind != "all-to-all" else full, slices)
+        near = Traffic()
+        if inside > 1:
+            near = _achieved(kind, self._within(kind, local, full, None))
+        far = sent / self._dcn
+        latency = near.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
+        return Traffic(
+            seconds=near.seconds + latency - near.latency + far,
+            latency=latency,
+            busy=near.busy | {DCN: far},
+            bytes_sent=near.bytes_sent + sent,
+            bytes_by_axis=near.bytes_by_axis | {DCN: sent},
+        )
+
+    def _all_to_all(self, groups: np.ndarray, full: float) -> Traffic:
+        members = groups.shape[1]
+        each = full / members
+        key = ("all", groups.tobytes())
+        if key not in self._known:
+            sums: dict[str, Crossings] = {}
+            for shift in range(1, members):
+                for axis, new in self._torus.crossings(groups.ravel(), np.roll(groups, -shift, axis=1).ravel()).items():
+                    sums[axis] = sums[axis].plus(new) if axis in sums else new
+            self._known[key] = {axis: crossings.route() for axis, crossings in sums.items()}
+        routes = self._known[key]
+        busy = self._busy(routes, each)
+        latency = assumptions.COLLECTIVE_START_S + sum(r.hops for r in routes.values()) * self._hop
+        by_axis = {axis: route.share * each for axis, route in routes.items()}
+        sent = payload("all-to-all", full, members)
+        return Traffic(latency + max(busy.values()), latency, busy, sent, by_axis)
+
+    def _one_ring(self, groups: np.ndarray, full: float, how: _Algorithm | None) -> _Phase:
+        """One ring through all members, in both directions, as long as the group."""
+        members = groups.shape[1]
+        sent = full * (members - 1) / members
+        axes = self._torus.axes(groups)
+        if how is None or how.reordered:
+            loads = {axis: (sent / 2 / self._rate(axis), sent / len(axes)) for axis in axes}
+            return _Phase(loads, members / 2)
+        routes = self._torus.ring_routes(groups)
+        share = sum(route.share for route in routes.values())
+        loads = {
+            axis: (sent * route.load / 2 / self._rate(axis), sent * route.share / share)
+            for axis, route in routes.items()
+        }
+        return _Phase(loads, sum(route.hops for route in routes.values()) * members / 2)
+
+    def _ring_phases(self, dims: Sequence[Dimension], full: float, how: _Algorithm | None) -> list[_Phase]:
+        """Rings along each dimension in turn; parts of the array start with different dimensions."""
+        orders = _orders(dims, how)
+        pieces = [full / len(orders)] * len(orders)
+        phases = []
+        for step in range(len(dims)):
+            loads: dict[str, tuple[float, float]] = {}
+            hops = 0.0
+            for i, order in enumerate(orders):
+                dim = dims[order[step]]
+                sent = pieces[i] * (dim.size - 1) / dim.size
+                seconds, bytes_ = loads.get(dim.axis, (0.0, 0.0))
+                loads[dim.axis] = (seconds + sent * dim.load / self._rate(dim.axis), bytes_ + sent)
+                pieces[i] /= dim.size
+                hops = max(hops, dim.hops)
+            phases.append(_Phase(loads, hops))
+        return phases
+
+    def _busy(self, routes: dict[str, Route], each: float) -> dict[str, float]:
+        """Seconds of the busiest link of each axis and direction when every message has `each` bytes."""
+        busy = {}
+        for axis, route in routes.items():
+            up, down = _links(axis)
+            busy |= {up: route.up * each / self._rate(axis), down: route.down * each / self._rate(axis)}
+        return {link: seconds for link, seconds in busy.items() if seconds > 0}
+
+    def _rate(self, axis: str) -> float:
+        return self._link * (assumptions.CORE_LINKS if axis == CORE else 1.0)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """One phase of an algorithm: by axis the seconds of its busiest link and the bytes a device sends, and hops."""
+
+    loads: dict[str, tuple[float, float]]
+    hops: float
+
+
+def _links(axis: str) -> tuple[str, str]:
+    """The two directions of an axis, which carry messages independently."""
+    return f"{axis}+", f"{axis}-"
+
+
+def _achieved(kind: str, ideal: Traffic) -> Traffic:
+    """What becomes of the traffic at the rate links really reach; the network between slices is left as it is."""
+    share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
+    busy = {axis: seconds / (1.0 if axis == DCN else share) for axis, seconds in ideal.busy.items()}
+    transfer = (ideal.seconds - ideal.latency) / share
+    return replace(ideal, seconds=ideal.latency + transfer, busy=busy)
+
+
+def _orders(dims: Sequence[Dimension], how: _Algorithm | None) -> list[tuple[int, ...]]:
+    """The order in which each part of the array visits the dimensions: the compiler's, else every rotation."""
+    count = len(dims)
+    if how is not None and how.orders and sorted(how.sizes) == sorted(d.size for d in dims):
+        free = list(range(count))
+        match = {}
+        for theirs, size in enumerate(how.sizes):
+            ours = next(i for i in free if dims[i].size == size)
+            free.remove(ours)
+            match[theirs] = ours
+        if all(len(order) == count for order in how.orders):
+            return [tuple(match[d] for d in order) for order in how.orders]
+    return [tuple((first + i) % count for i in range(count)) for first in range(count)]

@@ -1,0 +1,337 @@
+"""Replays the schedule of a compiled step on one device of a slice, which gives the step time and its parts.
+
+The device works through the instructions in their order; what was started asynchronously goes on beside it, sharing
+links, and the device stops where it has to wait. A loop's body is played once and counted as often as it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from valkyrie.compiled.collectives import (
+    ASYNC_DONE,
+    ASYNC_START,
+    FUSED,
+    Collective,
+    Collectives,
+    CollectiveUse,
+    cause,
+    fused_kind,
+    inner_collectives,
+    is_between_slices,
+    kind_of,
+    own_slice,
+    wrapped_by,
+)
+from valkyrie.compiled.hlo import Computation, Instruction, Module
+from valkyrie.compiled.loops import condition_and_body, trip_count
+from valkyrie.machine import assumptions
+from valkyrie.machine.links import Links, Transfer
+from valkyrie.machine.network import Machine, Network
+from valkyrie.machine.operations import OpCosts
+from valkyrie.machine.timeline import COPIES
+
+_EXPLICIT_ITERATIONS = 4
+"""Iterations of a loop played one by one while transfers from before the loop are under way."""
+
+
+@dataclass
+class Cost:
+    """All runs of operations alike in category, op_name and source: calls and seconds of one step."""
+
+    category: str
+    op_name: str
+    source: str
+    calls: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the timeline on a track: `compute`, `copies`, or the mesh axes of a collective."""
+
+    track: str
+    name: str
+    category: str
+    op_name: str
+    source: str
+    start_s: float
+    duration_s: float
+
+
+@dataclass
+class Replay:
+    """One step of one device. `seconds`: exclusive parts of `step_s`: matmul, compute, memory, kernel, copies, exposed.
+
+    `copies` are waits for a copy between memories; `exposed x,y` those for a collective over these mesh axes.
+
+    `flops`: products per device and step. `sending_s`: the time in which any collective was under way. `spans`: the
+    timeline, of loops the first and last iteration. `notes`: what had to be assumed for this module.
+    """
+
+    step_s: float
+    seconds: dict[str, float]
+    flops: float
+    sending_s: float
+    collectives: list[CollectiveUse]
+    costs: list[Cost]
+    spans: list[Span]
+    notes: list[str]
+
+
+def replay(module: Module, machine: Machine) -> Replay:
+    """Return what one step takes on a machine; ValueError when module and machine differ in devices or lack figures."""
+    return _Player(module, machine).play()
+
+
+@dataclass
+class _Frame:
+    """What happened in a stretch of the program: everything a Replay holds, and how long it took."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    sending_s: float = 0.0
+    uses: dict[tuple[object, ...], CollectiveUse] = field(default_factory=dict)
+    costs: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    duration: float = 0.0
+
+    def spend(self, category: str, seconds: float, op_name: str, source: str, calls: float = 1.0) -> None:
+        """Book time of the device under a category and a cause."""
+        self.seconds[category] = self.seconds.get(category, 0.0) + seconds
+        cost = self.costs.setdefault((category, op_name, source), Cost(category, op_name, source))
+        cost.calls += calls
+        cost.seconds += seconds
+
+    def use(self, collective: Collective, torus_axes: tuple[str, ...]) -> CollectiveUse:
+        """The record of a collective, made when it first runs."""
+        new = collective.use(torus_axes)
+        return self.uses.setdefault(new.key, new)
+
+    def add(self, other: _Frame, times: int, at: float, name: str) -> None:
+        """Take in a stretch that ran `times` times from `at` on; of its spans the first and last run are kept."""
+        self.flops += times * other.flops
+        self.sending_s += times * other.sending_s
+        for cost in other.costs.values():
+            self.spend(cost.category, times * cost.seconds, cost.op_name, cost.source, times * cost.calls)
+        for key, use in other.uses.items():
+            self.uses.setdefault(key, use.blank()).add(use, times)
+        for run in sorted({0, times - 1}):
+            shift = at + run * other.duration
+            self.spans += [
+                Span(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift, s.duration_s)
+                for s in other.spans
+            ]
+        if times > 2:
+            start = at + other.duration
+            rest = f"{name}: iterations 2 to {times - 1}"
+            self.spans.append(Span("compute", rest, "loop", name, "", start, (times - 2) * other.duration))
+
+
+class _Player:
+    def __init__(self, module: Module, machine: Machine) -> None:
+        self._module = module
+        slices = [position.slice for position in machine.positions]
+        self._collectives = Collectives(module, machine.mesh_axes, slices)
+        self._network = Network(machine, own_slice(slices, module.partitions))
+        self._ops = OpCosts(machine.chip)
+        self._links = Links()
+        self._started: dict[Instruction | int, Transfer] = {}
+        self._sent: dict[str, Transfer] = {}
+        self._frame = _Frame()
+        self._bodies: dict[Computation, _Frame] = {}
+        self._notes: dict[str, None] = {}
+
+    def play(self) -> Replay:
+        if not self._module.scheduled:
+            self._notes["the module is not scheduled: instructions are taken in the order they are listed"] = None
+        self._run(self._module.entry)
+        frame = self._frame
+        notes = [*self._notes, *self._ops.notes]
+        return Replay(
+            step_s=self._links.now,
+            seconds=frame.seconds,
+            flops=frame.flops,
+            sending_s=frame.sending_s + self._links.sending_s,
+            collectives=sorted(frame.uses.values(), key=lambda u: -u.bytes_sent),
+            costs=sorted(frame.costs.values(), key=lambda c: -c.seconds),
+            spans=sorted(frame.spans, key=lambda s: s.start_s),
+            notes=notes,
+        )
+
+    def _run(self, computation: Computation) -> None:
+        for instruction in computation.instructions:
+            self._step(instruction)
+
+    def _step(self, instruction: Instruction) -> None:
+        opcode = instruction.opcode
+        if opcode == "while":
+            self._loop(instruction)
+        elif opcode == "conditional":
+            self._branch(instruction)
+        elif opcode == "call":
+            self._run(instruction.called[0])
+        elif opcode in ("send", "recv", "send-done", "recv-done"):
+            self._host_message(instruction)
+        elif opcode.endswith("-done"):
+            self._await(instruction)
+        elif opcode.endswith("-start"):
+            self._start(instruction)
+        elif kind_of(opcode):
+            self._collective(instruction, self._collectives.read(instruction))
+        elif opcode == "fusion" and (inner := inner_collectives(instruction.called[0])):
+            self._fused(instruction, inner)
+        else:
+            self._work(instruction)
+
+    def _work(self, instruction: Instruction) -> None:
+        cost = self._ops.cost(instruction)
+        if cost.seconds <= 0 and not cost.flops:
+            return
+        frame, links = self._frame, self._links
+        op_name, source = cause(instruction)
+        frame.spans.append(Span("compute", instruction.name, cost.category, op_name, source, links.now, cost.seconds))
+        frame.spend(cost.category, cost.seconds, op_name, source)
+        frame.flops += cost.flops
+        links.pass_time(cost.seconds)
+
+    def _collective(self, instruction: Instruction, collective: Collective) -> None:
+        self._wait(self._under_way(instruction.name, collective))
+
+    def _fused(self, instruction: Instruction, inner: list[Instruction]) -> None:
+        """A fusion around collectives: one that starts, carries on or ends an asynchronous one, or one of its own."""
+        starts, ends = (wrapped_by(target, instruction.called[0]) for target in (ASYNC_START, ASYNC_DONE))
+        carried = [i for i in inner if FUSED in i.config]
+        if not carried and not starts and not ends:
+            self._collective(
+                instruction, self._collectives.read(inner[0], fused_kind(instruction, inner[0]), instruction)
+            )
+            return
+        for i in starts:
+            collective = self._collectives.read(i, within=instruction)
+            self._started[i.message.channel_id] = self._under_way(instruction.name, collective)
+        if instruction.cycles is not None:
+            self._work(instruction)
+        for i in ends:
+            transfer = self._started.pop(i.message.channel_id, None)
+            if transfer is not None:
+                self._wait(transfer)
+
+    def _under_way(self, name: str, collective: Collective) -> Transfer:
+        transfer = self._transfer(collective)
+        transfer.about = (name, collective)
+        self._links.start(transfer)
+        return transfer
+
+    def _transfer(self, collective: Collective) -> Transfer:
+        cost = self._network.traffic(collective)
+        work = cost.seconds - cost.latency
+        needs = {link: busy / work for link, busy in cost.busy.items()} if work > 0 else {}
+        return Transfer(cost.latency, work, needs)
+
+    def _start(self, instruction: Instruction) -> None:
+        opcode = instruction.opcode
+        inner = [i for c in instruction.called for i in inner_collectives(c)]
+        if kind_of(opcode) or inner:
+            collective = self._collectives.read(instruction if kind_of(opcode) else inner[0], within=instruction)
+            self._started[instruction] = self._under_way(instruction.name, collective)
+            return
+        seconds, link = self._ops.background(instruction)
+        transfer = Transfer(assumptions.DMA_START_S, seconds, {link: 1.0} if link else {}, between_devices=False)
+        transfer.about = (instruction.name, None)
+        self._started[instruction] = transfer
+        self._links.start(transfer)
+
+    def _await(self, instruction: Instruction) -> None:
+        start = instruction.operands[0]
+        while start.opcode == "async-update":
+            start = start.operands[0]
+        transfer = self._started.pop(start, None)
+        if transfer is None:
+            self._notes[f"{instruction.name} waits for {start.name}, which was not seen to start"] = None
+            return
+        self._wait(transfer)
+
+    def _host_message(self, instruction: Instruction) -> None:
+        """A message to the host: a collective between slices starts with `send` and is awaited with `recv-done`."""
+        key = instruction.attributes.get("_xla_host_transfer_rendezvous", instruction.name)
+        if is_between_slices(instruction):
+            self._sent[key] = self._under_way(instruction.name, self._collectives.between_slices(instruction))
+        elif instruction.opcode == "recv-done":
+            received = instruction.operands[0]
+            transfer = self._sent.pop(received.attributes.get("_xla_host_transfer_rendezvous", ""), None)
+            if transfer is not None:
+                self._wait(transfer)
+
+    def _wait(self, transfer: Transfer) -> None:
+        frame, links = self._frame, self._links
+        begin = links.now
+        waited = links.wait(transfer)
+        name, collective = transfer.about
+        ended = links.now if transfer.ended is None else transfer.ended
+        taken = ended - transfer.started
+        if collective is None:
+            frame.spans.append(Span(COPIES, name, "copy", "", "", transfer.started, taken))
+            if waited > 0:
+                frame.spans.append(Span("compute", f"wait for {name}", COPIES, "", "", begin, waited))
+                frame.spend(COPIES, waited, "wait for a copy between memories", "")
+            return
+        traffic = self._network.traffic(collective)
+        use = frame.use(collective, tuple(traffic.bytes_by_axis))
+        use.calls += 1
+        use.bytes_sent += traffic.bytes_sent or collective.bytes_sent
+        use.busy_s += taken
+        use.exposed_s += waited
+        for axis, sent in traffic.bytes_by_axis.items():
+            use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + sent
+        category = f"exposed {collective.label}"
+        where = (collective.op_name, collective.source)
+        if taken > 0:
+            frame.spans.append(Span(collective.label, name, collective.kind, *where, transfer.started, taken))
+        if waited > 0:
+            frame.spans.append(Span("compute", f"wait for {name}", category, *where, begin, waited))
+            frame.spend(category, waited, *where)
+
+    def _loop(self, instruction: Instruction) -> None:
+        count = trip_count(instruction)
+        if count is None:
+            self._notes[f"how often {instruction.name} ({instruction.op_name}) runs is not known: once assumed"] = None
+            count = 1
+        body = condition_and_body(instruction)[1]
+        played = 0
+        while self._links.active and played < min(count, _EXPLICIT_ITERATIONS):
+            self._run(body)
+            self._turn(instruction, 1)
+            played += 1
+        rest = count - played
+        if rest > 0:
+            frame = self._body(body)
+            self._frame.add(frame, rest, self._links.now, instruction.name)
+            self._links.pass_time(rest * frame.duration)
+            self._turn(instruction, rest)
+
+    def _turn(self, loop: Instruction, times: int) -> None:
+        """The scalar work between iterations."""
+        seconds = times * assumptions.LOOP_ITERATION_S
+        self._frame.spend("compute", seconds, "loop control", loop.source, float(times))
+        self._links.pass_time(seconds)
+
+    def _body(self, body: Computation) -> _Frame:
+        """What one run of a computation is when nothing from outside is under way."""
+        if body not in self._bodies:
+            frame, links = self._frame, self._links
+            self._frame, self._links = _Frame(), Links()
+            self._run(body)
+            self._frame.duration = self._links.now
+            self._frame.sending_s += self._links.sending_s
+            self._bodies[body] = self._frame
+            self._frame, self._links = frame, links
+        return self._bodies[body]
+
+    def _branch(self, instruction: Instruction) -> None:
+        """The longest branch is the one taken."""
+        frames = [self._body(branch) for branch in instruction.called]
+        longest = max(frames, key=lambda f: f.duration)
+        self._frame.add(longest, 1, self._links.now, instruction.name)
+        self._links.pass_time(longest.duration)
+        self._notes["where the program branches, the longest branch is taken"] = None

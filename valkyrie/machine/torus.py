@@ -1,0 +1,176 @@
+"""The routes of messages over a torus, and how often they cross its busiest links.
+
+Each message goes dimension by dimension, the shorter way round; all groups of a collective send at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from valkyrie.hardware import Topology
+
+TORUS_AXES = ("a", "b", "c", "d")
+"""Names of a slice's torus axes, in the order of a device's coordinates."""
+CORE, DCN = "core", "dcn"
+"""What two devices of one chip talk over, and what slices talk over."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a device of the mesh lies: its slice, its chip's coordinates on the torus, its core on the chip."""
+
+    slice: int
+    coords: tuple[int, ...]
+    core: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """Crossings of an axis' busiest link up and down, longest way in hops, and messages per sender along the axis."""
+
+    up: float
+    down: float
+    hops: int
+    share: float
+
+    @property
+    def load(self) -> float:
+        """Crossings of the busiest link, either way."""
+        return max(self.up, self.down)
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Crossings of every directed link of an axis, the longest way in hops, and messages per sender along the axis."""
+
+    loads: np.ndarray
+    hops: int
+    share: float
+
+    def plus(self, other: Crossings) -> Crossings:
+        """Return both together, at the same time."""
+        return Crossings(self.loads + other.loads, max(self.hops, other.hops), self.share + other.share)
+
+    def route(self) -> Route:
+        """Return what matters of them."""
+        ways = (self.loads[1], self.loads[0]) if len(self.loads) == 2 else (self.loads, self.loads)
+        return Route(float(ways[0].max()), float(ways[1].max()), self.hops, self.share)
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A torus axis of a group: members along it, load of its busiest link per byte sent, hops of a ring's pass."""
+
+    axis: str
+    size: int
+    load: float
+    hops: float
+
+
+class Torus:
+    """The links between the devices that groups count, which lie at these positions."""
+
+    def __init__(self, topology: Topology, positions: Sequence[Position]) -> None:
+        self._shape = topology.shape
+        self._wrap = topology.wrap
+        self._coords = np.array([p.coords[: len(self._shape)] for p in positions])
+        self._core = np.array([p.core for p in positions])
+        self._slice = np.array([p.slice for p in positions])
+        self._known: dict[bytes, list[Dimension] | None] = {}
+
+    def slices(self, group: np.ndarray) -> np.ndarray:
+        """Return the slice of each member."""
+        return self._slice[group]
+
+    def dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
+        """Return the torus axes of groups that are boxes, with the load of a ring along each; None for other groups."""
+        key = groups.tobytes()
+        if key not in self._known:
+            self._known[key] = self._find_dimensions(groups)
+        return self._known[key]
+
+    def _find_dimensions(self, groups: np.ndarray) -> list[Dimension] | None:
+        places = np.concatenate([self._coords[groups], self._core[groups][..., None]], axis=-1)
+        names = [*TORUS_AXES[: len(self._shape)], CORE]
+        sizes = [len(np.unique(places[0, :, d])) for d in range(len(names))]
+        if math.prod(sizes) != groups.shape[1]:
+            return None
+        dimensions = []
+        for d, size in enumerate(sizes):
+            if size == 1:
+                continue
+            others = [places[..., e] for e in reversed(range(len(names))) if e != d]
+            order = np.lexsort((places[..., d], *others))
+            lines = np.take_along_axis(groups, order, axis=1).reshape(-1, size)
+            routes = self.ring_routes(lines)
+            if set(routes) != {names[d]}:
+                return None
+            route = routes[names[d]]
+            span = int(np.ptp(places[0, :, d]))
+            hops = 0 if names[d] == CORE else size * route.hops / 2 if self._is_ring(d, places[0, :, d]) else span
+            dimensions.append(Dimension(names[d], size, route.load / 2, float(hops)))
+        return dimensions
+
+    def ring_routes(self, rings: np.ndarray) -> dict[str, Route]:
+        """Routes of a message from every member to the next and of one to the one before."""
+        there, back = np.roll(rings, -1, axis=1), np.roll(rings, 1, axis=1)
+        return self.routes(
+            np.concatenate([rings.ravel(), rings.ravel()]),
+            np.concatenate([there.ravel(), back.ravel()]),
+            np.repeat([1, -1], rings.size),
+        )
+
+    def routes(self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None) -> dict[str, Route]:
+        """How often the busiest link of each axis is crossed by one message from each source to its target."""
+        return {axis: crossings.route() for axis, crossings in self.crossings(source, target, sense).items()}
+
+    def crossings(
+        self, source: np.ndarray, target: np.ndarray, sense: np.ndarray | None = None
+    ) -> dict[str, Crossings]:
+        """How often every link of each axis is crossed. Halfway round a ring `sense` (+1 or -1) says which way.
+
+        Chips of different slices have links of their own.
+        """
+        by_axis: dict[str, Crossings] = {}
+        at = self._coords[source].copy()
+        sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
+        senders = max(len(np.unique(source)), 1)
+        for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
+            distance = self._coords[target][:, axis] - at[:, axis]
+            if wrap:
+                distance = (distance + length // 2) % length - length // 2
+                halfway = 2 * np.abs(distance) == length
+                distance = np.where(halfway, sense * np.abs(distance), distance)
+            if not distance.any():
+                continue
+            step = np.sign(distance)
+            loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
+            for hop in range(int(np.abs(distance).max())):
+                moving = np.abs(distance) > hop
+                place = at[moving].copy()
+                place[:, axis] = (place[:, axis] + hop * step[moving]) % length
+                np.add.at(loads, ((step[moving] > 0).astype(int), self._slice[source][moving], *place.T), 1)
+            share = float(np.count_nonzero(distance)) / senders
+            by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), share)
+            at[:, axis] = self._coords[target][:, axis]
+        across = self._core[source] != self._core[target]
+        if across.any():
+            loads = np.full((1,), np.count_nonzero(across) / senders)
+            by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(across)) / senders)
+        return by_axis
+
+    def axes(self, groups: np.ndarray) -> list[str]:
+        """Return the torus axes along which members of a group differ."""
+        places = np.concatenate([self._coords[groups[0]], self._core[groups[0]][:, None]], axis=-1)
+        names = [*TORUS_AXES[: len(self._shape)], CORE]
+        return [name for d, name in enumerate(names) if len(np.unique(places[:, d])) > 1]
+
+    def _is_ring(self, d: int, places: np.ndarray) -> bool:
+        """Whether equally spaced places along an axis go once round it."""
+        at = np.unique(places)
+        steps = np.diff(at, append=at[0] + self._shape[d])
+        return self._wrap[d] and self._shape[d] > 2 and bool((steps == steps[0]).all())

@@ -1,0 +1,126 @@
+"""The attention block: rotary, windowed (Longformer, arXiv 2004.05150) or full. Its module is in `attention_layer`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.axes import Size
+from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
+from valkyrie.ops.choices import AttentionImpl
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+
+@dataclass
+class Attention(Block):
+    """Windowed attention. `windows` and `dilations` are taken in turn by the attention layers, first layer first.
+
+    A window counts keys including the token itself (`valkyrie.ops.attention` defines it); null is full attention.
+    `global_tokens` is how many leading positions of a sequence are global, with projections of their own.
+    """
+
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 32
+    causal: bool = True
+    windows: list[int | None] = field(default_factory=lambda: [128])
+    dilations: list[int] = field(default_factory=lambda: [1])
+    global_tokens: int = 0
+    rope_theta: float = 10000.0
+    impl: AttentionImpl = AttentionImpl.auto
+
+    axes = {
+        "heads": "query heads",
+        "kv_heads": "key and value heads",
+        "head_dim": "the width of one head",
+    }
+    activations = (("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim"))
+    follows = {"kv_heads": "heads"}
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether keys after the query are masked."""
+        return self.causal
+
+    def problems(self, key: str) -> list[str]:
+        """Return every reason why it cannot be built."""
+        refusals = [
+            f"{key}.{name}={getattr(self, name)}: at least 1 is needed."
+            for name in ("heads", "kv_heads", "head_dim")
+            if getattr(self, name) < 1
+        ]
+        if not refusals and self.heads % self.kv_heads:
+            refusals.append(f"{key}.heads={self.heads} is not a multiple of kv_heads={self.kv_heads}.")
+        if self.head_dim % 2:
+            refusals.append(f"{key}.head_dim={self.head_dim} is odd: rotary positions need pairs.")
+        if not self.windows or any(w is not None and w < 1 for w in self.windows):
+            refusals.append(f"{key}.windows={self.windows}: name windows of at least 1, or null for full.")
+        if not self.dilations or any(d < 1 for d in self.dilations):
+            refusals.append(f"{key}.dilations={self.dilations}: each must be at least 1.")
+        if self.global_tokens < 0:
+            refusals.append(f"{key}.global_tokens={self.global_tokens}: at least 0 is needed.")
+        if not self.rope_theta > 0:
+            refusals.append(f"{key}.rope_theta={self.rope_theta:g}: must be above 0.")
+        return refusals
+
+    def sizes(self, site: Site) -> dict[str, Size]:
+        """Return how many heads there are, and how wide they are."""
+        return {name: Size(getattr(self, name), f"{site.key}.{name}") for name in self.axes}
+
+    def weights(self, site: Site) -> dict[str, Weight]:
+        """Return the projections, a second set of them where there are global tokens, and that of the output."""
+        query, of_key = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
+        weights = {"out": query}
+        for projections in ("local", "globals")[: 1 + bool(self.global_tokens)]:
+            weights |= {f"{projections}.query": query}
+            weights |= {f"{projections}.{name}": of_key for name in ("key", "value")}
+        return weights
+
+    def variant(self, site: Site) -> Hashable:
+        """Return this layer's window and dilation."""
+        return self.window(site), self.dilation(site)
+
+    def window(self, site: Site) -> int | None:
+        """Return how many keys this layer sees, the token's own included; None for all."""
+        return self.windows[site.number % len(self.windows)]
+
+    def dilation(self, site: Site) -> int:
+        """Return how far apart the keys are that this layer sees."""
+        return self.dilations[site.number % len(self.dilations)]
+
+    def flops(self, site: Site, seq: int) -> float:
+        """Return forward FLOPs per token: its projections, and logits and values over the keys a query really sees."""
+        keys = 4 * site.embed * self.head_dim * self.kv_heads
+        projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
+        return projections + 4.0 * self.heads * self.head_dim * self._mean_keys(site, seq)
+
+    def saves(self, site: Site, remat: str) -> list[Saved]:
+        """Return queries, keys and values, and without rematerialisation what the kernel and the norm need too."""
+        everything = remat == "none"
+        return [
+            saved("heads", "head_dim", count=2 + 2 * everything),
+            saved("kv_heads", "head_dim", count=2 + 2 * everything),
+            saved("embed", count=1 + everything),
+            saved("embed", count=2 * everything, float32=True),
+        ]
+
+    def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module."""
+        from valkyrie.models.attention_layer import AttentionLayer
+
+        return AttentionLayer(self, site, numerics=numerics, key=key)
+
+    def _mean_keys(self, site: Site, seq: int) -> float:
+        """Return how many keys a query sees on average: key n of a window lies n dilations back, if there at all.
+
+        Keys of a causal window W of dilation d over `seq` positions average W - d W(W-1)/(2 seq).
+        """
+        dilation = self.dilation(site)
+        window = min(self.window(site) or seq, -(-seq // dilation))
+        one_side = window - dilation * window * (window - 1) / (2 * seq)
+        return float(min(seq, (one_side if self.causal else 2 * one_side - 1) + self.global_tokens))

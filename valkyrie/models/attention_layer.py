@@ -1,0 +1,192 @@
+"""The module of the attention block: rotary, windowed or full, with optional global tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard
+from valkyrie.models.attention import Attention
+from valkyrie.models.block import Site
+from valkyrie.models.layers import ATTENTION_OUT, KEY, QUERY, VALUE, Boundaries, normal, parameter, project
+from valkyrie.ops.attention import (
+    GlobalStep,
+    GlobalTokens,
+    KVCache,
+    attention,
+    attention_step,
+    init_cache,
+    sharded_attention,
+)
+from valkyrie.ops.linear import Numerics
+from valkyrie.ops.rotary import rotate
+
+
+class Projections(nnx.Module):
+    """Query, key and value projections, rotated by position."""
+
+    def __init__(self, theta: float, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
+        keys, self.theta, self.numerics = jax.random.split(key, 3), theta, numerics
+
+        def made(name: str, key: Array) -> nnx.Param:
+            shape = specs[name].shape
+            return parameter(specs[name], normal(key, shape, shape[0] ** -0.5), numerics)
+
+        self.query, self.key, self.value = made("query", keys[0]), made("key", keys[1]), made("value", keys[2])
+
+    def queries(
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Return rotated queries."""
+        q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
+        return rotate(q, positions, self.theta, shard.backend)
+
+    def keys_values(
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+    ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
+        """Return rotated keys, and values."""
+        k, v = (
+            project("bse,ehd->bshd", x, weights, shard=shard, numerics=self.numerics)
+            for weights in (self.key, self.value)
+        )
+        return rotate(k, positions, self.theta, shard.backend), v
+
+
+class AttentionLayer(nnx.Module):
+    """Attention within a window and dilation that are fixed for this layer; leading tokens may be global."""
+
+    def __init__(self, block: Attention, site: Site, *, numerics: Numerics, key: Array) -> None:
+        keys, specs = jax.random.split(key, 3), block.parameters(site)
+        self.config, self.numerics = block, numerics
+        self.window, self.dilation = block.window(site), block.dilation(site)
+        self.local = Projections(block.rope_theta, _within("local", specs), numerics=numerics, key=keys[0])
+        if block.global_tokens:
+            self.globals = Projections(block.rope_theta, _within("globals", specs), numerics=numerics, key=keys[1])
+        deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
+        weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
+        # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
+        self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the layer's output before the residual sum; unequal segments do not see each other."""
+        positions, rows, segment_ids = jnp.arange(x.shape[1]), _rows(shard, x.shape[0]), boundaries.segment_ids
+        key_axis, _ = _key_heads(shard)
+        of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
+        q = shard(self.local.queries(x, positions, shard), *of_heads)
+        k, v = (shard(y, *of_kv_heads) for y in self.local.keys_values(x, positions, shard))
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, QUERY), (k, KEY), (v, VALUE)))
+        inputs: list[Array] = [q, k, v]
+        axes: list[Placed] = [of_heads, of_kv_heads, of_kv_heads]
+        if segment_ids is not None:
+            inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
+        if self.config.global_tokens:
+            first = min(self.config.global_tokens, x.shape[1])
+            q_global = self.globals.queries(x[:, :first], positions[:first], shard)
+            k_global, v_global = self.globals.keys_values(x, positions, shard)
+            inputs += [q_global, k_global, v_global]
+            axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
+        mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
+        out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics)
+        return checkpoint_name(out, ATTENTION_OUT)
+
+    def _local(self, segmented: bool, shard: Shard):
+        """Return what each device does with its heads, rows and, under a sequence split, positions."""
+        c, sequence_axes, (_, split_further) = self.config, shard.mesh_axes("seq"), _key_heads(shard)
+        group = c.heads // c.kv_heads
+
+        def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
+            segment_ids, rest = (rest[0], rest[1:]) if segmented else (None, rest)
+            own = partial(_key_heads_of, heads=q.shape[2], group=group, split_further=split_further)
+            options = {
+                "window": self.window,
+                "causal": c.causal,
+                "dilation": self.dilation,
+                "segment_ids": segment_ids,
+                "global_tokens": _leading(rest[0], own(rest[1]), own(rest[2])) if rest else None,
+                "backend": shard.backend,
+            }
+            if sequence_axes:
+                return sharded_attention(q, own(k), own(v), axis_names=sequence_axes, **options)
+            return attention(q, own(k), own(v), impl=c.impl, **options)
+
+        return mix
+
+    def init_state(self, batch: int, max_len: int) -> KVCache:
+        """Return an empty cache: one window of keys, or `max_len` of them without a window."""
+        c = self.config
+        return init_cache(
+            batch,
+            c.kv_heads,
+            c.head_dim,
+            window=self.window,
+            max_len=max_len,
+            dilation=self.dilation,
+            global_tokens=c.global_tokens,
+            dtype=self.numerics.compute,
+        )
+
+    def step(self, x: Float[Array, "batch embed"], state: KVCache) -> tuple[Float[Array, "batch embed"], KVCache]:
+        """Return the output of one more position and the cache after it: the streaming form."""
+        wide, position = x[:, None], state.position[None]
+        q = self.local.queries(wide, position, UNSHARDED)[:, 0]
+        k, v = (y[:, 0] for y in self.local.keys_values(wide, position, UNSHARDED))
+        beside = None
+        if self.config.global_tokens:
+            k_global, v_global = (y[:, 0] for y in self.globals.keys_values(wide, position, UNSHARDED))
+            beside = GlobalStep(self.globals.queries(wide, position, UNSHARDED)[:, 0], k_global, v_global)
+        mixed, state = attention_step(q, k, v, state, global_step=beside)
+        out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
+        return out, state
+
+
+def _within(prefix: str, specs: dict[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters whose names begin with a prefix, without it."""
+    return {name.removeprefix(f"{prefix}."): spec for name, spec in specs.items() if name.startswith(f"{prefix}.")}
+
+
+def _rows(shard: Shard, batch: int) -> Axis:
+    """Return what splits the rows of attention: the batch's axes, and those of the residual stream that are free.
+
+    Products over a split residual stream leave sums over its axes: each of their devices then takes its own rows of the
+    sum, where otherwise all of them would take all rows and attend to the same.
+    """
+    free = not set(shard.mesh_axes("embed")) & {*shard.mesh_axes("heads"), *shard.mesh_axes("kv_heads")}
+    split = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
+    return ("batch", "embed") if split else "batch"
+
+
+def _key_heads(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
+    """Return the axis that splits key heads while attention is computed, and the mesh axes that split heads further.
+
+    Heads and key heads are split by rules of their own. Where key heads lie on the first of the axes that heads lie on
+    (or on none), each device picks those of its queries; where they lie otherwise, they are gathered.
+    """
+    heads, key_heads = shard.mesh_axes("heads"), shard.mesh_axes("kv_heads")
+    if heads[: len(key_heads)] == key_heads:
+        return "kv_heads", heads[len(key_heads) :]
+    return None, heads
+
+
+def _key_heads_of(k: Array, heads: int, group: int, split_further: tuple[str, ...]) -> Array:
+    """Return the key heads (axis 2) that this device's `heads` query heads use; `group` query heads share one.
+
+    Inside `jax.shard_map`. Query heads are split over `split_further` beyond what key heads are.
+    """
+    if not split_further:
+        return k
+    first = jax.lax.axis_index(split_further) * heads
+    if heads % group and group % heads:  # the queries of a device begin or end in the middle of a group
+        return jnp.take(k, (first + jnp.arange(heads)) // group, axis=2)
+    return jax.lax.dynamic_slice_in_dim(k, first // group, max(heads // group, 1), axis=2)
+
+
+def _leading(q: Array, k: Array, v: Array) -> GlobalTokens:
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+    return GlobalTokens(positions, jnp.ones(q.shape[:2], bool), q, k, v)

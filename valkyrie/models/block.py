@@ -1,0 +1,151 @@
+"""What a kind of block is before it is built: its axes, parameters, FLOPs, and what its backward pass keeps.
+
+A kind of block is one dataclass that derives from `Block`: its fields are keys of the configuration, and its methods
+are all that anything outside its file needs to know of it. Nothing here imports JAX, so that a layout is refused, and
+its memory estimated, without it; the module that computes is made by `Block.build`, which may.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a block stands: `embed` is the width of the residual stream, `layers` the blocks of the stack.
+
+    `number` counts the blocks of its kind before it; `key` is where its configuration stands, such as `model.s5`.
+    """
+
+    embed: int
+    layers: int
+    number: int = 0
+    key: str = "model"
+
+
+class Weight(NamedTuple):
+    """A parameter as a block declares it; see `weight`."""
+
+    dims: tuple[str | int, ...]
+    group: str
+    float32: bool
+
+
+class Saved(NamedTuple):
+    """Activations that a block's backward pass needs; see `saved`."""
+
+    dims: tuple[str | int, ...]
+    count: int | float
+    float32: bool
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`count` arrays alike that exist at once on behalf of a backward pass: float32, or in the compute dtype.
+
+    `positions` bounds how many positions of each shard of the sequence exist at a time (None: all of them).
+    """
+
+    tensor: Tensor
+    count: int | float
+    float32: bool = False
+    positions: int | None = None
+
+
+def weight(*dims: str | int, group: str = "matrix", float32: bool = False) -> Weight:
+    """Return a parameter with these dimensions: a logical axis each, or a number for one that is never split.
+
+    `group` is the optimizer's (`valkyrie.axes.Parameter`); `float32` keeps it so under every precision policy.
+    """
+    return Weight(dims, group, float32)
+
+
+def saved(*dims: str | int, count: int | float = 1, float32: bool = False) -> Saved:
+    """Return `count` activations of (batch, seq, *dims), in float32 or in the compute dtype."""
+    return Saved((BATCH, SEQ, *dims), count, float32)
+
+
+@dataclass
+class Block(ABC):
+    """A kind of block. The fields of a subclass are its configuration keys.
+
+    `axes`: the logical axes it declares beside `embed`, with what each counts. `activations`: the axes of those of its
+    activations whose placement it asks for. `follows`: axes that are split like another one as far as their length
+    divides (key heads like heads). `norm_group`: the optimizer group of the norm before it.
+    """
+
+    axes: ClassVar[Mapping[str, str]] = {}
+    activations: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    follows: ClassVar[Mapping[str, str]] = {}
+    norm_group: ClassVar[str] = "vector"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position sees one after it, as a next-token loss needs."""
+        return True
+
+    def problems(self, key: str) -> list[str]:
+        """Return every reason why it cannot be built; `key` is where its configuration stands, such as `model.s5`."""
+        return []
+
+    @abstractmethod
+    def sizes(self, site: Site) -> dict[str, Size]:
+        """Return the length of each axis it declares, and the config key that sets it."""
+
+    @abstractmethod
+    def weights(self, site: Site) -> dict[str, Weight]:
+        """Return its parameters by dotted name, as `weight` makes them."""
+
+    @abstractmethod
+    def flops(self, site: Site, seq: int) -> float:
+        """Return forward FLOPs per token over sequences of `seq` tokens: two for every multiply-add."""
+
+    @abstractmethod
+    def saves(self, site: Site, remat: str) -> list[Saved]:
+        """Return what its backward pass needs under `remat` (`none`, `dots`) beside the block's input. An estimate."""
+
+    @abstractmethod
+    def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module that computes it (`valkyrie.models.layers.Mixer`)."""
+
+    def variant(self, site: Site) -> Hashable:
+        """Return what tells this block from others of its kind: only equal ones are scanned together."""
+        return None
+
+    def parameters(self, site: Site) -> dict[str, Parameter]:
+        """Return its parameters by dotted name."""
+        sizes = self._sizes(site)
+        return {
+            name: Parameter(**vars(tensor(w.dims, sizes)), group=w.group, float32=w.float32)
+            for name, w in self.weights(site).items()
+        }
+
+    def kept(self, site: Site, remat: str) -> list[Kept]:
+        """Return what its backward pass keeps under a rematerialisation that keeps more than the block's input."""
+        sizes = self._sizes(site)
+        return [Kept(tensor(s.dims, sizes), s.count, s.float32) for s in self.saves(site, remat) if s.count]
+
+    def asked_activations(self, site: Site) -> list[Tensor]:
+        """Return the activations whose placement it asks for."""
+        return [tensor(axes, self._sizes(site)) for axes in self.activations]
+
+    def _sizes(self, site: Site) -> dict[str, Size]:
+        return {"embed": Size(site.embed, "model.embed"), **self.sizes(site)}
+
+
+def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
+    """Return the tensor of these dimensions; batch and seq have the length 0 of what only a run knows."""
+    known = {BATCH: Size(0), SEQ: Size(0), **sizes}
+    dimensions = [Size(d) if isinstance(d, int) else known[d] for d in dims]
+    axes = tuple(None if isinstance(d, int) else d for d in dims)
+    return Tensor(axes, tuple(size.length for size in dimensions), tuple(size.key for size in dimensions))

@@ -1,0 +1,72 @@
+"""The feed-forward block: a gated or a plain product of each position. Its module is in `feed_forward_layer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.axes import Size
+from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+
+class Nonlinearity(Enum):
+    """The feed-forward product: gated (`swiglu`, `geglu`: three matrices) or plain (two)."""
+
+    swiglu = "swiglu"
+    geglu = "geglu"
+    gelu = "gelu"
+    relu = "relu"
+    relu2 = "relu2"
+
+    @property
+    def gated(self) -> bool:
+        """Whether a third matrix gates the hidden side."""
+        return self in (Nonlinearity.swiglu, Nonlinearity.geglu)
+
+
+@dataclass
+class FeedForward(Block):
+    """A product up to `mlp`, its nonlinearity, and a product down again; gated ones as in arXiv 2002.05202."""
+
+    kind: Nonlinearity = Nonlinearity.swiglu
+    mlp: int = 512
+
+    axes = {"mlp": "the hidden side of a feed-forward or gating product"}
+    activations = (("batch", "seq", "mlp"),)
+
+    def problems(self, key: str) -> list[str]:
+        """Return why it cannot be built."""
+        return [] if self.mlp >= 1 else [f"{key}.mlp={self.mlp}: at least 1 is needed."]
+
+    def sizes(self, site: Site) -> dict[str, Size]:
+        """Return the length of the hidden side."""
+        return {"mlp": Size(self.mlp, f"{site.key}.mlp")}
+
+    def weights(self, site: Site) -> dict[str, Weight]:
+        """Return the matrices, embed first: what a fully sharded partition gathers is then contiguous."""
+        return {name: weight("embed", "mlp") for name in ("up", "gate", "down") if name != "gate" or self.kind.gated}
+
+    def flops(self, site: Site, seq: int) -> float:
+        """Return forward FLOPs per token."""
+        return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
+
+    def saves(self, site: Site, remat: str) -> list[Saved]:
+        """Return the products' results, and without rematerialisation the gate's factors and the norm's input too."""
+        everything = remat == "none"
+        return [
+            saved("mlp", count=(2 if self.kind.gated else 1) + 2 * everything),
+            saved("embed", count=1 + everything),
+            saved("embed", count=2 * everything, float32=True),
+        ]
+
+    def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module."""
+        from valkyrie.models.feed_forward_layer import FeedForwardLayer
+
+        return FeedForwardLayer(self, site, numerics=numerics, key=key)

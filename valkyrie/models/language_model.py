@@ -1,0 +1,239 @@
+"""The module of a language model: embed, blocks in scanned segments, and a head that makes logits or losses of them.
+
+The three parts stand apart, so that what lies between them (stages of a pipeline) and what calls them (a task) may
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from valkyrie.axes import UNSHARDED, Axis, Shard
+from valkyrie.models.layers import BLOCK_INPUT, Boundaries, Checkpoint, RMSNorm, dropout, normal, parameter
+from valkyrie.models.stack import Boundary, Layer, Stack
+from valkyrie.ops.cross_entropy import cross_entropy
+from valkyrie.ops.linear import Numerics, lookup
+
+
+class Losses(NamedTuple):
+    """Sums over the tokens of a batch, in nats; `objective_sum` includes the z-loss, `loss_sum` does not.
+
+    `per_token` is every token's own loss, unweighted, for bits per byte.
+    """
+
+    objective_sum: Float[Array, ""]
+    loss_sum: Float[Array, ""]
+    weight_sum: Float[Array, ""]
+    per_token: Float[Array, "batch seq"]
+
+
+class Block(nnx.Module):
+    """Norm, mixer and residual sum; then norm, feed-forward and residual sum where the layer has one."""
+
+    def __init__(self, config: Stack, layer: Layer, *, numerics: Numerics, key: Array) -> None:
+        keys = jax.random.split(key, 2)
+        self.rate = config.dropout
+        self.norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+        self.mixer = layer.mixer.build(layer.site, numerics=numerics, key=keys[0])
+        self.has_feed_forward = layer.feed_forward is not None
+        if layer.feed_forward is not None:
+            site = layer.feed_forward_site
+            self.feed_forward_norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+            self.feed_forward = layer.feed_forward.build(site, numerics=numerics, key=keys[1])
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the residual stream after this block."""
+        keys = (None, None) if key is None else jax.random.split(key)
+        x = checkpoint_name(x, BLOCK_INPUT)
+        y = self.mixer(self.norm(x), boundaries, shard)
+        x = shard(x + dropout(y, self.rate, keys[0]), "batch", "seq", "embed")
+        if not self.has_feed_forward:
+            return x
+        y = self.feed_forward(self.feed_forward_norm(x), shard)
+        return shard(x + dropout(y, self.rate, keys[1]), "batch", "seq", "embed")
+
+    def init_state(self, batch: int, max_len: int) -> Any:
+        """Return the mixer's state before the first token."""
+        return self.mixer.init_state(batch, max_len)
+
+    def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
+        """Return the residual stream of one more token and the mixer's state after it."""
+        y, state = self.mixer.step(self.norm(x), state)
+        x = x + y
+        if self.has_feed_forward:
+            x = x + self.feed_forward(self.feed_forward_norm(x)[:, None], UNSHARDED)[:, 0]
+        return x, state
+
+
+class Group(nnx.Module):
+    """The blocks of one pass over the pattern, under the names `block_0`, `block_1`, ..."""
+
+    def __init__(self, config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array) -> None:
+        self.count = len(layers)
+        for i, (layer, of_block) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
+            setattr(self, f"block_{i}", Block(config, layer, numerics=numerics, key=of_block))
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in order."""
+        return [getattr(self, f"block_{i}") for i in range(self.count)]
+
+
+class LanguageModel(nnx.Module):
+    """Token embedding, segments of stacked blocks, a norm, and logits by the embedding or a matrix of their own."""
+
+    def __init__(self, config: Stack, *, numerics: Numerics, key: Array) -> None:
+        self.config, self.numerics = config, numerics
+        runs, specs = config.segments(), config.parameters()
+        keys = jax.random.split(key, len(runs) + 2)
+        shape = (config.vocab_rows, config.embed)
+        self.embedding = parameter(specs["embedding"], normal(keys[0], shape, 0.02), numerics)
+        self.count = len(runs)
+        for i, (layers, repeats) in enumerate(runs):
+            setattr(self, f"segment_{i}", _stack(config, layers, repeats, numerics, keys[i + 2]))
+        self.norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+        if not config.tie_embeddings:
+            table = normal(keys[1], shape, config.embed**-0.5)
+            self.unembedding = parameter(specs["unembedding"], table, numerics)
+
+    @property
+    def segments(self) -> list[Group]:
+        """The segments in order, every parameter stacked on a leading axis of its repetitions."""
+        return [getattr(self, f"segment_{i}") for i in range(self.count)]
+
+    def boundaries(self, segment_ids: Int[Array, "batch seq"] | None) -> Boundaries:
+        """Return where documents begin, as blocks need it; nowhere under `document_boundary=cross`."""
+        if segment_ids is None or self.config.document_boundary is Boundary.cross:
+            return Boundaries()
+        same = segment_ids[:, 1:] == segment_ids[:, :-1]
+        return Boundaries(jnp.pad(same.astype(jnp.float32), ((0, 0), (1, 0))), segment_ids)
+
+    def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
+        """Return the residual stream before the first block."""
+        x = lookup(self.embedding[...], tokens, axes=("vocab", "embed"), shard=shard, numerics=self.numerics)
+        return shard(x, "batch", "seq", "embed")
+
+    def blocks(
+        self,
+        x: Float[Array, "batch seq embed"],
+        boundaries: Boundaries,
+        *,
+        shard: Shard = UNSHARDED,
+        checkpoint: Checkpoint = lambda block: block,
+        key: Array | None = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the residual stream after the last block; `key` turns dropout on."""
+
+        def run(x: Array, group: Group, boundaries: Boundaries, key: Array | None) -> Array:
+            for i, block in enumerate(group.blocks):
+                x = block(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
+            return x
+
+        run = checkpoint(run)
+        for i, group in enumerate(self.segments):
+            keys = _repeat_keys(key, i, group)
+
+            def body(x: Array, scanned: tuple[Group, Array | None]) -> tuple[Array, None]:
+                return run(x, scanned[0], boundaries, scanned[1]), None
+
+            x, _ = jax.lax.scan(body, x, (group, keys))
+        return x
+
+    def head_loss(
+        self,
+        x: Float[Array, "batch seq embed"],
+        targets: Int[Array, "batch seq"],
+        weights: Float[Array, "batch seq"],
+        *,
+        shard: Shard = UNSHARDED,
+    ) -> Losses:
+        """Return the loss sums of the residual stream; logits are made `loss_chunk` positions at a time."""
+        hidden = self.norm(x)
+        positions, shards, width = _loss_positions(shard, hidden.shape[1])
+        sums = cross_entropy(
+            shard(hidden, "batch", positions, width),
+            shard.stored(self._table, "vocab", "embed"),
+            targets,
+            weights,
+            vocab_size=self.config.vocab_size,
+            chunk=self.config.loss_chunk,
+            z_loss=self.config.z_loss,
+            shards=shards,
+            batch_shards=shard.size("batch"),
+            constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
+            place=lambda table: shard.computed(table, "vocab", width),
+        )
+        return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
+
+    def logits(
+        self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"] | None = None
+    ) -> Float[Array, "batch seq vocab"]:
+        """Return float32 logits of the real vocabulary at every position; for tests and small inputs."""
+        return self._unembed(self.norm(self.blocks(self.embed(tokens), self.boundaries(segment_ids))))
+
+    def init_state(self, batch: int, max_len: int) -> Any:
+        """Return the state of generation before the first token, one stack per segment."""
+        return [
+            jax.vmap(lambda group: [block.init_state(batch, max_len) for block in group.blocks])(group)
+            for group in self.segments
+        ]
+
+    def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Return the logits after one more token and the state that follows it."""
+        x = self.embedding[...].astype(self.numerics.compute)[tokens]
+        after = []
+
+        def body(x: Array, scanned: tuple[Group, Any]) -> tuple[Array, Any]:
+            group, before = scanned
+            states = []
+            for block, of_block in zip(group.blocks, before, strict=True):
+                x, of_block = block.step(x, of_block)
+                states.append(of_block)
+            return x, states
+
+        for group, of_group in zip(self.segments, state, strict=True):
+            x, states = jax.lax.scan(body, x, (group, of_group))
+            after.append(states)
+        return self._unembed(self.norm(x)), after
+
+    @property
+    def _table(self) -> Array:
+        return (self.embedding if self.config.tie_embeddings else self.unembedding)[...]
+
+    def _unembed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
+        table = self._table[: self.config.vocab_size].astype(x.dtype)
+        return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+
+
+def _stack(config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array) -> Group:
+    """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
+    return jax.vmap(lambda k: Group(config, layers, numerics=numerics, key=k))(jax.random.split(key, repeats))
+
+
+def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
+    """Return over what the loss splits positions, into how many parts, and the axis of the hidden states' width.
+
+    Where the residual stream lies split over axes that split no vocabulary, positions take those axes: logits are then
+    whole where they are made, not sums of float32 parts of the vocabulary's size over those axes.
+    """
+    width, free = shard.mesh_axes("embed"), not set(shard.mesh_axes("embed")) & set(shard.mesh_axes("vocab"))
+    shards = shard.size("seq") * shard.size("embed")
+    if width and free and seq % shards == 0:
+        return ("seq", "embed"), shards, None
+    return "seq", shard.size("seq"), "embed"
+
+
+def _repeat_keys(key: Array | None, segment: int, group: Group) -> Array | None:
+    if key is None:
+        return None
+    repeats = jax.tree.leaves(group)[0].shape[0]
+    return jax.random.split(jax.random.fold_in(key, segment), repeats)

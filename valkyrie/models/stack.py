@@ -1,0 +1,287 @@
+"""The configuration of a language model whose blocks stand one after another; its arithmetic is the sum of theirs.
+
+A family derives from `Stack` and gives each kind of block it knows a field; `block_pattern` names those fields.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
+from valkyrie.models.block import Block, Kept, Site, tensor
+from valkyrie.models.feed_forward import FeedForward, Nonlinearity
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+
+class Boundary(Enum):
+    """What a packed document sees of the one before it: nothing (`reset`) or everything (`cross`)."""
+
+    reset = "reset"
+    cross = "cross"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of a stack between its norm and its residual sum, and the feed-forward after it, if there is one."""
+
+    kind: str
+    site: Site
+    mixer: Block
+    feed_forward: FeedForward | None
+
+    @property
+    def variant(self) -> Hashable:
+        """What tells it from other layers: only equal ones are scanned together."""
+        return self.kind, self.mixer.variant(self.site), self.feed_forward is not None
+
+    @property
+    def feed_forward_site(self) -> Site:
+        """Where the feed-forward stands: its keys are the model's own."""
+        return replace(self.site, key="model")
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return its parameters by dotted name."""
+        width = partial(_vector, "embed", self.site.embed)
+        parameters = {"norm.scale": width(self.mixer.norm_group)}
+        parameters |= _prefixed("mixer", self.mixer.parameters(self.site))
+        if self.feed_forward is not None:
+            parameters["feed_forward_norm.scale"] = width("vector")
+            parameters |= _prefixed("feed_forward", self.feed_forward.parameters(self.feed_forward_site))
+        return parameters
+
+    def activations(self) -> list[Tensor]:
+        """Return the activations whose placement it asks for."""
+        after = [] if self.feed_forward is None else self.feed_forward.asked_activations(self.feed_forward_site)
+        return self.mixer.asked_activations(self.site) + after
+
+    def flops(self, seq: int) -> float:
+        """Return forward FLOPs per token."""
+        after = 0.0 if self.feed_forward is None else self.feed_forward.flops(self.feed_forward_site, seq)
+        return self.mixer.flops(self.site, seq) + after
+
+    def kept(self, remat: str) -> list[Kept]:
+        """Return what its backward pass keeps on the device: `full` its input alone, `offload` nothing. An estimate.
+
+        Counted from the operations: norms keep their input in float32, products their input, gates both factors.
+        """
+        if remat == "offload":
+            return []
+        embed = {"embed": Size(self.site.embed, "model.embed")}
+        kept = [Kept(tensor(("batch", "seq", "embed"), embed), 1)]
+        if remat == "full":
+            return kept
+        kept += self.mixer.kept(self.site, remat)
+        return kept + (self.feed_forward.kept(self.feed_forward_site, remat) if self.feed_forward else [])
+
+
+@dataclass
+class Stack:
+    """Token embedding, blocks each followed by a feed-forward where `feed_forward_after` names their kind, and a head.
+
+    `block_pattern` repeats until `layers` blocks are made; `feed_forward_after` null means every kind. `vocab_size`
+    counts real tokens; the embedding has that rounded up to `vocab_multiple` rows, so that it splits evenly. `context`
+    is the length it is trained on unless `seq` says otherwise.
+    """
+
+    task: ClassVar[str] = "next_token"
+    family: str = "stack"
+    name: str = "stack"
+    context: int = 128
+    tokenizer: str = "bytes"
+    vocab_size: int = 257
+    vocab_multiple: int = 128
+    embed: int = 128
+    layers: int = 4
+    block_pattern: list[str] = field(default_factory=list)
+    feed_forward: Nonlinearity = Nonlinearity.swiglu
+    feed_forward_after: list[str] | None = None
+    mlp: int = 512
+    norm_epsilon: float = 1e-5
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    document_boundary: Boundary = Boundary.reset
+    loss_chunk: int = 512
+    z_loss: float = 0.0
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding: `vocab_size` rounded up to `vocab_multiple`."""
+        multiple = max(self.vocab_multiple, 1)  # below it is a problem, named elsewhere
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def known_blocks(self) -> dict[str, Block]:
+        """The kinds of blocks that `block_pattern` may name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Block)}
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of every block, first to last."""
+        return [self.block_pattern[i % len(self.block_pattern)] for i in range(self.layers) if self.block_pattern]
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The kinds of blocks that it has."""
+        known = self.known_blocks
+        return {kind: known[kind] for kind in dict.fromkeys(self.kinds) if kind in known}
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees none after it: what a next-token loss needs."""
+        return all(block.is_causal for block in self.blocks.values())
+
+    def problems(self) -> list[str]:
+        """Return every reason why this shape cannot be built, in the words of the command line."""
+        positive = ("context", "vocab_size", "vocab_multiple", "embed", "layers", "loss_chunk")
+        refusals = [
+            f"model.{key}={getattr(self, key)}: at least 1 is needed." for key in positive if getattr(self, key) < 1
+        ]
+        known = ", ".join(self.known_blocks)
+        if not self.block_pattern:
+            refusals.append(f"model.block_pattern is empty: name at least one of {known}.")
+        for key in ("block_pattern", "feed_forward_after"):
+            unknown = [kind for kind in dict.fromkeys(getattr(self, key) or []) if kind not in self.known_blocks]
+            if unknown:
+                refusals.append(
+                    f"model.{key} names {', '.join(unknown)}, and model.family={self.family} has the blocks {known}."
+                )
+        if not 0 <= self.dropout < 1:
+            refusals.append(f"model.dropout={self.dropout}: must be in [0, 1).")
+        for key in ("norm_epsilon", "z_loss"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                refusals.append(f"model.{key}={getattr(self, key)}: must be at least 0.")
+        if not refusals:
+            for kind, block in self.blocks.items():
+                refusals += block.problems(f"model.{kind}")
+            if any(layer.feed_forward for layer in self.stack()):
+                refusals += self._feed_forward.problems("model")
+        return refusals
+
+    def stack(self) -> list[Layer]:
+        """Return the layers first to last; blocks of a kind are numbered, and take windows and the like in turn."""
+        known, numbers, after = self.known_blocks, Counter[str](), self.feed_forward_after
+        layers = []
+        for kind in self.kinds:
+            site = Site(self.embed, self.layers, numbers[kind], f"model.{kind}")
+            has_feed_forward = after is None or kind in after
+            layers.append(Layer(kind, site, known[kind], self._feed_forward if has_feed_forward else None))
+            numbers[kind] += 1
+        return layers
+
+    def segments(self) -> list[tuple[list[Layer], int]]:
+        """Return the stack as runs of equal groups of layers with their repetitions: each run is one scan.
+
+        A group is one pass over `block_pattern`; a last group may be cut short.
+        """
+        layers, width = self.stack(), len(self.block_pattern)
+        runs: list[tuple[list[Layer], int]] = []
+        for start in range(0, len(layers), width):
+            group = layers[start : start + width]
+            if runs and [layer.variant for layer in runs[-1][0]] == [layer.variant for layer in group]:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((group, 1))
+        return runs
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return every parameter by dotted name, as the built model has it: a segment's have leading `layers`."""
+        table = self._table()
+        parameters = {"embedding": table, "norm.scale": _vector("embed", self.embed, "vector")}
+        if not self.tie_embeddings:
+            parameters["unembedding"] = table
+        for i, (group, repeats) in enumerate(self.segments()):
+            for j, layer in enumerate(group):
+                stacked = {name: _stacked(parameter, repeats) for name, parameter in layer.parameters().items()}
+                parameters |= _prefixed(f"segment_{i}.block_{j}", stacked)
+        return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
+
+    def arrays(self) -> Arrays:
+        """Return what a layout splits; parameters are named by their kind of block: `s5.B`, `attention.out`."""
+        blocks: list[Block] = [*self.blocks.values(), self._feed_forward]
+        own = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
+        parameters: dict[Tensor, list[str]] = {_tensor_of(self._table()): ["embedding"]}
+        activations = {tensor(("batch", "seq", axis), own): [f"activation (batch, seq, {axis})"] for axis in own}
+        for group, repeats in self.segments():
+            for layer in group:
+                for name, parameter in layer.parameters().items():
+                    names = parameters.setdefault(_tensor_of(_stacked(parameter, repeats)), [])
+                    named = name.replace("mixer", layer.kind, 1)
+                    names += [] if named in names else [named]
+                for t in layer.activations():
+                    activations.setdefault(t, [f"activation ({', '.join(map(str, t.axes))})"])
+        axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
+        for block in blocks:
+            axes |= block.axes
+        return Arrays(axes, parameters, activations, {a: b for block in blocks for a, b in block.follows.items()})
+
+    def parameter_count(self) -> int:
+        """Return how many numbers the model learns."""
+        return sum(parameter.size for parameter in self.parameters().values())
+
+    def flops_per_token(self, seq: int) -> float:
+        """Return forward FLOPs per token over sequences of `seq` tokens: those of every block, and of the logits.
+
+        Backward is counted as twice the forward by the caller, and nothing is added for rematerialisation: model FLOPs
+        (PaLM, arXiv 2204.02311, appendix B).
+        """
+        return sum(layer.flops(seq) for layer in self.stack()) + 2.0 * self.embed * self.vocab_rows
+
+    def kept(self, remat: str) -> list[Kept]:
+        """Return what the backward passes of all blocks keep on the device from the forward pass."""
+        return [
+            replace(kept, count=kept.count * repeats)
+            for group, repeats in self.segments()
+            for layer in group
+            for kept in layer.kept(remat)
+        ]
+
+    def working(self) -> list[Kept]:
+        """Return what exists while one group of blocks is worked on, and the logits of a part of the loss."""
+        vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
+        logits = Kept(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
+        return [*(kept for layer in self.segments()[0][0] for kept in layer.kept("none")), logits]
+
+    def build(self, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module (`valkyrie.models.language_model.LanguageModel`); imports JAX."""
+        from valkyrie.models.language_model import LanguageModel
+
+        return LanguageModel(self, numerics=numerics, key=key)
+
+    @property
+    def _feed_forward(self) -> FeedForward:
+        return FeedForward(self.feed_forward, self.mlp)
+
+    def _table(self) -> Parameter:
+        axes, shape = ("vocab", "embed"), (self.vocab_rows, self.embed)
+        return Parameter(axes, shape, ("model.vocab_multiple", "model.embed"))
+
+
+def _tensor_of(parameter: Parameter) -> Tensor:
+    return Tensor(parameter.axes, parameter.shape, parameter.keys)
+
+
+def _vector(axis: str, length: int, group: str) -> Parameter:
+    return Parameter((axis,), (length,), (f"model.{axis}",), group)
+
+
+def _stacked(parameter: Parameter, repeats: int) -> Parameter:
+    return replace(
+        parameter,
+        axes=(LAYERS, *parameter.axes),
+        shape=(repeats, *parameter.shape),
+        keys=("model.layers", *parameter.keys),
+    )
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}

@@ -1,0 +1,180 @@
+"""The modes of `valkyrie-train`: one object each, with its keys, its files, its time limit and its function.
+
+To add a mode, add its object to `MODES` (and a key it needs to `ModeConfig`), and write the function that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from valkyrie.run import Run
+
+SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
+"""The files of a run folder in which a compile, a measurement and a training leave their numbers."""
+MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
+"""The optimised module of a compile, serialised and as text, and the folder of the profiler's trace."""
+
+HOUR_S = 3600.0
+COMPILE_MARGIN_S = 300.0
+"""The seconds that a compile trial has beyond the compiler's own limit, to start and to report."""
+
+SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
+SHAPING_KEYS += ("microbatches", "remat")
+"""The keys of a run that decide what is compiled."""
+_NO_RESULT = frozenset({"name", "runs", "resume", "trial", "tracking"})
+_NO_TRAINING = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})
+
+
+class MeasuredData(Enum):
+    """What `mode=measure` feeds a step: random tokens that lie on the devices, or the run's data by its loader."""
+
+    random = "random"
+    real = "real"
+
+
+@dataclass
+class ModeConfig:
+    """The keys of all modes; `name` chooses one, and each reads its own.
+
+    For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
+    leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
+    `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
+    """
+
+    name: str = "train"
+    time_limit_s: float = 1800.0
+    cache: bool = True
+    hlo: bool = False
+    warmup: int = 2
+    repeats: int = 10
+    data: MeasuredData = MeasuredData.random
+    trace: bool = False
+
+
+class Needs(Enum):
+    """What a mode needs of this machine: nothing but files, the compiler of the target's chips, or the devices."""
+
+    nothing = "nothing"
+    compiler = "compiler"
+    devices = "devices"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a command does with a run.
+
+    `function` is `MODULE:NAME`: called with the run and the arguments of the command, it returns the exit status.
+    `keys` are those of `ModeConfig` that it reads, `files` what it leaves in the run folder where such a key is true.
+    `results` is the file of the run folder with its numbers; None where it only prints. `reads_run`: `name` and
+    `resume` name a trained run. `predicts`: its numbers come from a compiler and are computed again with another
+    version of it. `timed`: trials at the same time on one machine disturb its numbers. `tracked`: it
+    reports to W&B itself. `any_model`: it also takes models that no task can train.
+
+    Of a trial: `decided_by` returns the keys of the run that decide its result, None meaning all but `not_decided_by`;
+    `limit_s` returns the seconds it may take, None meaning any; `grace_s` is how long it may take to stop.
+    """
+
+    name: str
+    description: str
+    function: str
+    needs: Needs = Needs.devices
+    keys: tuple[str, ...] = ()
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    results: str | None = None
+    reads_run: bool = False
+    predicts: bool = False
+    timed: bool = False
+    tracked: bool = False
+    any_model: bool = False
+    decided_by: Callable[[ModeConfig], Sequence[str]] | None = None
+    not_decided_by: frozenset[str] = _NO_RESULT
+    limit_s: Callable[[ModeConfig], float | None] = lambda config: HOUR_S
+    grace_s: float = 5.0
+
+    def __call__(self, run: Run, arguments: Sequence[str]) -> int:
+        """Carry out a run and return the exit status; `arguments` are those of the command."""
+        module, _, name = self.function.partition(":")
+        return getattr(import_module(module), name)(run, arguments)
+
+    def asked_files(self, config: ModeConfig) -> tuple[str, ...]:
+        """Return the files, beside its results, that a run is asked to leave."""
+        return tuple(name for key, names in self.files.items() if getattr(config, key) for name in names)
+
+
+def _decides_a_measurement(config: ModeConfig) -> Sequence[str]:
+    data = ["data"] if config.data is MeasuredData.real else []
+    return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(
+            name="train",
+            description="train, evaluate, print a sample",
+            function="valkyrie.train.modes:train",
+            results=METRICS,
+            tracked=True,
+            not_decided_by=_NO_RESULT | _NO_TRAINING,
+            limit_s=lambda config: None,
+            grace_s=60.0,  # it saves its state
+        ),
+        Mode(
+            name="show",
+            description="every parameter with its placement and bytes; stops there",
+            function="valkyrie.train.modes:show",
+            needs=Needs.nothing,
+            any_model=True,
+        ),
+        Mode(
+            name="compile",
+            description="compile the step for its target, without the target: does it fit, and how long is a step",
+            function="valkyrie.search.modes:compile_mode",
+            needs=Needs.compiler,
+            keys=("time_limit_s", "cache", "hlo"),
+            files={"hlo": (MODULE, TEXT)},
+            results=SUMMARY,
+            predicts=True,
+            decided_by=lambda config: SHAPING_KEYS,
+            limit_s=lambda config: max(HOUR_S, config.time_limit_s + COMPILE_MARGIN_S),
+        ),
+        Mode(
+            name="measure",
+            description="time the step on the devices of this machine",
+            function="valkyrie.search.modes:measure_mode",
+            keys=("warmup", "repeats", "data", "trace"),
+            files={"trace": (TRACE,)},
+            results=MEASURED,
+            timed=True,
+            decided_by=_decides_a_measurement,
+        ),
+        Mode(
+            name="eval",
+            description="evaluate a trained run on its whole validation split",
+            function="valkyrie.train.modes:evaluate",
+            reads_run=True,
+        ),
+        Mode(
+            name="generate",
+            description="print the prompt and what a trained run makes of it",
+            function="valkyrie.train.modes:generate",
+            reads_run=True,
+        ),
+    )
+}
+"""What `mode=` may name."""
+
+
+def reads_run(name: str | None) -> bool:
+    """Return whether a mode looks at a trained run, which `name` and `resume` then name; False for an unknown one."""
+    return name in MODES and MODES[name].reads_run
+
+
+def has_results(name: str) -> bool:
+    """Return whether a mode leaves numbers; a trial of another is carried out each time it is asked for."""
+    return name in MODES and MODES[name].results is not None

@@ -1,0 +1,144 @@
+"""Softmax attention over a sliding window, dilated or full, with segments and global tokens.
+
+`reference.py` is the whole mask written out, which the others equal to float32 rounding; `local.py` takes chunks of
+queries or the platform's kernel (`splash.py` for a TPU); `sharded.py` is for a sequence split over devices, and
+`streaming.py` for one token at a time. What a window, a segment and a global token mean is in `pattern.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
+from valkyrie.ops.attention.local import Method, local_attention, pick_chunk
+from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, Stretch
+from valkyrie.ops.attention.reference import reference_attention
+from valkyrie.ops.attention.sharded import sharded_attention
+from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
+from valkyrie.ops.choices import AttentionImpl
+
+__all__ = [
+    "AttentionImpl",
+    "GlobalStep",
+    "GlobalTokens",
+    "KVCache",
+    "Request",
+    "attention",
+    "attention_step",
+    "choose",
+    "init_cache",
+    "sharded_attention",
+]
+
+ALWAYS_DENSE = 128
+"""The length up to which the whole mask is the fastest."""
+
+
+def attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads head_dim"],
+    *,
+    window: int | None,
+    causal: bool = True,
+    dilation: int = 1,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    global_tokens: GlobalTokens | None = None,
+    impl: AttentionImpl = AttentionImpl.auto,
+    backend: str | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Return softmax attention within a sliding window, in q's dtype.
+
+    Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32;
+    matrix products take their operands as they come and accumulate in float32. `backend` (cpu, gpu, tpu) is where the
+    result will run, by default where JAX runs now. `chunk` is how many queries the chunked form takes at a time.
+    Raises ValueError for shapes that do not fit, and for `impl=kernel` where no kernel supports the request.
+    """
+    pattern = _checked_pattern(q, k, window, causal, dilation)
+    backend = jax.default_backend() if backend is None else backend
+    request = Request(pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None)
+    impl = choose(impl, backend, q.shape[1], request)
+    if impl is AttentionImpl.dense:
+        return reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
+    method = Method(platform=backend if impl is AttentionImpl.kernel else None, chunk=chunk)
+
+    def attend(stretch: Stretch) -> Array:
+        return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch)
+
+    stretch = Stretch(query_segments=segment_ids, key_segments=segment_ids)
+    if global_tokens is None:
+        return attend(stretch)
+    return attend_with_global_tokens(attend, k, v, global_tokens, pattern=pattern, stretch=stretch)
+
+
+class Request(NamedTuple):
+    """What an implementation must support: the pattern, dtype, head size and features, no values."""
+
+    pattern: Pattern
+    dtype: Any
+    head_dim: int
+    segments: bool
+    global_tokens: bool
+
+
+def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> AttentionImpl:
+    """Return the implementation that computes a request; only `auto` is replaced.
+
+    `auto` is dense where one chunk would be the whole sequence, and otherwise the kernel before chunks.
+    Raises ValueError for `kernel` where the backend's kernel does not support the request, with the reason.
+    """
+    problem = _kernel_problem(backend, request)
+    if impl is AttentionImpl.kernel and problem is not None:
+        raise ValueError(
+            f"attention=kernel was asked for, but {problem}. Use attention=chunked (memory linear in length), or auto."
+        )
+    if impl is not AttentionImpl.auto:
+        return impl
+    if seq <= ALWAYS_DENSE:
+        return AttentionImpl.dense
+    if problem is None:
+        return AttentionImpl.kernel
+    one_chunk = pick_chunk(request.pattern.window, seq) >= seq
+    return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
+
+
+def _kernel_problem(platform: str, request: Request) -> str | None:
+    """Return why the kernel of a platform does not support a request, or None when it does.
+
+    TPU: splash attention, always. GPU: cuDNN's left window, for causal float16 and bfloat16 without segments or global
+    tokens.
+    """
+    if platform == "tpu":
+        return None
+    if platform != "gpu":
+        return f"there is no attention kernel for {platform}"
+    if request.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes bfloat16 or float16, not {jnp.dtype(request.dtype).name} (precision)"
+    if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
+        return "cuDNN has a left window only, and the request is bidirectional"
+    if request.segments:
+        return "cuDNN's window cannot be combined with segment ids"
+    if request.global_tokens:
+        return "cuDNN's window cannot be combined with global tokens"
+    if request.head_dim % 8 or request.head_dim > 128:
+        return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+    return None
+
+
+def _checked_pattern(q: Array, k: Array, window: int | None, causal: bool, dilation: int) -> Pattern:
+    """Return the pattern of arguments whose shapes fit; raises ValueError that names what does not."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % kv_heads:
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - kv_heads))
+        raise ValueError(f"heads={heads} is not divisible by kv_heads={kv_heads}. Use kv_heads={nearest}.")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a window counts the token itself. Use window=1 or more, or null for full.")
+    if dilation < 1:
+        raise ValueError(f"dilation={dilation}: keys are taken every `dilation` positions. Use dilation=1 or more.")
+    return Pattern(window, causal, dilation)

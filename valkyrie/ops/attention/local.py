@@ -1,0 +1,211 @@
+"""Attention of queries to the keys around them on one device: by the platform's kernel, or by chunks of queries.
+
+Dilation is taken away first, by putting positions of equal residue together, so that what remains is a plain window.
+The sequence-sharded form ends here too: it differs only in where the keys came from.
+
+Chunks keep memory linear in length with plain XLA. Each is computed again in the backward pass. A scan over chunks was
+measured against one batched product over all chunks: on a CPU it is as fast or up to twice as fast, in half of the
+memory (experiments/LOG.md). The keys of a chunk's windows come in as scanned inputs, built from shifted views of the
+chunked keys; slicing them out of a closed-over array instead would make the backward pass quadratic.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from valkyrie.ops.attention.pattern import (
+    Columns,
+    Keys,
+    Pattern,
+    Piece,
+    Queries,
+    Stretch,
+    heads_first,
+    heads_last,
+    joint_softmax,
+    same_segment,
+)
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
+
+
+class Method(NamedTuple):
+    """How a stretch is computed: `platform` names the kernel to use, or None for chunks of `chunk` queries."""
+
+    platform: str | None = None
+    chunk: int | None = None
+    interpret: bool = False
+
+
+def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: Method, stretch: Stretch) -> Queries:
+    """Return attention of the queries over the keys around them; `stretch.before` is a multiple of the dilation."""
+    if pattern.dilation > 1:
+        return _undilated(q, k, v, pattern, method, stretch)
+    if method.platform == "tpu":
+        from valkyrie.ops.attention.splash import splash_window  # Pallas is slow to import and rarely needed
+
+        return splash_window(q, k, v, pattern=pattern, stretch=stretch, interpret=method.interpret)
+    if method.platform == "gpu":
+        assert stretch.before == 0 and stretch.columns is None
+        window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
+        )
+    return chunked_attention(q, k, v, pattern=pattern, stretch=stretch, chunk=method.chunk)
+
+
+def _undilated(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, stretch: Stretch) -> Queries:
+    """Each residue of the position, taken alone, is a sequence with a plain window."""
+    dilation, columns = pattern.dilation, stretch.columns
+    assert isinstance(stretch.before, int) and stretch.before % dilation == 0
+    by_residue = functools.partial(_regroup, dilation=dilation)
+    if columns is not None:
+        k_columns, v_columns = (jnp.repeat(x, dilation, axis=0) for x in (columns.k, columns.v))
+        columns = Columns(k_columns, v_columns, by_residue(columns.visible))
+    valid = jnp.ones(k.shape[:2], bool) if stretch.key_valid is None else stretch.key_valid
+    query_segments, key_segments = stretch.query_segments, stretch.key_segments
+    out = local_attention(
+        by_residue(q),
+        by_residue(k),
+        by_residue(v),
+        pattern=Pattern(pattern.window, pattern.causal),
+        method=method,
+        stretch=Stretch(
+            before=stretch.before // dilation,
+            key_valid=by_residue(valid),
+            query_segments=None if query_segments is None else by_residue(query_segments),
+            key_segments=None if key_segments is None else by_residue(key_segments),
+            columns=columns,
+        ),
+    )
+    return _ungroup(out, dilation, q.shape[1])
+
+
+def pick_chunk(window: int | None, seq: int) -> int:
+    """Return how many queries to take at a time: about a window's worth, the fastest size on a CPU."""
+    wanted = LARGEST_CHUNK if window is None else 1 << (window - 1).bit_length()
+    return min(max(wanted, SMALLEST_CHUNK), LARGEST_CHUNK, max(seq, 1))
+
+
+def chunked_attention(
+    q: Queries, k: Keys, v: Keys, *, pattern: Pattern, stretch: Stretch, chunk: int | None = None
+) -> Queries:
+    """Return attention by chunks of `chunk` queries, one after another, with memory linear in the length.
+
+    Each chunk sees the keys of its windows (dilation 1); all keys where the window is None or a chunk's windows would
+    span them. Keys that a window would want before the first or after the last are not seen.
+    """
+    seq, keys = q.shape[1], k.shape[1]
+    chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
+    whole = pattern.window is None or chunk + (pattern.window - 1) * (1 if pattern.causal else 2) >= keys
+    scanned, piece_of = (_all_keys if whole else _windows)(k, v, pattern, stretch, -(-seq // chunk), chunk)
+
+    @jax.checkpoint
+    def one_chunk(carry: None, x: tuple[_Chunk, Any]):
+        rows, of_chunk = x
+        pieces = [piece_of(rows, of_chunk)]
+        if stretch.columns is not None and rows.sees_columns is not None:
+            columns = stretch.columns
+            pieces.append(Piece(columns.k.swapaxes(1, 2), columns.v.swapaxes(1, 2), rows.sees_columns))
+        return carry, heads_last(joint_softmax(heads_first(rows.q, k.shape[2]), pieces))
+
+    _, out = jax.lax.scan(one_chunk, None, (_queries(q, stretch, chunk), scanned))
+    return out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :seq]
+
+
+class _Chunk(NamedTuple):
+    """The queries of one step of the scan."""
+
+    q: Float[Array, "batch chunk heads head_dim"]
+    query_segments: Int[Array, "batch chunk"] | None
+    sees_columns: Bool[Array, "batch chunk globals"] | None
+
+
+class _Window(NamedTuple):
+    """The keys of the windows of a chunk's queries."""
+
+    k: Float[Array, "batch width kv_heads head_dim"]
+    v: Float[Array, "batch width kv_heads head_dim"]
+    exists: Bool[Array, "batch width"]
+    segments: Int[Array, "batch width"] | None
+
+
+def _all_keys(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, chunk: int):
+    """Return the positions of each chunk's queries, to be scanned, and the piece of all keys that a chunk sees."""
+    keys, values, positions = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(k.shape[1])
+
+    def piece_of(rows: _Chunk, row_positions: Int[Array, " chunk"]) -> Piece:
+        mask = pattern.sees(row_positions[:, None], positions)[None]
+        mask = mask & same_segment(rows.query_segments, stretch.key_segments)
+        if stretch.key_valid is not None:
+            mask = mask & stretch.key_valid[:, None, :]
+        return Piece(keys, values, mask)
+
+    return stretch.before + jnp.arange(chunks * chunk).reshape(chunks, chunk), piece_of
+
+
+def _windows(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, chunk: int):
+    """Return the keys of each chunk's windows, to be scanned, and the piece that a chunk makes of its own."""
+    assert pattern.window is not None and pattern.dilation == 1 and isinstance(stretch.before, int)
+    left = pattern.window - 1
+    width = chunk + left + (0 if pattern.causal else left)
+    valid = jnp.ones(k.shape[:2], bool) if stretch.key_valid is None else stretch.key_valid
+    segments = stretch.key_segments
+    cut = functools.partial(_shifted, chunks=chunks, chunk=chunk, width=width, front=left - stretch.before)
+    in_window = pattern.sees(left + jnp.arange(chunk)[:, None], jnp.arange(width)[None, :])
+
+    def piece_of(rows: _Chunk, keys: _Window) -> Piece:
+        mask = in_window & keys.exists[:, None, :] & same_segment(rows.query_segments, keys.segments)
+        return Piece(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2), mask)
+
+    return _Window(cut(k), cut(v), cut(valid), None if segments is None else cut(segments)), piece_of
+
+
+def _queries(q: Array, stretch: Stretch, chunk: int) -> _Chunk:
+    """Return everything that belongs to the queries, by chunk, padded to whole chunks."""
+
+    def by_chunk(x: Array) -> Array:
+        return _chunked(jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)) + ((0, 0),) * (x.ndim - 2)), chunk)
+
+    segments, columns = stretch.query_segments, stretch.columns
+    return _Chunk(
+        by_chunk(q),
+        None if segments is None else by_chunk(segments),
+        None if columns is None else by_chunk(columns.visible),
+    )
+
+
+def _shifted(x: Array, chunks: int, chunk: int, width: int, front: int) -> Array:
+    """The `width` keys of each chunk, (chunks, batch, width, ...); the first chunk's begin `front` before the first."""
+    tiles = -(-width // chunk)
+    length = (chunks + tiles - 1) * chunk
+    x = x[:, max(-front, 0) :][:, : length - max(front, 0)]
+    back = length - max(front, 0) - x.shape[1]
+    x = _chunked(jnp.pad(x, ((0, 0), (max(front, 0), back)) + ((0, 0),) * (x.ndim - 2)), chunk)
+    return jnp.concatenate([x[i : i + chunks, :, : width - i * chunk] for i in range(tiles)], axis=2)
+
+
+def _chunked(x: Array, chunk: int) -> Array:
+    """(batch, chunks * chunk, ...) as (chunks, batch, chunk, ...)."""
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _regroup(x: Array, dilation: int) -> Array:
+    """Return `x` (batch, seq, ...) as (batch * dilation, ceil(seq / dilation), ...): equal residues together."""
+    batch, seq = x.shape[:2]
+    steps = -(-seq // dilation)
+    x = jnp.pad(x, ((0, 0), (0, steps * dilation - seq)) + ((0, 0),) * (x.ndim - 2))
+    x = x.reshape(batch, steps, dilation, *x.shape[2:]).swapaxes(1, 2)
+    return x.reshape(batch * dilation, steps, *x.shape[3:])
+
+
+def _ungroup(x: Array, dilation: int, seq: int) -> Array:
+    """Return the inverse of `_regroup`, cut to `seq` positions."""
+    groups, steps = x.shape[:2]
+    x = x.reshape(groups // dilation, dilation, steps, *x.shape[2:]).swapaxes(1, 2)
+    return x.reshape(groups // dilation, steps * dilation, *x.shape[3:])[:, :seq]

@@ -1,0 +1,151 @@
+"""Which key a query sees, and the softmax over pieces of keys that every implementation but the reference uses.
+
+The window convention. A window of W counts W keys *including the token itself*, one every
+`dilation` positions. Causal: key j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and
+(i - j) % dilation == 0. Bidirectional: the same of |i - j|, so 2 W - 1 keys. A window of None has no limit.
+Other conventions differ: Longformer's own code counts one side without the token (W - 1 here), transformers counts
+both sides (2 (W - 1) here), and the (left, right) pairs of JAX, cuDNN and splash are inclusive: (W - 1, 0).
+
+Global tokens (Longformer, arXiv 2004.05150, section 3). With G the set of global positions, row i not in G takes one
+softmax over {j: j in its window or j in G} with the local q, k, v; row i in G takes all keys with the separately
+projected q_g, k_g, v_g. When causal, all of this additionally needs j <= i. Positions of unequal segment ids never
+see each other. No key is counted twice. A row that sees nothing is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Queries = Float[Array, "batch seq heads head_dim"]
+Keys = Float[Array, "batch keys kv_heads head_dim"]
+
+
+class GlobalTokens(NamedTuple):
+    """Global positions and everything projected separately for them.
+
+    `positions` and `valid` say which positions are global in each sequence (entries that are not valid, lie outside
+    the sequence or repeat an earlier one count for nothing). `q` are the global queries of those positions; `k` and
+    `v` are the global projections of every position.
+    """
+
+    positions: Int[Array, "batch globals"]
+    valid: Bool[Array, "batch globals"]
+    q: Float[Array, "batch globals heads head_dim"]
+    k: Float[Array, "batch seq kv_heads head_dim"]
+    v: Float[Array, "batch seq kv_heads head_dim"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which distances between query and key are visible; see the module's docstring."""
+
+    window: int | None
+    causal: bool
+    dilation: int = 1
+
+    def reach(self) -> int:
+        """Return the largest visible distance in positions; the window must be finite."""
+        assert self.window is not None
+        return (self.window - 1) * self.dilation
+
+    def sees(self, query: Int[Array, "*rows"], key: Int[Array, "*keys"]) -> Bool[Array, "*both"]:
+        """Return whether positions `key` are visible from positions `query` (the two broadcast)."""
+        distance = query - key
+        visible = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
+        if self.window is not None:
+            visible &= jnp.abs(distance) <= self.reach()
+        if self.dilation > 1:
+            visible &= distance % self.dilation == 0
+        return visible
+
+
+class Piece(NamedTuple):
+    """Some keys with their values, and which rows see them; `mask` broadcasts to (batch, rows, keys)."""
+
+    k: Float[Array, "batch kv_heads keys head_dim"]
+    v: Float[Array, "batch kv_heads keys head_dim"]
+    mask: Bool[Array, "#batch rows keys"]
+
+
+class Columns(NamedTuple):
+    """Extra keys shown to every row beside its window: the global tokens under their local projections."""
+
+    k: Float[Array, "batch globals kv_heads head_dim"]
+    v: Float[Array, "batch globals kv_heads head_dim"]
+    visible: Bool[Array, "batch seq globals"]
+
+
+class Stretch(NamedTuple):
+    """How a stretch of keys lies beside its queries: query i stands at key `before + i`.
+
+    Keys that are not valid, or of another segment, are not seen; `columns` are seen beside the stretch.
+    """
+
+    before: int | Int[Array, ""] = 0
+    key_valid: Bool[Array, "batch keys"] | None = None
+    query_segments: Int[Array, "batch seq"] | None = None
+    key_segments: Int[Array, "batch keys"] | None = None
+    columns: Columns | None = None
+
+
+def heads_first(
+    x: Float[Array, "batch seq heads head_dim"], kv_heads: int
+) -> Float[Array, "batch kv_heads group seq head_dim"]:
+    """Return queries with the heads that share a key head side by side: head h uses key head h // group."""
+    batch, seq, heads, head_dim = x.shape
+    return x.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+
+
+def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
+    """Return the inverse of `heads_first`."""
+    batch, kv_heads, group, seq, head_dim = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, seq, kv_heads * group, head_dim)
+
+
+def joint_softmax(
+    q: Float[Array, "batch kv_heads group rows head_dim"], pieces: Sequence[Piece], axis_names: tuple[str, ...] = ()
+) -> Float[Array, "batch kv_heads group rows head_dim"]:
+    """Return attention by one softmax over all pieces, in q's dtype; logits and sums are float32.
+
+    With `axis_names` (inside `jax.shard_map`) each shard brings its own pieces for the same rows, and the softmax
+    runs over the keys of all shards.
+    """
+    logits = []
+    for piece in pieces:
+        scores = jnp.einsum("bkgqd,bksd->bkgqs", q, piece.k, preferred_element_type=jnp.float32)
+        logits.append(jnp.where(piece.mask[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf))
+    top = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
+    if axis_names:
+        top = jax.lax.pmax(top, axis_names)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = [jnp.exp(x - top) for x in logits]
+    total = sum(w.sum(-1, keepdims=True) for w in weights)
+    summed = sum(
+        jnp.einsum("bkgqs,bksd->bkgqd", w.astype(piece.v.dtype), piece.v, preferred_element_type=jnp.float32)
+        for w, piece in zip(weights, pieces, strict=True)
+    )
+    if axis_names:
+        total, summed = jax.lax.psum((total, summed), axis_names)
+    return (summed / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
+
+
+def _maximum(arrays: list[Array]) -> Array:
+    top = arrays[0]
+    for array in arrays[1:]:
+        top = jnp.maximum(top, array)
+    return top
+
+
+def same_segment(
+    query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None
+) -> Bool[Array, "#batch #rows #keys"]:
+    """Return whether rows and keys lie in the same segment; without segments all do."""
+    if query is None or key is None:
+        return jnp.ones((1, 1, 1), bool)
+    return query[:, :, None] == key[:, None, :]

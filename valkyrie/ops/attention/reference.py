@@ -1,0 +1,57 @@
+"""Reference attention with an explicit mask; the others are tested against it.
+
+Time and memory grow with the square of the length; for short sequences it is also the fastest.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from valkyrie.ops.attention.pattern import GlobalTokens, Pattern
+
+
+def reference_attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads head_dim"],
+    *,
+    pattern: Pattern,
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    global_tokens: GlobalTokens | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Return attention in q's dtype by one full matrix of logits per head (two with global tokens)."""
+    positions = jnp.arange(q.shape[1])
+    row, column = positions[:, None], positions[None, :]
+    allowed = jnp.ones((1, 1, 1), bool) if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None, :]
+    if pattern.causal:
+        allowed = allowed & (column <= row)
+    in_window = pattern.sees(row, column)[None]
+    if global_tokens is None:
+        return _masked_attention(q, k, v, allowed & in_window)
+    tokens = global_tokens
+    chosen = tokens.valid[:, :, None] & (tokens.positions[:, :, None] == positions)
+    is_global = chosen.any(1)
+    local = _masked_attention(q, k, v, allowed & (in_window | is_global[:, None, :]))
+    which = jnp.argmax(chosen, axis=1)
+    q_global = jax.vmap(lambda rows, index: rows[index])(tokens.q, which)
+    everywhere = jnp.broadcast_to(allowed, (1, *in_window.shape[1:]) if segment_ids is None else allowed.shape)
+    full = _masked_attention(q_global, tokens.k, tokens.v, everywhere)
+    return jnp.where(is_global[:, :, None, None], full, local)
+
+
+def _masked_attention(
+    q: Float[Array, "batch seq heads head_dim"],
+    k: Float[Array, "batch seq kv_heads head_dim"],
+    v: Float[Array, "batch seq kv_heads head_dim"],
+    mask: Bool[Array, "#batch seq seq"],
+) -> Float[Array, "batch seq heads head_dim"]:
+    batch, seq, heads, head_dim = q.shape
+    grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim)
+    logits = jnp.einsum("bikgd,bjkd->bkgij", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    mask = mask[:, None, None]
+    weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min), axis=-1)
+    weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
+    out = jnp.einsum("bkgij,bjkd->bikgd", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, seq, heads, head_dim).astype(q.dtype)

@@ -1,0 +1,124 @@
+"""Attention of one token at a time, over a cache of keys: a ring of one window, or `max_len` keys without a window.
+
+Time and memory per token do not depend on how many tokens came before. The ring is kept as (dilation, slots): a token
+at position t reads only the slots of its own residue t % dilation, which are its window. Global tokens are the first
+positions of the sequence; they stay beside the ring for ever.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from valkyrie.ops.attention.pattern import Piece, heads_first, heads_last, joint_softmax
+
+
+class GlobalCache(NamedTuple):
+    """The first tokens' keys and values: `k`, `v` locally projected for all later rows, the others for global rows."""
+
+    k: Float[Array, "batch globals kv_heads head_dim"]
+    v: Float[Array, "batch globals kv_heads head_dim"]
+    global_k: Float[Array, "batch globals kv_heads head_dim"]
+    global_v: Float[Array, "batch globals kv_heads head_dim"]
+
+
+class KVCache(NamedTuple):
+    """The cache of causal attention after `position` tokens.
+
+    The token at position p lies at [p % dilation, p // dilation % slots].
+    """
+
+    k: Float[Array, "batch dilation slots kv_heads head_dim"]
+    v: Float[Array, "batch dilation slots kv_heads head_dim"]
+    position: Int[Array, ""]
+    first: GlobalCache | None
+
+
+class GlobalStep(NamedTuple):
+    """One token under the projections of the global tokens; it is used while the token is one of them."""
+
+    q: Float[Array, "batch heads head_dim"]
+    k: Float[Array, "batch kv_heads head_dim"]
+    v: Float[Array, "batch kv_heads head_dim"]
+
+
+def init_cache(
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int | None,
+    max_len: int,
+    dilation: int = 1,
+    global_tokens: int = 0,
+    dtype: DTypeLike = jnp.float32,
+) -> KVCache:
+    """Return an empty cache for sequences of up to `max_len` tokens, of which the first `global_tokens` are global."""
+    longest = -(-max_len // dilation)
+    slots = longest if window is None else min(window, longest)
+    k, v = (jnp.zeros((batch, dilation, slots, kv_heads, head_dim), dtype) for _ in range(2))
+    first = None
+    if global_tokens:
+        first = GlobalCache(*(jnp.zeros((batch, global_tokens, kv_heads, head_dim), dtype) for _ in range(4)))
+    return KVCache(k, v, jnp.zeros((), jnp.int32), first)
+
+
+def attention_step(
+    q: Float[Array, "batch heads head_dim"],
+    k: Float[Array, "batch kv_heads head_dim"],
+    v: Float[Array, "batch kv_heads head_dim"],
+    cache: KVCache,
+    *,
+    global_step: GlobalStep | None = None,
+) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
+    """Return the next token's row of causal `attention`, and the cache with that token in it.
+
+    Window, dilation and number of global tokens are those of `init_cache`. Equal to the parallel form token by token
+    up to `max_len`; without a window, tokens beyond it see the last `max_len` only. `global_step` is required when
+    the cache has global tokens.
+    """
+    _, dilation, slots = cache.k.shape[:3]
+    position = cache.position
+    residue, step = position % dilation, position // dilation
+    index = (0, residue, step % slots, 0, 0)
+    keys = jax.lax.dynamic_update_slice(cache.k, k[:, None, None].astype(cache.k.dtype), index)
+    values = jax.lax.dynamic_update_slice(cache.v, v[:, None, None].astype(cache.v.dtype), index)
+    age = (step - jnp.arange(slots)) % slots
+    ring = Piece(_slots_of(keys, residue), _slots_of(values, residue), (age <= step)[None, None, :])
+    query = heads_first(q[:, None], k.shape[1])
+    first = cache.first
+    if first is None:
+        out = heads_last(joint_softmax(query, [ring]))[:, 0]
+        return out, KVCache(keys, values, position + 1, None)
+    if global_step is None:
+        raise ValueError(f"the cache has {first.k.shape[1]} global tokens: give attention_step their projections too.")
+    first = _remember(first, position, k, v, global_step)
+    ages = position - jnp.arange(first.k.shape[1])
+    in_ring = (ages % dilation == 0) & (ages // dilation < slots)
+    beside = Piece(first.k.swapaxes(1, 2), first.v.swapaxes(1, 2), ((ages >= 0) & ~in_ring)[None, None, :])
+    local = joint_softmax(query, [ring, beside])
+    seen = Piece(first.global_k.swapaxes(1, 2), first.global_v.swapaxes(1, 2), (ages >= 0)[None, None, :])
+    whole = joint_softmax(heads_first(global_step.q[:, None], k.shape[1]), [seen])
+    out = jnp.where(position < first.k.shape[1], whole, local)
+    return heads_last(out)[:, 0], KVCache(keys, values, position + 1, first)
+
+
+def _slots_of(
+    x: Float[Array, "batch dilation slots kv_heads head_dim"], residue: Int[Array, ""]
+) -> Float[Array, "batch kv_heads slots head_dim"]:
+    return jax.lax.dynamic_index_in_dim(x, residue, axis=1, keepdims=False).swapaxes(1, 2)
+
+
+def _remember(
+    first: GlobalCache,
+    position: Int[Array, ""],
+    k: Float[Array, "batch kv_heads head_dim"],
+    v: Float[Array, "batch kv_heads head_dim"],
+    step: GlobalStep,
+) -> GlobalCache:
+    """The first tokens' cache with this token written at its position; a later token falls outside and is dropped."""
+    pairs = zip(first, (k, v, step.k, step.v), strict=True)
+    return GlobalCache(*(kept.at[:, position].set(new.astype(kept.dtype), mode="drop") for kept, new in pairs))

@@ -1,0 +1,302 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const at = Object.fromEntries(data.columns.map((column, i) => [column.id, i]));
+  const byId = (id) => document.getElementById(id);
+  const simulated = Object.fromEntries(data.groups.map((group) => [group.label, group.simulated]));
+
+  const make = (tag, attributes = {}, ...children) => {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  };
+
+  // ---- numbers
+  const scaled = (value, units) => {
+    const [unit, scale] = units.find(([, s]) => value >= s) || units[units.length - 1];
+    const digits = value / scale >= 100 ? 0 : value / scale >= 10 ? 1 : 2;
+    return `${(value / scale).toFixed(digits)} ${unit}`;
+  };
+  const written = {
+    count: (v) => String(v),
+    speed: (v) => Math.round(v).toLocaleString("en-US"),
+    seconds: (v) => scaled(v, [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]),
+    bytes: (v) => (v >= 2 ** 30 / 10 ? `${(v / 2 ** 30).toFixed(1)} GiB` : `${(v / 2 ** 20).toFixed(1)} MiB`),
+    sent: (v) => scaled(v, [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]),
+    share: (v) => `${(100 * v).toFixed(v < 0.0995 ? 1 : 0)}%`,
+    dollars: (v) => `${Number(v.toPrecision(3))} $`,
+  };
+  const missing = (value) => value === null || value === "";
+  const ABOUT = ["rank", "layout", "seen", "status", "partition", "mesh"];
+  const TIMED = ["speed", "seconds"];
+
+  // ---- the ranked table
+  let order = { column: null, down: false };
+  const cell = (row, column, index) => {
+    const value = row[at[column.id]];
+    const kind = column.kind === "text" || column.kind === "layout" ? column.id : "number";
+    const td = column.kind === "layout"
+      ? make("th", { scope: "row", class: kind, "data-id": column.id })
+      : make("td", { class: kind, "data-id": column.id });
+    if (missing(value)) return td;
+    if (column.kind === "layout") {
+      const button = make("button", { type: "button" }, value);
+      button.addEventListener("click", () => choose(index, true));
+      td.append(button);
+    } else if (column.id === "status") {
+      td.append(make("span", { class: `badge ${value === "ok" ? "ok" : ""}`, title: row[at.reason] || "" }, value));
+    } else if (column.kind === "text") {
+      td.append(value);
+    } else {
+      td.append(written[column.kind](value));
+      if (TIMED.includes(column.kind) && simulated[row[at.seen]]) td.append(make("span", { class: "word" }, " simulated"));
+    }
+    return td;
+  };
+  const wanted = (row) => {
+    const find = byId("find").value.trim().toLowerCase();
+    if (find && !row.some((value) => typeof value === "string" && value.toLowerCase().includes(find))) return false;
+    return [...document.querySelectorAll("#filters select")].every(
+      (select) => !select.value || row[at[select.dataset.column]] === select.value,
+    );
+  };
+  const compared = (a, b) => (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+  // The longest run of neighbouring columns in which a row has nothing: its reason stands there.
+  const gap = (row) => {
+    let best = [0, 0], start = 0;
+    columns.forEach((column, i) => {
+      if (ABOUT.includes(column.id) || !missing(row[at[column.id]])) start = i + 1;
+      else if (i + 1 - start > best[1] - best[0]) best = [start, i + 1];
+    });
+    return best;
+  };
+  const cells = (row, index) => {
+    const text = row[at.reason], [start, end] = gap(row);
+    const made = columns.map((column) => cell(row, column, index));
+    if (!text || row[at.per_chip] !== null || start === end) return made;
+    made.splice(start, end - start, make("td", { class: "reason", colspan: end - start, title: text }, make("div", {}, text)));
+    return made;
+  };
+  const fillTable = () => {
+    const shown = data.rows.map((row, i) => [row, i]).filter(([row]) => wanted(row));
+    if (order.column) {
+      const i = at[order.column];
+      shown.sort(([a], [b]) => {
+        if (missing(a[i]) || missing(b[i])) return missing(a[i]) - missing(b[i]);
+        return (order.down ? -1 : 1) * compared(a[i], b[i]);
+      });
+    }
+    const body = shown.map(([row, i]) => make("tr", {}, ...cells(row, i)));
+    byId("table").tBodies[0].replaceChildren(...body);
+    byId("count").textContent = `${shown.length} of ${data.rows.length} trials`;
+  };
+  const sortBy = (column) => {
+    const text = ["text", "layout"].includes(column.kind);
+    const first = text || ["count", "seconds", "bytes", "sent", "dollars"].includes(column.kind) ? false : true;
+    order = { column: column.id, down: order.column === column.id ? !order.down : first };
+    for (const th of byId("table").tHead.rows[0].cells) {
+      th.setAttribute("aria-sort", th.dataset.id !== order.column ? "none" : order.down ? "descending" : "ascending");
+    }
+    fillTable();
+  };
+  const columns = data.columns.filter((column) => column.id !== "reason" && data.rows.some((row) => !missing(row[at[column.id]])));
+  const head = make("tr");
+  for (const column of columns) {
+    const button = make("button", { type: "button", title: column.help }, column.label);
+    button.addEventListener("click", () => sortBy(column));
+    const number = column.kind === "text" || column.kind === "layout" ? "" : "number";
+    head.append(make("th", { scope: "col", "aria-sort": "none", "data-id": column.id, class: number }, button));
+  }
+  byId("table").tHead.append(head);
+  for (const select of document.querySelectorAll("#filters select")) {
+    const values = [...new Set(data.rows.map((row) => row[at[select.dataset.column]]))];
+    if (select.dataset.column !== "seen") values.sort((a, b) => compared(a, b));
+    select.append(make("option", { value: "" }, "all"), ...values.map((value) => make("option", { value }, value)));
+    select.addEventListener("change", fillTable);
+  }
+  byId("find").addEventListener("input", fillTable);
+  byId("filters").addEventListener("submit", (event) => event.preventDefault());
+  byId("filters").addEventListener("reset", () => setTimeout(fillTable));
+
+  // ---- figures
+  const OPTIONS = {
+    renderer: "svg",
+    actions: { export: true, source: false, compiled: false, editor: false },
+    downloadFileName: "valkyrie-report",
+  };
+  const views = new Map();
+  const draw = async (node, spec) => {
+    views.get(node)?.finalize();
+    views.delete(node);
+    node.hidden = !spec;
+    const empty = node.parentElement.querySelector(".empty");
+    if (empty) empty.hidden = Boolean(spec);
+    if (!spec) return node.replaceChildren();
+    const shown = structuredClone(spec);
+    shown.config.axis.labelLimit = Math.min(720, Math.max(160, 0.62 * node.clientWidth));
+    views.set(node, await window.vegaEmbed(node, shown, OPTIONS));
+  };
+  const drawGroup = (index) =>
+    Object.entries(data.figures).map(([id, specs]) => draw(document.querySelector(`[data-figure="${id}"]`), specs[index]));
+  data.groups.forEach((group, i) => {
+    const radio = make("input", { type: "radio", name: "kind", value: i });
+    radio.checked = i === 0;
+    radio.addEventListener("change", () => drawGroup(i));
+    byId("kinds").append(make("label", {}, radio, ` ${group.label}`));
+  });
+  byId("kinds").hidden = data.groups.length < 2;
+
+  // ---- one layout
+  const NAMES = {
+    seen: "speed is", status: "status", reason: "reason", per_chip: "tokens/s/chip", step: "step", peak: "peak memory",
+    roles: "what each mesh axis does", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
+    memory: "memory holds", reported: "devices report a peak of", compiled: "compiled in", placement: "on the torus", hints: "hints",
+  };
+  const textAt = (place) => (Array.isArray(place) ? place.map(textAt) : data.texts[place]);
+  const fact = (name, value) => {
+    const dd = make("dd");
+    if (name === "command") dd.append(make("code", {}, value.join(" ")));
+    else if (Array.isArray(value)) dd.append(make("ul", {}, ...value.map((line) => make("li", {}, line))));
+    else dd.append(name === "folder" ? make("code", {}, value) : value);
+    return [make("dt", {}, NAMES[name]), dd];
+  };
+  const choose = (index, jump) => {
+    const row = data.rows[index];
+    byId("chosen").value = String(index);
+    const facts = [];
+    for (const id of ["seen", "status", "reason", "per_chip", "step", "peak"]) {
+      const column = data.columns[at[id]], value = row[at[id]];
+      if (missing(value)) continue;
+      const word = TIMED.includes(column.kind) && simulated[row[at.seen]] ? " simulated" : "";
+      facts.push(...fact(id, (written[column.kind] || String)(value) + word));
+    }
+    for (const [name, places] of Object.entries(data.details[index])) facts.push(...fact(name, textAt(places)));
+    byId("facts").replaceChildren(...facts);
+    drawTorus(data.toruses[index]);
+    drawTimeline(data.timelines[index]);
+    if (jump) {
+      byId("layout").scrollIntoView({ block: "start" });
+      byId("layout").focus({ preventScroll: true });
+    }
+  };
+  const OTHERS = ["#5b7fb8", "#9cc3e6", "#3f6f9f", "#b8a9c9", "#9a8f80", "#7d97a8"];
+  const drawTimeline = (timeline) => {
+    const node = byId("timeline");
+    node.parentElement.querySelector(".empty").textContent = Object.keys(data.timelines).length
+      ? "This page has the timelines of the best layouts only. This one's may be in its run folder: timeline.json opens in ui.perfetto.dev."
+      : "No layout here has a timeline. Predictions for TPU targets write one: valkyrie-train mode=compile target=v5e-8.";
+    if (!timeline) return draw(node, null);
+    const values = timeline.spans.map(([track, start, length, kind, name, count]) => ({
+      track: timeline.tracks[track], start: start / 1e3, end: (start + length) / 1e3, ms: length / 1e3,
+      kind: timeline.names[kind], name: timeline.names[name], count,
+    }));
+    const spec = structuredClone(data.timeline);
+    spec.data.values = values;
+    spec.height = 34 * timeline.tracks.length;
+    spec.encoding.x.scale.domain = [0, timeline.step_us / 1e3];
+    spec.encoding.y.scale = { domain: timeline.tracks };
+    const kinds = [...new Set(values.map((value) => value.kind))], left = [...OTHERS];
+    spec.encoding.color.scale = { domain: kinds, range: kinds.map((kind) => data.colours[kind] || left.shift() || "#888") };
+    return draw(node, spec);
+  };
+  data.rows.forEach((row, i) => {
+    byId("chosen").append(make("option", { value: i }, `${row[at.layout]} — ${row[at.seen]}${row[at.rank] ? "" : `, ${row[at.status]}`}`));
+  });
+  byId("chosen").addEventListener("change", (event) => choose(Number(event.target.value), false));
+
+  // ---- the torus
+  const svg = (tag, attributes, text) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    if (text !== undefined) node.textContent = text;
+    return node;
+  };
+  const drawTorus = (torus) => {
+    const box = byId("torus");
+    if (!torus) {
+      box.replaceChildren(make("p", { class: "empty" }, "The placement of this layout is not known: predictions for TPU slices of at most 256 chips have it."));
+      return;
+    }
+    const [rows, across, deep] = [...torus.shape, 1, 1].slice(0, 3);
+    const step = Math.max(34, Math.min(64, 520 / Math.max(rows, across)));
+    const shift = deep > 1 ? step * 0.42 : 0;
+    const place = (a, b, c) => [30 + b * step * (deep > 1 ? 1 + 0.25 * deep : 1) + c * shift, 30 + (deep - 1) * shift * 0.7 + a * step * (deep > 1 ? 1 + 0.2 * deep : 1) - c * shift * 0.7];
+    const index = (a, b, c) => (a * across + b) * deep + c;
+    const meshOf = (device) => {
+      const where = [];
+      for (const [, size] of [...torus.axes].reverse()) { where.unshift(device % size); device = Math.floor(device / size); }
+      return where;
+    };
+    const between = (one, other) => {
+      const changed = torus.axes.filter((_, i) => meshOf(torus.at[one])[i] !== meshOf(torus.at[other])[i]);
+      return changed.length === 1 ? changed[0][0] : null;
+    };
+    const used = torus.axes.filter(([, size]) => size > 1).map(([name]) => name);
+    const colour = (axis) => (axis === null ? "currentColor" : data.colours[axis]);
+    const [right, low] = place(rows - 1, across - 1, 0), [far] = place(0, across - 1, deep - 1);
+    const width = Math.max(right, far) + 60, height = low + 30;
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
+    const links = svg("g", { "stroke-width": 3.5, "stroke-linecap": "round" }), chips = svg("g", {});
+    const title = `torus of ${torus.shape.join("x")} chips${torus.slices > 1 ? `, one of ${torus.slices} slices` : ""}`;
+    picture.append(svg("title", {}, title), links, chips);
+    const drawn = new Set();
+    for (let a = 0; a < rows; a++) for (let b = 0; b < across; b++) for (let c = 0; c < deep; c++) {
+      const here = [a, b, c], sizes = [rows, across, deep], [x, y] = place(a, b, c);
+      sizes.forEach((size, axis) => {
+        const next = [...here];
+        next[axis] += 1;
+        const wraps = next[axis] === size;
+        if (wraps && (!torus.wrap[axis] || size < 3)) return;
+        if (wraps) next[axis] = 0;
+        const over = between(index(...here), index(...next));
+        if (over) drawn.add(over);
+        const line = { stroke: colour(over), "stroke-opacity": over ? 0.95 : 0.25 };
+        if (!wraps) {
+          const [x2, y2] = place(...next);
+          links.append(svg("line", { x1: x, y1: y, x2, y2, ...line }));
+          return;
+        }
+        const [dx, dy] = [[0, 18], [18, 0], [11, -9]][axis], [x2, y2] = place(...next);
+        links.append(svg("line", { x1: x, y1: y, x2: x + dx, y2: y + dy, ...line }), svg("line", { x1: x2, y1: y2, x2: x2 - dx, y2: y2 - dy, ...line }));
+      });
+      const where = meshOf(torus.at[index(a, b, c)]);
+      const labels = torus.axes.map(([name], i) => [name, where[i]]).filter(([name]) => used.includes(name));
+      const chip = svg("circle", { cx: x, cy: y, r: deep > 1 ? 6 : 8, fill: "var(--paper)", stroke: "currentColor", "stroke-width": 1.5 });
+      chip.append(svg("title", {}, `chip ${here.slice(0, torus.shape.length).join(",")}: ${labels.map(([name, i]) => `${name}=${i}`).join(" ")}`));
+      chips.append(chip);
+      if (rows * across * deep <= 32 && deep === 1) chips.append(svg("text", { x: x + 10, y: y - 8 }, labels.map(([, i]) => i).join(",")));
+    }
+    const keys = used.map((name) => {
+      const swatch = make("i");
+      swatch.style.background = colour(name);
+      return make("li", {}, swatch, `${name}${drawn.has(name) ? "" : ": its neighbours share no link"}`);
+    });
+    const note = [...(deep === 1 && rows * across <= 32 ? [make("p", { class: "words" }, `Numbers beside a chip: its place along ${used.join(", ")}. Grey links join chips that differ along more than one axis.`)] : [])];
+    box.replaceChildren(picture, make("ul", { class: "keys" }, ...keys), ...note, make("p", { class: "words" }, title));
+  };
+
+  // ---- light and dark
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  try { chosen = localStorage.getItem("valkyrie-theme"); } catch { chosen = null; }
+  const paint = () => {
+    const now = chosen ? chosen === "dark" : dark.matches;
+    document.documentElement.dataset.theme = now ? "dark" : "light";
+    byId("theme").textContent = now ? "Light page" : "Dark page";
+  };
+  dark.addEventListener("change", paint);
+  byId("theme").addEventListener("click", () => {
+    chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+    try { localStorage.setItem("valkyrie-theme", chosen); } catch { /* a page from disk may have no storage */ }
+    paint();
+  });
+  window.addEventListener("beforeprint", () => document.querySelectorAll("details.reason").forEach((one) => { one.open = true; }));
+
+  paint();
+  fillTable();
+  const first = Math.min(...Object.keys(data.timelines).map(Number));
+  choose(Number.isFinite(first) ? first : 0, false);
+  Promise.all([...drawGroup(0), ...Object.entries(data.together).map(([id, spec]) => draw(document.querySelector(`[data-figure="${id}"]`), spec))])
+    .then(() => { document.body.dataset.ready = "true"; });
+})();

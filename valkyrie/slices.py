@@ -1,0 +1,196 @@
+"""The slices a chip comes in: which shapes there are, the shape of a size, its hosts and rings, and the nearest ones.
+
+Source of the shapes: cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (`4i x 4j x 4k`, and the shapes below a cube), /v5e
+and /v6e (2-D). Source of the shape that a size alone stands for: cloud.google.com/tpu/docs/types-topologies, "the
+default topology associated with a given chip count is the one that's most similar to a cube".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+Shape = tuple[int, ...]
+"""Chips along each axis of a slice."""
+
+
+class Wrap(Enum):
+    """Which shapes a torus comes in, and which of its axes close into rings.
+
+    `axes_of_16`, `axes_of_32`: a square pod of that side, cut into n x n and n x 2n; an axis as long as the pod closes.
+    `cubes_of_4`: built of cubes of 4x4x4; all axes close where all are whole cubes. `none`: any shape, without rings.
+    """
+
+    none = "none"
+    axes_of_16 = "axes_of_16"
+    axes_of_32 = "axes_of_32"
+    cubes_of_4 = "cubes_of_4"
+
+
+WRAP_AXES = {Wrap.axes_of_16: 2, Wrap.axes_of_32: 2, Wrap.cubes_of_4: 3}
+"""The axes of the torus that each rule is for."""
+
+_POD_SIDE = {Wrap.axes_of_16: 16, Wrap.axes_of_32: 32}
+_BELOW_A_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_LONGEST_AXIS = 256
+"""Of whole cubes: from 1 to 96 cubes, AXLearn lists the v5p sizes that have a shape within it, and no other."""
+_LARGEST = {Wrap.axes_of_16: 16**2, Wrap.axes_of_32: 32**2, Wrap.cubes_of_4: _LONGEST_AXIS**3}
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of one chip.
+
+    `axes`: of its torus, None where chips are counted alone, as GPUs are. `largest`: chips of the largest slice, None
+    where no limit is known. `host_bounds`: chips of a host along each axis; one host has all where it is empty.
+    `single_host`: chips that one host may have where it is the only one (v5e: 8, not 4).
+    """
+
+    axes: int | None
+    wrap: Wrap
+    largest: int | None
+    host_bounds: Shape
+    single_host: int | None = None
+
+    def default(self, chips: int) -> Shape | None:
+        """Return the shape of a slice of so many chips, of several the nearest to a cube; None where there is none."""
+        shapes = [shape for shape in self._of_size(chips) if self._fits_hosts(shape)]
+        return min(shapes, key=lambda shape: (sum(shape), max(shape)), default=None)
+
+    def exists(self, shape: Shape) -> bool:
+        """Return whether there is a slice of this shape, its axes in this order."""
+        if len(shape) != (self.axes or 1) or not self._fits_hosts(shape):
+            return False
+        of_size = self._of_size(math.prod(shape))
+        return bool(of_size) and (self.wrap is Wrap.none or tuple(sorted(shape)) in {tuple(sorted(s)) for s in of_size})
+
+    def rule(self, chips: int) -> str:
+        """Return what keeps a slice of so many chips, or some shape of them, from existing."""
+        if self.largest is not None and chips > self.largest:
+            return f"the largest has {self.largest} chips, this one would have {chips}"
+        if self.wrap is Wrap.cubes_of_4:
+            small = ", ".join(shape_text(s) for s in _BELOW_A_CUBE)
+            return f"below a cube of 4x4x4 there are {small}; from there on every axis is a multiple of 4"
+        if self.wrap in _POD_SIDE:
+            return f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {_POD_SIDE[self.wrap]}"
+        return f"beyond one host of {shape_text(self.host_bounds)} chips there are only whole hosts"
+
+    def refusal(self, shape: Shape, chip: str, written: Callable[[Shape], str]) -> str | None:
+        """Return what follows `target.topology=4x4x3` where a chip has no such slice, None where it has.
+
+        It names the nearest slices that there are; `written` writes one as it is asked for.
+        """
+        if self.exists(shape):
+            return None
+        turned = tuple(sorted(shape, reverse=True))
+        if self.exists(turned):
+            reason = f"hosts of {shape_text(self.host_bounds)} chips do not fit into it. Write {written(turned)}."
+        else:
+            reason = f"{self.rule(math.prod(shape))}. {nearest_hint(self.nearest_to(shape), written)}"
+        return f" is not a slice of {chip}: {reason}"
+
+    def wrong_axes(self, chip: str, key: str) -> str:
+        """Return what follows a topology of other axes than the chip's torus; `key` stands before the right ones."""
+        such = shape_text([4] * (self.axes or 1))
+        return f": a {chip} slice is a torus of {self.axes} axes. Write the chips along each, such as {key}{such}."
+
+    def nearest(self, chips: int | Fraction) -> list[Shape]:
+        """Return the next smaller slice than one of so many chips, and the next larger, as far as there are any."""
+        largest = self.largest or _LARGEST.get(self.wrap) or math.ceil(chips) + math.prod(self.host_bounds)
+        below = (self.default(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
+        above = (self.default(n) for n in range(math.floor(chips) + 1, largest + 1))
+        return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
+
+    def nearest_to(self, shape: Shape) -> list[Shape]:
+        """Return the slices nearest to a shape: another of as many chips, the next smaller, the next larger."""
+        chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
+
+        def unlike(other: Shape) -> float:
+            return sum(abs(math.log(side) - own) for side, own in zip(sorted(other), sides, strict=True))
+
+        nearest = []
+        for size in (chips, *(math.prod(default) for default in self.nearest(chips))):
+            others = [s for s in self._of_size(size) if self._fits_hosts(s) and sorted(s) != sorted(shape)]
+            nearest += [min(others, key=unlike)] if others else []
+        return nearest
+
+    def host(self, shape: Shape) -> Shape:
+        """Return the chips of a host along each axis of a slice."""
+        if not self.host_bounds or math.prod(shape) <= (self.single_host or 0):
+            return shape
+        return tuple(min(bound, side) for bound, side in zip(self.host_bounds, shape, strict=True))
+
+    def hosts(self, shape: Shape) -> int:
+        """Return how many hosts a slice has."""
+        return -(-math.prod(shape) // math.prod(self.host(shape)))
+
+    def rings(self, shape: Shape) -> tuple[bool, ...]:
+        """Return for each axis of a slice whether it closes into a ring."""
+        if self.wrap is Wrap.cubes_of_4:
+            return (all(side % 4 == 0 for side in shape),) * len(shape)
+        return tuple(side == _POD_SIDE.get(self.wrap) for side in shape)
+
+    def _of_size(self, chips: int) -> list[Shape]:
+        """Return the shapes of so many chips, as Cloud TPU writes them; the most even one where any is legal."""
+        if chips < 1 or (self.largest is not None and chips > self.largest):
+            return []
+        if self.wrap is Wrap.none:
+            return self._of_hosts(chips)
+        return _of_cubes(chips) if self.wrap is Wrap.cubes_of_4 else _of_squares(chips, _POD_SIDE[self.wrap])
+
+    def _of_hosts(self, chips: int) -> list[Shape]:
+        """Return the most even shape of whole hosts, or of a part of one, where any shape is legal."""
+        axes, bounds = self.axes or 1, self.host_bounds or (1,) * (self.axes or 1)
+        hosts, rest = divmod(chips, math.prod(bounds))
+        if rest:
+            return [] if hosts else [even_shape(chips, axes)]
+        return [tuple(n * bound for n, bound in zip(even_shape(hosts, axes), bounds, strict=True))]
+
+    def _fits_hosts(self, shape: Shape) -> bool:
+        whole = all(side % bound == 0 for side, bound in zip(shape, self.host_bounds, strict=False))
+        return whole or math.prod(shape) < math.prod(self.host_bounds)
+
+
+def parse_shape(topology: str | None) -> Shape | None:
+    """Return the chips along each axis that a topology like `8x8x12` names, or None when it names none."""
+    if topology is None or not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", topology):
+        return None
+    return tuple(int(n) for n in topology.split("x"))
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Return a shape as it is written: `8x8x12`."""
+    return "x".join(str(n) for n in shape)
+
+
+def even_shape(chips: int, axes: int) -> Shape:
+    """Return so many chips or devices along so many axes of nearly equal length, ascending."""
+    if axes == 1:
+        return (chips,)
+    side = next(n for n in range(round(chips ** (1 / axes)), 0, -1) if chips % n == 0)
+    return tuple(sorted((side, *even_shape(chips // side, axes - 1))))
+
+
+def nearest_hint(shapes: Iterable[Shape], written: Callable[[Shape], str]) -> str:
+    """Return the sentence that names slices that there are, with their chips."""
+    named = [f"{written(shape)} ({math.prod(shape)} chip{'s' * (math.prod(shape) > 1)})" for shape in shapes]
+    return f"Nearest: {', '.join(named)}."
+
+
+def _of_cubes(chips: int) -> list[Shape]:
+    cubes, rest = divmod(chips, 64)
+    if rest or not cubes:
+        return [shape for shape in _BELOW_A_CUBE if math.prod(shape) == chips]
+    longest = _LONGEST_AXIS // 4
+    sides = [n for n in range(1, min(cubes, longest) + 1) if cubes % n == 0]
+    pairs = ((i, j) for i in sides for j in sides if i <= j and cubes % (i * j) == 0)
+    return [(4 * i, 4 * j, 4 * k) for i, j in pairs if j <= (k := cubes // (i * j)) <= longest]
+
+
+def _of_squares(chips: int, longest: int) -> list[Shape]:
+    sides = [2**i for i in range(longest.bit_length())]
+    return [(a, b) for a in sides for b in sides if a * b == chips and b in (a, 2 * a) and (a, b) != (1, 2)]

@@ -1,0 +1,53 @@
+"""The process of a trial: `python -m valkyrie.sweep.child FOLDER` carries out FOLDER/run.yaml and leaves outcome.json.
+
+Whatever it raises is in its log with the traceback, and in `outcome.json` in words. A process that is ended from
+outside, or by the compiler, leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from valkyrie.modes import MODES
+from valkyrie.run import Run
+from valkyrie.search import NOT_COMPILED
+from valkyrie.sweep.results import INTERRUPTED, Outcome, failure, results_of
+from valkyrie.sweep.trial import Status
+from valkyrie.train.folder import COMMAND, RUN
+
+
+def main() -> None:
+    """Carry out the trial in the folder that the first argument names; the exit status is 1 where it is not ok."""
+    folder = Path(sys.argv[1])
+    try:
+        outcome = _carry_out(folder)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except (ValueError, OSError) as error:  # as the command takes them: mistakes of the user
+        traceback.print_exc()
+        outcome = Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()), {})
+    except Exception as error:
+        traceback.print_exc()
+        outcome = failure(f"{type(error).__name__}: {error}")
+    outcome.write(folder)
+    sys.exit(int(outcome.status is not Status.ok))
+
+
+def _carry_out(folder: Path) -> Outcome:
+    config = OmegaConf.load(folder / RUN)
+    assert isinstance(config, DictConfig)
+    run = Run.from_config(config)
+    mode = MODES[run.config.mode.name]
+    status = mode(run, json.loads((folder / COMMAND).read_text()))
+    if status not in (0, NOT_COMPILED):
+        sys.exit(status)
+    return results_of(folder, mode)
+
+
+if __name__ == "__main__":
+    main()

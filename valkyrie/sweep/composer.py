@@ -1,0 +1,139 @@
+"""Runs of the jobs of a multirun: Hydra composes each kind of job once, the others differ in values set on that."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from valkyrie.parallel.mesh import MeshConfig, parse_mesh
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.paths import conf_dir, read_config
+from valkyrie.run import Run
+from valkyrie.train.folder import key_value
+
+_LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
+
+
+@dataclass
+class _Kind:
+    """What the jobs of a kind share: their configuration, and the run of each set of values, whatever its layout."""
+
+    config: DictConfig
+    runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
+
+
+@dataclass
+class Composer:
+    """Composes runs as the jobs of a multirun are composed, by its configuration and Hydra's loader.
+
+    Jobs are of one kind where they choose the same groups and set the same keys. A mesh written as sizes, and a
+    partition that ships with the package, need no composing either, unless the configuration refers to them or
+    changes them.
+    """
+
+    config: DictConfig
+    loader: ConfigLoader
+    _kinds: dict[tuple[str, ...], _Kind | None] = field(default_factory=dict)
+    _options: dict[str, list[str]] = field(default_factory=dict)
+    _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
+
+    def run(self, overrides: Sequence[str]) -> Run:
+        """Return the run of a job with these overrides; ValueError for a wrong one, else what Hydra raises."""
+        parsed = self.parse(overrides)
+        layout = self._layout(parsed)
+        others = [override for override in parsed if override.key_or_group not in layout]
+        values = [o for o in others if not o.is_delete() and not self.options(o.key_or_group)]
+        chosen = [str(o.input_line) for o in others if o not in values]
+        key = (*chosen, "", *(o.key_or_group for o in values), "", *layout)
+        if key not in self._kinds:
+            config = self.compose(overrides)
+            run = Run.from_config(config)
+            free = all(getattr(run.config, name) == value for name, value in layout.items())
+            free = free and not (layout and _LAYOUT_REFERENCE.search(OmegaConf.to_yaml(config)))
+            self._kinds[key] = _Kind(config) if free else None
+            return run
+        kind = self._kinds[key]
+        if kind is None:
+            return Run.from_config(self.compose(overrides))
+        lines = tuple(str(o.input_line) for o in values)
+        if lines not in kind.runs:
+            try:
+                kind.runs[lines] = Run.from_config(_with_values(kind.config, values))
+            except OmegaConfBaseException:  # Hydra refuses a wrong value in better words
+                return Run.from_config(self.compose(overrides))
+        run = kind.runs[lines]
+        return run.changed(**layout) if layout else run
+
+    def mesh(self, name: str, fixed: Sequence[str]) -> MeshConfig:
+        """Return the mesh of a name: sizes, or a choice of the group as it is composed beside the fixed overrides."""
+        return self._mesh(name) or self.run([*fixed, f"mesh={name}"]).config.mesh
+
+    def partition(self, name: str, fixed: Sequence[str]) -> PartitionConfig:
+        """Return the partition of a name as it is composed beside the fixed overrides."""
+        return self.run([*fixed, f"partition={name}"]).config.partition
+
+    def parse(self, overrides: Sequence[str]) -> list[Override]:
+        """Return overrides as Hydra reads them."""
+        return OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))
+
+    def options(self, group: str) -> list[str]:
+        """Return the choices of a group, those of a user's folder among them; none for what is no group."""
+        if group not in self._options:
+            self._options[group] = self.loader.get_group_options(
+                group, config_name=self.config.hydra.job.config_name, overrides=search_path(self.config.hydra)
+            )
+        return self._options[group]
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """Return the configuration of a job with these overrides, without Hydra's own part."""
+        config = self.loader.load_sweep_config(self.config, list(overrides))
+        return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+
+    def _layout(self, overrides: Sequence[Override]) -> dict[str, Any]:
+        """Return the mesh and the partition among overrides that are known without composing."""
+        known: dict[str, Any] = {}
+        for override in overrides:
+            key, name = override.key_or_group, override.value()
+            if override.is_delete() or override.is_add() or override.package is not None:
+                continue
+            if key == "mesh" and isinstance(name, str):
+                known[key] = self._mesh(name)
+            elif key == "partition" and isinstance(name, str):
+                known[key] = self._partition(name)
+        return {key: value for key, value in known.items() if value is not None}
+
+    def _mesh(self, name: str) -> MeshConfig | None:
+        return parse_mesh(name) if name[:1].isdigit() and name not in self.options("mesh") else None
+
+    def _partition(self, name: str) -> PartitionConfig | None:
+        """Return a partition that ships with the package; None where a folder of the user's has one of that name."""
+        if name not in self._shipped:
+            path = f"partition/{name}.yaml"
+            sources = (source for source in self.loader.get_sources() if source.is_config(path))
+            first = next(sources, None)
+            shipped = first is not None and first.path == str(conf_dir())
+            self._shipped[name] = read_config("partition", name, PartitionConfig) if shipped else None
+        return self._shipped[name]
+
+
+def search_path(hydra: Any) -> list[str]:
+    """Return the overrides of a command that say where configurations lie, of its part of the configuration."""
+    overrides = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
+    assert isinstance(overrides, list)
+    return [line for line in map(str, overrides) if key_value(line)[0] == "hydra.searchpath"]
+
+
+def _with_values(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
+    config = copy.deepcopy(config)
+    for override in overrides:
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=override.is_add())
+    return config

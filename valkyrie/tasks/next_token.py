@@ -1,0 +1,115 @@
+"""Next-token prediction over packed documents: cross-entropy per token, and bits per byte in evaluation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from valkyrie.axes import Shard
+from valkyrie.data.loader import Loader, make_loader
+from valkyrie.data.manifest import Prepared
+from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.models.language_model import LanguageModel, Losses
+from valkyrie.models.layers import Checkpoint
+from valkyrie.tasks import Array, Outcome
+
+_DTYPES = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weights": "float32"}
+
+Batch = dict[str, jax.Array]
+
+
+def token_losses(
+    module: LanguageModel, batch: Batch, *, shard: Shard, checkpoint: Checkpoint, key: jax.Array | None
+) -> Losses:
+    """Return the loss sums of a batch (`tokens`, `targets`, `segment_ids`, `weights`: batch by seq)."""
+    x = module.embed(batch["tokens"], shard=shard)
+    boundaries = module.boundaries(batch["segment_ids"])
+    x = module.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key)
+    return module.head_loss(x, batch["targets"], batch["weights"], shard=shard)
+
+
+class Task:
+    """Every token but the first is predicted from those before it; losses are averaged over tokens."""
+
+    name = "next_token"
+
+    def batch(self, batch: int, seq: int) -> dict[str, Array]:
+        """Return the arrays of a global batch, each (batch, seq)."""
+        return {name: Array((batch, seq), dtype, ("batch", "seq")) for name, dtype in _DTYPES.items()}
+
+    def carry(self, batch: int, seq: int) -> dict[str, Array]:
+        """Return nothing: a step depends on its batch alone."""
+        return {}
+
+    def loader(self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool) -> Loader:
+        """Return this process's batches of a split."""
+        return make_loader(
+            prepared,
+            split,
+            batch=batch,
+            seq=seq,
+            seed=seed,
+            repeat=repeat,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+
+    def random_batch(self, batch: int, seq: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+        """Return this process's part of a batch of random tokens, each row one document."""
+        shape = (batch // jax.process_count(), seq)
+        rng = np.random.default_rng([seed, jax.process_index()])
+        tokens = rng.integers(0, vocab_size, (shape[0], seq + 1)).astype(np.int32)
+        whole = {"segment_ids": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **whole}
+
+    def loss(
+        self,
+        module: Any,
+        batch: Batch,
+        carry: Any,
+        *,
+        shard: Shard,
+        checkpoint: Checkpoint,
+        key: jax.Array | None,
+    ) -> Outcome:
+        """Return the objective (with z-loss), and the sums `loss` (nats, without it) and `weight` (targets)."""
+        losses = token_losses(module, batch, shard=shard, checkpoint=checkpoint, key=key)
+        return Outcome(losses.objective_sum, {"loss": losses.loss_sum, "weight": losses.weight_sum}, carry)
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
+        """Return `loss` (nats per token) and `tokens`."""
+        return {"loss": sums["loss"] / jnp.maximum(sums["weight"], 1.0), "tokens": sums["weight"]}
+
+    def references(self, tokenizer: Tokenizer, vocab_rows: int) -> np.ndarray:
+        """Return the length of each token in bytes, 0 for special tokens and padding."""
+        lengths = np.zeros(vocab_rows, np.float32)
+        lengths[: tokenizer.vocab_size] = tokenizer.token_bytes
+        return lengths
+
+    def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
+        """Return `loss` and `weight` over all targets, `nats` and `bytes` over those that are text."""
+        losses = token_losses(module, batch, shard=shard, checkpoint=lambda block: block, key=None)
+        length = references[batch["targets"]] * batch["weights"]
+        return {
+            "loss": losses.loss_sum,
+            "weight": losses.weight_sum,
+            "nats": jnp.sum(losses.per_token * (length > 0)),
+            "bytes": jnp.sum(length),
+        }
+
+    def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return `eval_loss` (nats per target), `eval_bits_per_byte` and `eval_tokens`."""
+        return {
+            "eval_loss": sums["loss"] / sums["weight"],
+            "eval_bits_per_byte": sums["nats"] / (math.log(2) * max(sums["bytes"], 1.0)),
+            "eval_tokens": sums["weight"],
+        }
+
+    def describe(self, evaluation: dict[str, float]) -> str:
+        """Return loss, bits per byte, and over how many tokens."""
+        loss, bits = evaluation["eval_loss"], evaluation["eval_bits_per_byte"]
+        return f"validation loss {loss:.4f}, {bits:.4f} bits per byte over {evaluation['eval_tokens']:,.0f} tokens"

@@ -1,0 +1,90 @@
+"""The options a step is compiled with: who set each of them, and what is said of one that the compiler refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from valkyrie.hardware import ChipConfig, known_chips
+
+KEY = "target.chip.xla_options"
+CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
+"""Who sets an option: the chip's YAML, the command line (or an experiment), or this package by the model's size."""
+
+_UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
+_UNREADABLE = re.compile(r"Failed to parse '([^']*)' into flag (\w+):\s*(.*)")
+
+
+class OptionRefused(ValueError):
+    """The compiler does not know an option, or cannot read its value."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of the compiler. `value` is None for a default of the chip that was taken away."""
+
+    name: str
+    value: str | None
+    set_by: str
+
+    def __str__(self) -> str:
+        return f"{self.name} removed" if self.value is None else f"{self.name}={self.value}"
+
+
+def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
+    """Return every option that stands, and every default taken away; `computed` are Valkyrie's, which a chip's replace.
+
+    An option is the chip's default where it is as the chip's shipped YAML has it.
+    """
+    written = chip.xla_options if chip else {}
+    shipped = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
+    found = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in written]
+    for name, value in written.items():
+        if value is not None or name in shipped or name in computed:
+            found.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else YOU))
+    return found
+
+
+def option_text(value: object) -> str | None:
+    """Return a value as the compiler reads it: `true` for True."""
+    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@contextlib.contextmanager
+def refusals_in_plain_words() -> Iterator[None]:
+    """Around a compile: OptionRefused in place of XLA's error about an option."""
+    import jax  # here, for the reports that print options load no JAX
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if reason := refusal(str(error)):
+            raise OptionRefused(reason) from None
+        raise
+
+
+def refusal(message: str) -> str | None:
+    """Return what an error of the compiler means that is about an option, None for other errors."""
+    if unknown := _UNKNOWN.search(message):
+        name = unknown[1]
+        names = {option for chip in known_chips().values() for option in chip.xla_options}
+        near = difflib.get_close_matches(name, sorted(names), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        remedy = f"Leave it out, or write {KEY}.{name}=null."
+        return f"{KEY}.{name}: {_compiler()} has no option of this name.{hint} {remedy}"
+    if unreadable := _UNREADABLE.search(message):
+        value, name, why = unreadable.groups()
+        said = f" {why.strip().rstrip('.')}." if why.strip() else ""
+        return f"{KEY}.{name}={value}: {_compiler()} cannot read this value.{said}"
+    return None
+
+
+def _compiler() -> str:
+    try:
+        return f"the compiler (libtpu {metadata.version('libtpu')})"
+    except metadata.PackageNotFoundError:
+        return "the compiler"

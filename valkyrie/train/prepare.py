@@ -1,0 +1,83 @@
+"""What a run needs before its program: data, tokenizer and devices, the cheap and the refusable first; trained runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from valkyrie.run import Run
+from valkyrie.train.devices import acquire, configure_jax, missing_devices
+from valkyrie.train.folder import changed_settings, find_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from valkyrie.data.manifest import Prepared
+    from valkyrie.data.tokenizer import Tokenizer
+    from valkyrie.train.devices import Devices
+    from valkyrie.train.program import StepProgram
+
+
+class Inputs(NamedTuple):
+    """What a training or an evaluation works with."""
+
+    devices: Devices
+    data: Prepared
+    tokenizer: Tokenizer
+
+
+def prepare_run(run: Run, console: Console) -> Inputs:
+    """Return the devices, prepared data and tokenizer of a run, printing what they are.
+
+    ValueError where the devices are not of this machine, or where tokenizer and model do not fit.
+    """
+    from valkyrie.data.prepare import prepare
+
+    problems = missing_devices(run)
+    if problems:
+        raise ValueError("\n".join(problems))
+    tokenizer = tokenizer_of(run)
+    data = prepare(run.config.data, run.tokenizer)
+    console.print(
+        f"data {data.name}: {data.train.tokens:,} training tokens, {data.validation.tokens:,} validation tokens "
+        f"({data.tokenizer})",
+        highlight=False,
+    )
+    configure_jax(run)
+    devices = acquire(run)
+    console.print(devices.note, style="bold yellow" if devices.simulated else None)
+    return Inputs(devices, data, tokenizer)
+
+
+def tokenizer_of(run: Run) -> Tokenizer:
+    """Return the tokenizer of a run; ValueError where it has more ids than the model has rows for."""
+    from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
+
+    ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
+    if ids > rows:
+        key = "data.tokenizer" if run.config.data.tokenizer else "model.tokenizer"
+        raise ValueError(
+            f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows} is all that the model has. "
+            f"Use model.vocab_size={ids} or above, or a tokenizer of at most {rows:,} ids."
+        )
+    return load_tokenizer(run.tokenizer)
+
+
+def trained_folder(run: Run) -> Path:
+    """Return the folder of the trained run that `resume` or `name` names, or of the latest; ValueError if none."""
+    config = run.config
+    return find_run(Path(config.runs), config.resume or config.name or "latest")
+
+
+def restore(run: Run, devices: Devices, folder: Path) -> tuple[StepProgram, int, Any]:
+    """Return (program, step, parameters) of a trained run; the average of the parameters where it kept one."""
+    from contextlib import closing
+
+    from valkyrie.checkpoint import Checkpoints
+    from valkyrie.parallel.mesh import build_mesh
+    from valkyrie.train.program import StepProgram
+
+    program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
+    with closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints:
+        step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
+    return program, step, state.averaged

@@ -1,0 +1,38 @@
+"""How bytes, seconds and shares are written for people."""
+
+from __future__ import annotations
+
+GIB = 2**30
+"""Bytes."""
+
+
+def gib(size: int | float | None) -> str:
+    """Return bytes in GiB, `?` where they are not known."""
+    return "?" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def memory(size: int | float | None) -> str:
+    """Return bytes in GiB, or in MiB or KiB below a tenth of one; `?` where they are not known."""
+    if size is None or size >= GIB / 10:
+        return gib(size)
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 / 10 else f"{size / 2**10:.1f} KiB"
+
+
+def sent(size: int | float) -> str:
+    """Return bytes on a link, in powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds, below one as milliseconds."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds:.3f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"
+
+
+def percent(share: float) -> str:
+    """Return a share of one as whole percents."""
+    return f"{100 * share:.0f}%"
