@@ -88,18 +88,18 @@ class Command(NamedTuple):
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     """A function from arguments to the `Command` that `valkyrie-train` makes of them, short of carrying it out."""
-    from valkyrie.cli import train
+    from valkyrie.cli import dispatch
 
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> Command:
         runs: list[Any] = []
-        monkeypatch.setattr(train, "_dispatch", lambda run, _: runs.append(run) or 0)
+        monkeypatch.setattr(dispatch, "_dispatch", lambda run, _: runs.append(run) or 0)
         monkeypatch.setattr("sys.argv", ["valkyrie-train", *arguments])
         capsys.readouterr()
         status = 0
         try:
-            train.main()
+            dispatch.dispatch()
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
         return Command(status, runs[0] if runs else None, *capsys.readouterr())

@@ -32,8 +32,8 @@ def add_option(parser: pytest.Parser) -> None:
 def begin(config: pytest.Config) -> None:
     """Note when time is up, before the workers start."""
     minutes = config.getoption("--minutes")
-    if minutes is not None:
-        os.environ.setdefault(UNTIL, str(time.time() + 60 * minutes))
+    if minutes is not None and not hasattr(config, "workerinput"):  # a worker has it from the process that started it
+        os.environ[UNTIL] = str(time.time() + 60 * minutes)
 
 
 def in_turn(files: list[str], changed: set[str], turn: int) -> list[str]:

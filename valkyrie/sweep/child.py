@@ -13,10 +13,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from valkyrie.interrupt import ends_at_once
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
-from valkyrie.sweep.results import INTERRUPTED, Outcome, failure, results_of
+from valkyrie.sweep.results import Outcome, failure, results_of
 from valkyrie.sweep.trial import Status
 from valkyrie.train.folder import COMMAND, RUN
 
@@ -25,9 +26,8 @@ def main() -> None:
     """Carry out the trial in the folder that the first argument names; the exit status is 1 where it is not ok."""
     folder = Path(sys.argv[1])
     try:
-        outcome = _carry_out(folder)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        with ends_at_once("trial"):
+            outcome = _carry_out(folder)
     except (ValueError, OSError) as error:  # as the command takes them: mistakes of the user
         traceback.print_exc()
         outcome = Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()), {})

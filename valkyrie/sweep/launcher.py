@@ -9,6 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
+from valkyrie.interrupt import raises
 from valkyrie.run import Run
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
@@ -16,7 +17,7 @@ from valkyrie.sweep.names import key_values, overrides_of_read_run
 from valkyrie.sweep.plan import Plan, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.results import objective
-from valkyrie.sweep.run import carry_out, signals_interrupt
+from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
 from valkyrie.sweep.trial import Trial
 from valkyrie.train.screen import make_console
@@ -41,7 +42,7 @@ def run_trial(config: DictConfig) -> float:
         plan = plan_wrong(error, str(config.mode.name), hydra, overrides)
     else:
         plan = plan_run(run, hydra, overrides)
-    with signals_interrupt():
+    with raises():
         return objective(carry_out([plan], 1, Lines())[plan.key])
 
 
@@ -76,7 +77,7 @@ def launch(
     if min(jobs, total) > 1 and any(plan.mode.timed for plan in plans):
         console.print(SIDE_BY_SIDE.format(jobs=jobs), style="bold yellow", highlight=False)
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
-    with signals_interrupt(), screen:
+    with raises(), screen:
         trials = carry_out(plans, jobs, _Both(screen, end))
     values = [objective(trials[plan.key]) for plan in plans]
     return [_returned(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from valkyrie.interrupt import EXIT_STATUS
 from valkyrie.modes import Mode
 from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial
@@ -16,8 +17,6 @@ from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
 """The files of a trial's folder with all that its process printed, and with what it came to."""
-INTERRUPTED = 130
-"""Exit status of a process that was interrupted."""
 
 _KEPT = ("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss")
 _KEPT += ("hints", "devices")
@@ -46,7 +45,7 @@ def outcome(folder: Path, returncode: int) -> Outcome:
         return Outcome(Status(record["status"]), record["reason"], record["results"])
     if returncode < 0:
         return Outcome(Status.killed, _killed(-returncode, folder / OUTPUT), {})
-    if returncode == INTERRUPTED:
+    if returncode == EXIT_STATUS:
         return Outcome(Status.killed, "its process was interrupted by somebody else", {})
     return failure(f"its process ended with status {returncode}: {last_error(folder / OUTPUT)}")
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from types import FrameType
 from typing import Protocol, runtime_checkable
 
 from valkyrie.sweep.lock import TrialLock
@@ -124,26 +121,3 @@ def _add(plan: Plan, trial: Trial, trials: dict[str, Trial], watcher: Watcher | 
     trials[plan.key] = trial
     if watcher is not None:
         watcher.ended(plan, trial, earlier=earlier)
-
-
-@contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does, where nobody else has a use for them."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.getsignal(n) for n in numbers}
-    for number, handler in before.items():
-        if handler is signal.SIG_DFL:
-            signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is signal.SIG_DFL:
-                signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.interrupt import EXIT_STATUS
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.folder import run_folder
@@ -28,7 +29,6 @@ def train(run: Run, arguments: Sequence[str]) -> int:
     folder = run_folder(run)
     console = make_console()
     prepared = prepare_run(run, console)
-    from valkyrie.train.interrupt import EXIT_STATUS
     from valkyrie.train.trainer import DivergedError, fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")

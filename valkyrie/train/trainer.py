@@ -18,13 +18,13 @@ from valkyrie.checkpoint import Checkpoints
 from valkyrie.data.loader import Loader
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.interrupt import Interrupt
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import changed_settings, schedule_change, write_about
-from valkyrie.train.interrupt import Interrupt, ends_at_once
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
@@ -75,16 +75,15 @@ def fit(
             program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
-        with ends_at_once() if signals else contextlib.nullcontext():
-            changed = changed_settings(run, folder)
-            start, state = _begin(program, checkpoints, loader, changed)
-            _say_changes(console, folder.name, start, changed)
-            if start and (note := schedule_change(run, folder, start)):
-                console.print(note, markup=False)
-            write_about(run, folder, arguments)
-            if start < config.steps and not console.is_terminal:
-                console.print("compiling the step")
-            advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
+        changed = changed_settings(run, folder)
+        start, state = _begin(program, checkpoints, loader, changed)
+        _say_changes(console, folder.name, start, changed)
+        if start and (note := schedule_change(run, folder, start)):
+            console.print(note, markup=False)
+        write_about(run, folder, arguments)
+        if start < config.steps and not console.is_terminal:
+            console.print("compiling the step")
+        advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
         tracker = _tracker(run, devices, folder)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))

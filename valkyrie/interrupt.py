@@ -1,0 +1,138 @@
+"""Ctrl-C: ends a command at once; a training after its step, with a save, and at once when pressed again.
+
+Python would raise KeyboardInterrupt wherever the main thread is. Raised inside a callback of the garbage collector or a
+finaliser it is printed and lost, and JAX has both: here a thread hears the signals (`signal.set_wakeup_fd`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+EXIT_STATUS = 130
+"""What a shell expects of a command ended by Ctrl-C."""
+
+_SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+class Listener:
+    """A context in which a thread calls `react` for each of the signals, whatever the main thread is doing.
+
+    Listeners nest: the inner one hears. Outside the main thread, where Python takes no handlers, it does nothing.
+    """
+
+    def __init__(self, react: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> None:
+        self._react = react
+        self._signals = signals
+        self._before: dict[int, Any] = {}
+        self._listening = False
+
+    def __enter__(self) -> Listener:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._hear, self._tell = socket.socketpair()
+        self._tell.setblocking(False)
+        for number in self._signals:
+            self._before[number] = signal.signal(number, _heard_elsewhere)
+        self._wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="interrupt", daemon=True)
+        self._thread.start()
+        self._listening = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._listening:
+            return
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._tell.close()
+        self._thread.join()
+        self._hear.close()
+
+    def _listen(self) -> None:
+        while numbers := self._hear.recv(64):
+            for number in numbers:
+                if number in self._signals:
+                    self._react()
+
+
+class Interrupt:
+    """A context in which SIGINT and SIGTERM set `requested`; the second of them ends the process.
+
+    With `signals=False` nothing is taken over and nothing is ever requested: a notebook's own handler stays.
+    """
+
+    def __init__(self, signals: bool = True) -> None:
+        self.requested = False
+        self._listener = Listener(self._stop, (signal.SIGINT, signal.SIGTERM)) if signals else None
+
+    def __enter__(self) -> Interrupt:
+        if self._listener is not None:
+            self._listener.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._listener is not None:
+            self._listener.__exit__(kind, error, trace)
+
+    def _stop(self) -> None:
+        if self.requested:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live bar hides it
+            os._exit(EXIT_STATUS)
+        self.requested = True
+        sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
+        sys.stderr.flush()
+
+
+def ends_at_once(command: str) -> Listener:
+    """Return a context in which Ctrl-C says that the command stopped and ends the process."""
+
+    def end() -> None:
+        os.write(2, f"{command}: stopped\n".encode())
+        os._exit(EXIT_STATUS)
+
+    return Listener(end)
+
+
+@contextmanager
+def raises() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt inside, for what has to be put in order first; SIGTERM and SIGHUP too.
+
+    Signals that somebody else handles are left to them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    ours = {n: h for n, h in before.items() if h in (signal.SIG_DFL, _heard_elsewhere)}
+    for number in ours:
+        signal.signal(number, _raise)
+    wakeup = signal.set_wakeup_fd(-1) if signal.SIGINT in ours else None
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        if wakeup is not None:
+            signal.set_wakeup_fd(wakeup)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
+    """Be a Python handler, without which a signal does not reach the thread."""
