@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,12 @@ def fit(
     """
     config = run.config
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
-    meter = _meter(run, devices)
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(  # before the run has a folder: it refuses too little text
             program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
-        changed = changed_settings(run, folder)
-        start, state = _begin(program, checkpoints, loader, changed)
-        _say_changes(console, folder.name, start, changed)
-        if start and (note := schedule_change(run, folder, start)):
-            console.print(note, markup=False)
+        start, state = _begin(program, checkpoints, loader, folder, console)
         write_about(run, folder, arguments)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
@@ -92,75 +87,111 @@ def fit(
             screen.say(tracker.note, style="yellow")
         screen.say(_opening(start, config.steps, compile_s))
         evaluate = Evaluator(program, prepared, tokenizer)
-        evaluation: dict[str, float] = {}
-        pending: dict[str, Any] | None = None
-        step = start
-
-        def read(metrics: dict[str, Any] | None, of_step: int) -> None:
-            """Wait for a step's metrics, check them, and record them, while the next step runs."""
-            if metrics is None:
-                return
-            values = jax.device_get(metrics)
-            meter.finished()
-            _refuse_divergence(program, values, of_step, checkpoints.last_saved)
-            record = _record(values, meter, config.log_every)
-            log = of_step % config.log_every == 0 or of_step in (1, start + 1, config.steps)
-            if log:
-                tracker.log(record, of_step)
-            screen.step(of_step, record, line=log)
-
-        def save() -> None:
-            checkpoints.save(step, state, loader.state())
-
-        def judge() -> None:
-            evaluation.update(evaluate(state.averaged, config.eval_batches))
-            tracker.log(evaluation, step)
-            screen.say(f"step {step}: {program.task.describe(evaluation)}")
-
-        meter.start()
-        for step in range(start + 1, config.steps + 1):
-            assert advance is not None
-            state, metrics = advance(state, program.place(next(loader)))
-            read(pending, step - 1)
-            pending = metrics
-            due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
-            if interrupt.requested or due or step % config.eval_every == 0 or step == config.steps:
-                read(pending, step)
-                pending = None
-                with meter.paused():
-                    if due or interrupt.requested or step == config.steps:
-                        save()
-                    if step % config.eval_every == 0 and step != config.steps and not interrupt.requested:
-                        judge()
-            if interrupt.requested:
-                break
-        finished = step >= config.steps
-        if finished:
-            judge()
-        checkpoints.wait()
-        summary = {"compile_s": compile_s, **meter.summary(), **evaluation, "steps": step, "finished": finished}
-        summary |= {"stage": "train", "status": "ok" if finished else None, "simulated": devices.simulated}
+        loop = _Loop(
+            program,
+            advance,
+            loader,
+            checkpoints,
+            tracker,
+            screen,
+            interrupt,
+            _meter(run, devices),
+            evaluate,
+            start,
+            state,
+        )
+        loop.run()
+        summary = loop.summary() | {"compile_s": compile_s, "simulated": devices.simulated}
         summary["hbm_gib"] = None if peak is None else peak / GIB
         tracker.summary(summary)
-    return Fitted(program, state, summary, interrupt.requested)
+    return Fitted(program, loop.state, summary, interrupt.requested)
+
+
+@dataclass
+class _Loop:
+    """The steps of a training from the one after `step`; `step` and `state` are those that are done."""
+
+    program: StepProgram
+    advance: Any
+    loader: Loader
+    checkpoints: Checkpoints
+    tracker: Tracker
+    screen: Screen
+    interrupt: Interrupt
+    meter: Meter
+    evaluate: Evaluator
+    step: int
+    state: TrainState
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Train to the last step, or until an interrupt; read the metrics of a step while the next one runs."""
+        config, start, unread = self.program.run.config, self.step, None
+        self.meter.start()
+        for step in range(start + 1, config.steps + 1):
+            batch = self.program.place(next(self.loader))
+            self.state, metrics = self.advance(self.state, batch)
+            self._read(unread, step - 1, start)
+            self.step, unread = step, metrics
+            due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
+            if self.interrupt.requested or due or step % config.eval_every == 0 or step == config.steps:
+                self._read(unread, step, start)
+                unread = None
+                with self.meter.paused():
+                    if due or self.interrupt.requested or step == config.steps:
+                        self.checkpoints.save(step, self.state, self.loader.state())
+                    if step % config.eval_every == 0 and step != config.steps and not self.interrupt.requested:
+                        self._judge()
+            if self.interrupt.requested:
+                break
+        if self.step >= config.steps:
+            self._judge()
+        self.checkpoints.wait()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the steps came to."""
+        finished = self.step >= self.program.run.config.steps
+        ending = {"steps": self.step, "finished": finished, "stage": "train", "status": "ok" if finished else None}
+        return self.meter.summary() | self.evaluation | ending
+
+    def _read(self, metrics: dict[str, Any] | None, step: int, start: int) -> None:
+        """Wait for a step's metrics, check them, and record them."""
+        if metrics is None:
+            return
+        config = self.program.run.config
+        values = jax.device_get(metrics)
+        self.meter.finished()
+        _refuse_divergence(self.program, values, step, self.checkpoints.last_saved)
+        record = _record(values, self.meter, config.log_every)
+        log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
+        if log:
+            self.tracker.log(record, step)
+        self.screen.step(step, record, line=log)
+
+    def _judge(self) -> None:
+        self.evaluation.update(self.evaluate(self.state.averaged, self.program.run.config.eval_batches))
+        self.tracker.log(self.evaluation, self.step)
+        self.screen.say(f"step {self.step}: {self.program.task.describe(self.evaluation)}")
 
 
 def _begin(
-    program: StepProgram, checkpoints: Checkpoints, loader: Loader, changed: Mapping[str, tuple[str, str]]
+    program: StepProgram, checkpoints: Checkpoints, loader: Loader, folder: Path, console: Console
 ) -> tuple[int, TrainState]:
-    """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start."""
+    """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start.
+
+    Prints the settings of a continued run that differ from before, and how its learning rate jumps.
+    """
+    run, changed = program.run, changed_settings(program.run, folder)
     if checkpoints.last_saved is None:
-        return 0, program.init(program.run.config.seed)
+        return 0, program.init(run.config.seed)
     step, state, data = checkpoints.restore(program.abstract_state, changed=changed)
     loader.restore(data)
-    return step, state
-
-
-def _say_changes(console: Console, name: str, start: int, changed: Mapping[str, tuple[str, str]]) -> None:
-    """Print the settings of a continued run that differ from before; nothing of a fresh or an unchanged one."""
-    if start and changed:
+    if changed:
         differences = ", ".join(f"{key}={now} (was {was})" for key, (now, was) in changed.items())
-        console.print(f"continuing {name} from step {start} with {differences}", markup=False)
+        console.print(f"continuing {folder.name} from step {step} with {differences}", markup=False)
+    if note := schedule_change(run, folder, step):
+        console.print(note, markup=False)
+    return step, state
 
 
 def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
