@@ -36,6 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_examples_of_training_run_as_written(here: Path, capsys: pytest.CaptureFixture[str]):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     names: dict[str, Any] = {}

@@ -77,6 +77,7 @@ def test_an_equal_layout_is_not_compiled_again(folder: Path, found: dict[str, An
     assert second["step"] == found["step"], again.stdout
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_fit_is_a_result(folder: Path):
     large = ("model=gpt_125m", "batch=4096", "remat=none", "name=large")
     done = compile_command(folder, *TINY, *large)

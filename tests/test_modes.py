@@ -15,6 +15,7 @@ def reading(folder: Path, *arguments: str) -> tuple[str, ...]:
     return (f"resume={folder}", *arguments)
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_run_covers_its_validation_split(capfd: pytest.CaptureFixture[str]) -> None:
     folder = trained("eval_batches=1000")
     capfd.readouterr()

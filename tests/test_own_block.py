@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import PARTITIONS, assembly_of, compose_run, make_batch, make_program, run_steps, some_quick
+from helpers import PARTITIONS, assembly_of, compose_run, make_batch, make_program, run_steps
 from machines import needs_libtpu
 from valkyrie.models import let_import
 from valkyrie.run import Run
@@ -55,7 +55,8 @@ def run(folder: Path) -> Run:
     return compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "mesh=1x1x1", "partition=dp")
 
 
-@pytest.mark.parametrize("partition", some_quick([*PARTITIONS, "mine"], ["mine"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", [*PARTITIONS, "mine"])
 def test_it_takes_the_same_steps_under_every_partition(folder, run, partition):
     mine = compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "mesh=2x2x2", f"partition={partition}")
     alone, together = run_steps(make_program(run), 2).metrics, run_steps(make_program(mine), 2).metrics

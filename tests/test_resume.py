@@ -195,6 +195,7 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
 def test_without_an_interval_only_the_end_is_saved() -> None:
     assert os.listdir(trained("checkpoint.every=null") / "checkpoints") == ["6"]
     assert sorted(os.listdir(trained("checkpoint.every=3") / "checkpoints")) == ["3", "6"]

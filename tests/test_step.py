@@ -81,13 +81,13 @@ def abstract_state(*overrides: str) -> Any:
 
 def test_uneven_microbatches_average_over_tokens():
     """All the weight of a batch in one microbatch: an average of averages would be off by the number of them."""
-    run = small_run(TINY, "microbatches=4")
+    run = small_run("gpt_tiny", "microbatches=4")
     batch = make_batch(run)
     batch["weights"][np.arange(8) % 4 != 1] = 0
-    whole, parts = (make_program(small_run(TINY, f"microbatches={n}")) for n in (1, 4))
+    whole, parts = (make_program(small_run("gpt_tiny", f"microbatches={n}")) for n in (1, 4))
     found = []
     for program in (whole, parts):
-        _, metrics = program.step(placed_state(program, initial_state(small(TINY))), program.place(batch))
+        _, metrics = program.step(placed_state(program, initial_state(small("gpt_tiny"))), program.place(batch))
         found.append(jax.device_get(metrics))
     for key in ("loss", "grad_norm", "tokens", "leaf_norms"):
         np.testing.assert_allclose(found[1][key], found[0][key], rtol=2e-5)
@@ -313,6 +313,7 @@ def test_clipping_bounds_the_gradient_not_its_report():
     np.testing.assert_allclose(metrics["grad_norm"], reference(TINY).metrics[0]["grad_norm"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_moving_average():
     before, after, _, state = updated(*RECIPE)
     for name, average in named(state.ema).items():

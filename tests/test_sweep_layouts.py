@@ -101,6 +101,7 @@ SAMPLED = {
 @pytest.mark.parametrize(
     "sweep", [pytest.param(s, marks=[] if s == "hydra/sweeper" else [pytest.mark.slow]) for s in SAMPLED]
 )
+@pytest.mark.slow
 def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
     first = f"sweep={sweep}" if "/" not in sweep else f"{sweep}=layouts"
     with composer(first, *SAMPLED[sweep]) as (composing, task):

@@ -18,6 +18,7 @@ from valkyrie.sweep.results import last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
 
 
+@pytest.mark.slow
 def test_every_fault_is_a_row_and_the_sweep_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):
