@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,3 +256,14 @@ def test_the_traceback_is_there_for_those_who_ask(command: Any, monkeypatch: pyt
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="batch=7 is not divisible by 2"):
         command(*SMALL, "batch=7")
+
+
+def test_the_refusal_in_the_readme_is_what_is_printed(command: Any):
+    block = (Path(__file__).parent.parent / "README.md").read_text().split("$ valkyrie-train partition=2d_tp ")[1]
+    arguments, *shown = block.split("```")[0].splitlines()
+    refused = command("partition=2d_tp", *arguments.split())
+    assert refused.status == 2
+    printed = refused.err.splitlines()
+    assert printed[0] == shown[0]
+    for line in shown[1:]:
+        assert any(one.startswith(line.removesuffix("...")) for one in printed), line
