@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers import compose_run
+from valkyrie.paths import source_digest
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
 from valkyrie.search.child import OUTCOME, parse_out_of_memory
@@ -43,6 +45,9 @@ Program hbm requirement 37.85G:
      Shape: f32[64,2048]{1,0}
      Unpadded size: 512.00M
 """
+
+
+PACKAGE = Path(compiling.__file__).parent.parent
 
 
 @pytest.fixture
@@ -88,6 +93,50 @@ def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run):
     keys = [program_key(run) for run in (tiny, changed(batch=16), changed(seq=32), changed(microbatches=2))]
     assert len(set(keys)) == len(keys)
     assert program_key(changed(prompt="x", runs="elsewhere", seed=3)) == keys[0]
+
+
+def imported_by(module: Path) -> list[Path]:
+    """Return the modules of the package that a module imports, also within functions."""
+    tree = ast.parse(module.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names += [part for node in froms for part in (node.module, *(f"{node.module}.{name.name}" for name in node.names))]
+    places = [PACKAGE.parent.joinpath(*name.split(".")) for name in names if name.startswith("valkyrie")]
+    return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
+
+
+def test_every_module_that_the_step_program_imports_decides_the_name_of_the_result():
+    """Families and tasks are imported by name: all of them decide."""
+    by_name = [*(PACKAGE / "models").rglob("*.py"), *(PACKAGE / "tasks").rglob("*.py")]
+    left, imported = [PACKAGE / "search" / "child.py", *by_name], set()
+    while left:
+        if (module := left.pop()) not in imported:
+            imported.add(module)
+            left += imported_by(module)
+    assert {PACKAGE / "train" / "program.py", PACKAGE / "search" / "compiled.py"} <= imported
+    shaping = [PACKAGE / name for name in compiling.SHAPING]
+    assert all(path.exists() for path in shaping)
+    assert [module for module in imported if not any(module.is_relative_to(path) for path in shaping)] == []
+
+
+def test_an_edit_of_a_users_module_is_seen_by_the_same_process(tmp_path: Path):
+    deep = tmp_path / "blocks" / "inner" / "deep"
+    deep.mkdir(parents=True)
+    (deep / "mine.py").write_text("rate = 1\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "blocks")
+    (tmp_path / "round").symlink_to(tmp_path)
+    before = source_digest("run.py", str(tmp_path))
+    (tmp_path / "notes.txt").write_text("not a module")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "other.py").touch()  # no import can name it
+    assert source_digest("run.py", str(tmp_path)) == before
+    (deep / "mine.py").write_text("rate = 2\n")
+    edited = source_digest("run.py", str(tmp_path))
+    (deep / "mine.py").rename(deep.parent / "mine.py")
+    assert len({before, edited, source_digest("run.py", str(tmp_path))}) == 3
 
 
 def test_a_compile_beyond_its_time_is_a_result(tiny: Run):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -45,15 +46,40 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     return path
 
 
-@cache
 def source_digest(*names: str) -> str:
-    """Return a digest of the source of modules and folders: of this package (`run.py`, `models`), or by full path."""
+    """Return a digest of the source of modules and folders: of this package (`run.py`, `models`), or by full path.
+
+    A folder counts with all folders in it from which Python can import. Files outside the package are read every time:
+    a notebook's user edits them while it runs.
+    """
+    package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for name in names:
-        path = Path(__file__).resolve().parent / name
-        for file in sorted([*path.glob("*.py"), *path.glob("*/*.py")]) if path.is_dir() else [path]:
-            digest.update(f"{name}/{file.name}\0".encode() + file.read_bytes())
+        path = package / name
+        read = _digest_of_package if path.is_relative_to(package) else _digest_of
+        digest.update(f"{name}\0{read(path)}\0".encode())
     return digest.hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    """Return a digest of a module, or of a folder's modules with their places in it."""
+    digest = hashlib.sha256()
+    for file in sorted(_modules_in(path, set())) if path.is_dir() else [path]:
+        digest.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+_digest_of_package = cache(_digest_of)
+
+
+def _modules_in(folder: Path, entered: set[Path]) -> Iterator[Path]:
+    """Yield the modules of a folder and of those in it; links are followed, each folder entered once."""
+    entered.add(folder.resolve())
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".py" and path.is_file():
+            yield path
+        elif path.name.isidentifier() and path.is_dir() and path.resolve() not in entered:
+            yield from _modules_in(path, entered)
 
 
 def config_names(group: str) -> list[str]:

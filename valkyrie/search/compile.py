@@ -28,9 +28,11 @@ from valkyrie.run import Run
 from valkyrie.search.child import OUTCOME
 from valkyrie.train.folder import versions
 
-_SHAPING = ("axes.py", "hardware.py", "precision.py", "optim.py", "run.py", "models", "ops", "parallel", "train")
-_SHAPING += ("slices.py", "search/child.py", "search/compiled.py", "search/alternatives.py")
-"""The sources that decide what is compiled. A change of any of them compiles again."""
+SHAPING = ("data", "models", "ops", "parallel", "tasks", "train", "axes.py", "checkpoint.py", "hardware.py")
+SHAPING += ("modes.py", "optim.py", "paths.py", "precision.py", "run.py", "slices.py", "tracking.py")
+SHAPING += ("trees.py", "__init__.py", "search/__init__.py", "search/alternatives.py", "search/child.py")
+SHAPING += ("search/compiled.py",)
+"""The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
 
 Progress = Callable[[str], None]
 
@@ -99,7 +101,7 @@ def program_key(run: Run) -> str:
 
 def program_digest(run: Run) -> str:
     """Return a digest of the sources that shape the compiled program, the user's own modules among them."""
-    return source_digest(*_SHAPING, *run.config.modules)
+    return source_digest(*SHAPING, *run.config.modules)
 
 
 def _kept_outcome(folder: Path) -> dict[str, Any] | None:
