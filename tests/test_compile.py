@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -14,11 +16,14 @@ from typing import Any
 import pytest
 
 from helpers import compose_run
+from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
-from valkyrie.search.child import OUTCOME, parse_out_of_memory
-from valkyrie.search.compile import compile_layout, program_key
+from valkyrie.search.child import KEYS, OUTCOME, parse_out_of_memory
+from valkyrie.search.compile import Compiled, compile_layout, program_key
+from valkyrie.search.modes import _others, work_key
+from valkyrie.search.replayed import _from_json
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
 Used 37.85G of 30.75G hbm. Exceeded hbm capacity by 7.10G.
@@ -84,6 +89,80 @@ def test_a_layout_is_compiled_once(tiny: Run):
     (first.folder / OUTCOME).write_text('{"status": "o')  # a disk that was full, say
     mended = compile_layout(tiny, 300)
     assert (mended.status, mended.cached) == ("ok", False)
+    assert compiling.kept_outcome(first.folder) == mended.outcome and set(KEYS["ok"]) == set(mended.outcome)
+
+
+def entry(folder: Path, lower_s: float = 1.0, **changed: Any) -> Path:
+    """An entry of the cache as a compile leaves it, the module's bytes being three."""
+    folder.mkdir(parents=True)
+    (folder / MODULE).write_bytes(b"hlo")
+    values = dict.fromkeys(KEYS["ok"], 0) | {"status": "ok", "lower_s": lower_s}
+    values |= {"module_sha256": hashlib.sha256(b"hlo").hexdigest(), **changed}
+    (folder / OUTCOME).write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (OUTCOME, b'{"status": "ok"}'),
+        (OUTCOME, b'{"status": "does_not_fit"}'),
+        (OUTCOME, b'{"status": ["ok"]}'),
+        (OUTCOME, b"[]"),
+        (OUTCOME, b"\xff\xfe"),
+        (MODULE, b"hl"),
+        (MODULE, None),
+    ],
+)
+def test_a_damaged_entry_of_the_cache_is_none(tmp_path: Path, file: str, damage: bytes | None):
+    folder = entry(tmp_path / "entry")
+    kept = compiling.kept_outcome(folder)
+    assert kept is not None and kept["status"] == "ok"
+    assert compiling.kept_outcome(folder, hlo=True) is None, "the text was not asked for"
+    (folder / file).unlink()
+    if damage is not None:
+        (folder / file).write_bytes(damage)
+    assert compiling.kept_outcome(folder) is None
+    made_again = entry(tmp_path / "scratch", lower_s=2.0)
+    compiling.keep(made_again, folder, anew=False)
+    kept = compiling.kept_outcome(folder)
+    assert kept is not None and kept["lower_s"] == 2.0
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_of_two_compiles_that_finish_at_once_the_first_stays_unless_another_was_asked_for(tmp_path: Path, anew: bool):
+    folder = tmp_path / "entry"
+    for lower_s in (1.0, 2.0):
+        compiling.keep(entry(tmp_path / "scratch", lower_s), folder, anew)
+    kept = compiling.kept_outcome(folder)
+    assert kept is not None and kept["lower_s"] == (2.0 if anew else 1.0)
+    with_text = entry(tmp_path / "other")
+    (with_text / TEXT).touch()
+    compiling.keep(with_text, folder, anew=False)
+    assert compiling.kept_outcome(folder, hlo=True) is not None, "the first had no text"
+
+
+def test_a_folder_that_a_kill_left_in_the_cache_is_repaired(tmp_path: Path):
+    folder = entry(tmp_path / "entry")
+    (folder / OUTCOME).unlink()  # its deletion was cut short
+    compiling.keep(entry(tmp_path / "scratch"), folder, anew=False)
+    assert compiling.kept_outcome(folder) is not None
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_damaged_replay_is_made_again():
+    assert [_from_json(damaged) for damaged in (b"\xff", b"[]", b"{}", b"3", b'{"collectives": [1]}')] == [None] * 5
+
+
+def test_damaged_summaries_of_other_layouts_are_left_out(tiny: Run, tmp_path: Path):
+    work = work_key(tiny)
+    whole = {"work": work, "status": "ok"}
+    for number, text in enumerate([json.dumps(whole), f'["{work}"]', f'"{work}"', f'{{"work": "{work}"']):
+        (tmp_path / "cache" / "compile" / str(number)).mkdir(parents=True)
+        (tmp_path / "cache" / "compile" / str(number) / "summary.json").write_text(text)
+    (tmp_path / "cache" / "compile" / "5" / "summary.json").mkdir(parents=True)
+    assert _others(tiny, Compiled({}, tmp_path, False, 0.0)) == [whole]
 
 
 def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run):

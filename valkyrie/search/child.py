@@ -7,6 +7,7 @@ return; with the process PARENT gone it ends, and its folder with it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,13 @@ from valkyrie.run import Run
 
 OUTCOME = "outcome.json"
 """The result of a compile in its folder, beside the optimised module."""
+
+KEYS = {
+    "ok": ("status", "lower_s", "compile_s", "options", "memory", "parameters", "larger", "device_kind", "placement")
+    + ("positions", "axes", "module_sha256"),
+    "does_not_fit": ("status", "needed", "usable", "largest", "reason", "savings"),
+}
+"""The keys of the results that are kept in the cache, by their status."""
 
 _BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
@@ -118,7 +126,8 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     with refusals_in_plain_words():
         compiled = lowered.compile()
     done_at = time.perf_counter()
-    (folder / MODULE).write_bytes(serialised_module(compiled))
+    module = serialised_module(compiled)
+    write_whole(folder / MODULE, module)
     if run.config.mode.hlo:
         write_whole(folder / TEXT, compiled.as_text() or "")
     return {
@@ -133,6 +142,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
         "placement": _placement(run, mesh),
         "positions": [_position(device) for device in mesh.devices.flat],
         "axes": {str(name): int(size) for name, size in mesh.shape.items()},
+        "module_sha256": hashlib.sha256(module).hexdigest(),
     }
 
 

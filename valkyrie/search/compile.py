@@ -25,7 +25,7 @@ from valkyrie.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import cache_root, source_digest
 from valkyrie.run import Run
-from valkyrie.search.child import OUTCOME
+from valkyrie.search.child import KEYS, OUTCOME
 from valkyrie.train.folder import versions
 
 SHAPING = ("data", "models", "ops", "parallel", "tasks", "train", "axes.py", "checkpoint.py", "hardware.py")
@@ -72,17 +72,15 @@ def compile_layout(
     if missing := libtpu_missing(run.config.target):
         return Compiled({"status": "refused", "reason": missing}, cache_root(), False, 0.0)
     folder = cache_root() / "compile" / program_key(run)
-    outcome = _kept_outcome(folder) if use_cache else None
+    outcome = kept_outcome(folder, run.config.mode.hlo) if use_cache else None
     if outcome is not None:
-        wanted = [folder / MODULE] + ([folder / TEXT] if run.config.mode.hlo else [])
-        if outcome["status"] != "ok" or all(file.is_file() for file in wanted):
-            return Compiled(outcome, folder, True, time.perf_counter() - began)
+        return Compiled(outcome, folder, True, time.perf_counter() - began)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         outcome = _in_child(run, scratch, limit_s, progress or (lambda line: None))
         if outcome["status"] in ("ok", "does_not_fit"):
-            _keep(scratch, folder)
+            keep(scratch, folder, anew=not use_cache)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Compiled(outcome, folder, False, time.perf_counter() - began)
@@ -104,21 +102,43 @@ def program_digest(run: Run) -> str:
     return source_digest(*SHAPING, *run.config.modules)
 
 
-def _kept_outcome(folder: Path) -> dict[str, Any] | None:
-    """Return the outcome of an equal compile in the cache; None where there is none, or it is damaged."""
+def kept_outcome(folder: Path, hlo: bool = False) -> dict[str, Any] | None:
+    """Return the outcome of an equal compile in the cache; None where there is none, or any part of it is damaged.
+
+    `hlo`: also where the module is not there as text.
+    """
     try:
-        outcome = json.loads((folder / OUTCOME).read_text())
-    except (OSError, ValueError):
+        outcome = json.loads((folder / OUTCOME).read_bytes())
+        if not isinstance(outcome, dict) or not outcome.keys() >= set(KEYS[outcome["status"]]):
+            return None
+        if outcome["status"] == "ok":
+            with (folder / MODULE).open("rb") as module:
+                whole = hashlib.file_digest(module, "sha256").hexdigest() == outcome["module_sha256"]
+            if not whole or (hlo and not (folder / TEXT).is_file()):
+                return None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return outcome if isinstance(outcome, dict) and "status" in outcome else None
+    return outcome
 
 
-def _keep(scratch: Path, folder: Path) -> None:
-    """Move a finished compile to its place in the cache; of two that finish at once, the first stays."""
-    if (folder / OUTCOME).is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        scratch.rename(folder)
+def keep(scratch: Path, folder: Path, anew: bool) -> None:
+    """Move a finished compile to its place in the cache, also where a damaged one lies.
+
+    Of two that finish at once, the first stays; `anew` replaces a whole one too.
+    """
+    if not anew and kept_outcome(folder, hlo=(scratch / TEXT).is_file()) is not None:
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(aside / "old")
+        try:
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # not another process that came first
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _in_child(run: Run, folder: Path, limit_s: float | int, progress: Progress) -> dict[str, Any]:

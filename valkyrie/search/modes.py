@@ -112,7 +112,7 @@ def _others(run: Run, compiled: Compiled) -> list[dict[str, Any]]:
     """Return the summaries of other layouts of the same work that were compiled before."""
     others, work = [], work_key(run)
     for file in (cache_root() / "compile").glob(f"*/{KEPT_SUMMARY}"):
-        if file.parent != compiled.folder and work in (text := file.read_text(errors="replace")):
-            with contextlib.suppress(ValueError):  # a damaged entry of the cache is none
+        with contextlib.suppress(OSError, ValueError):  # an entry of the cache that is damaged, or gone by now, is none
+            if file.parent != compiled.folder and work in (text := file.read_text()):
                 others.append(json.loads(text))
-    return [other for other in others if other.get("work") == work]
+    return [other for other in others if isinstance(other, dict) and other.get("work") == work]

@@ -29,7 +29,7 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
     if target.platform is not Platform.tpu:
         return None, traffic(parse(compiled.module.read_bytes()), compiled.outcome["axes"])
     kept = compiled.folder / f"replay-{_digest(target)}.json"
-    result = _from_json(kept.read_text()) if kept.is_file() else None
+    result = _from_json(kept.read_bytes()) if kept.is_file() else None
     if result is None:
         result = _replay(target, compiled)
         write_whole(kept, json.dumps(asdict(result)))
@@ -43,7 +43,7 @@ def _replay(target: TargetConfig, compiled: Compiled) -> Replay:
     return replay(module, Machine(target.chip, topology_of(target), positions, axes))
 
 
-def _from_json(text: str) -> Replay | None:
+def _from_json(text: bytes) -> Replay | None:
     """Return a replay that was kept; None for a damaged file, which is then made again."""
     try:
         values: dict[str, Any] = json.loads(text)
