@@ -49,7 +49,7 @@ def asked(i: int) -> list[str]:
 
 def hints(i: int) -> list[str]:
     return [
-        f"Exposed communication over {axis} is {i / 10}% of the step, most of it all-reduce for "
+        f"Waiting for communication over {axis} is {i / 10}% of the step, most of it all-reduce for "
         f"transpose(jvp())/bse,em->bsm/dot_general (models/layers.py:64). {axis} is MP2(embed)."
         for axis in "xy"
     ]

@@ -103,7 +103,7 @@ def test_hints_follow_from_the_numbers(run: Run, tmp_path: Path):
     found = summary(run, tmp_path, replay([use(("y",), 7.0, 0.3), unnamed]))
     said = hints(found)
     assert said[0] == (
-        "Exposed communication over y is 41% of the step, 30% for its largest cause, all-reduce for a/dot "
+        "Waiting for communication over y is 41% of the step, 30% for its largest cause, all-reduce for a/dot "
         "(models/s5.py:9). y is MP2(embed)."
     )
     assert not any("over y" in hint for hint in hints(summary(run, tmp_path, replay([use(("y",), 7.0, 0.01)]))))
@@ -184,7 +184,7 @@ def test_the_report_says_every_part(run: Run, tmp_path: Path):
         "placement: mesh.placement=[x,y,z]",
         "fits: 0.0 GiB of",
         "predicted step: 1.000 s, 131,072 tokens/s, 4,096 tokens/s/chip, MFU",
-        "exposed communication over y",
+        "waiting for communication over y",
         "sent by mesh axes: y 7 GB",
         "50% of the time in which anything is sent is hidden",
         "the 10 dearest operations",

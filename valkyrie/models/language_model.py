@@ -34,7 +34,7 @@ class Losses(NamedTuple):
     per_token: Float[Array, "batch seq"]
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """Norm, mixer and residual sum; then norm, feed-forward and residual sum where the layer has one."""
 
     def __init__(self, config: Stack, layer: Layer, *, numerics: Numerics, key: Array) -> None:
@@ -74,16 +74,16 @@ class Block(nnx.Module):
         return x, state
 
 
-class Group(nnx.Module):
+class BlockGroup(nnx.Module):
     """The blocks of one pass over the pattern, under the names `block_0`, `block_1`, ..."""
 
     def __init__(self, config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array) -> None:
         self.count = len(layers)
         for i, (layer, of_block) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
-            setattr(self, f"block_{i}", Block(config, layer, numerics=numerics, key=of_block))
+            setattr(self, f"block_{i}", ResidualBlock(config, layer, numerics=numerics, key=of_block))
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[ResidualBlock]:
         """The blocks in order."""
         return [getattr(self, f"block_{i}") for i in range(self.count)]
 
@@ -106,7 +106,7 @@ class LanguageModel(nnx.Module):
             self.unembedding = parameter(specs["unembedding"], table, numerics)
 
     @property
-    def segments(self) -> list[Group]:
+    def segments(self) -> list[BlockGroup]:
         """The segments in order, every parameter stacked on a leading axis of its repetitions."""
         return [getattr(self, f"segment_{i}") for i in range(self.count)]
 
@@ -133,7 +133,7 @@ class LanguageModel(nnx.Module):
     ) -> Float[Array, "batch seq embed"]:
         """Return the residual stream after the last block; `key` turns dropout on."""
 
-        def run(x: Array, group: Group, boundaries: Boundaries, key: Array | None) -> Array:
+        def run(x: Array, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Array:
             for i, block in enumerate(group.blocks):
                 x = block(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
             return x
@@ -142,7 +142,7 @@ class LanguageModel(nnx.Module):
         for i, group in enumerate(self.segments):
             keys = _repeat_keys(key, i, group)
 
-            def body(x: Array, scanned: tuple[Group, Array | None]) -> tuple[Array, None]:
+            def body(x: Array, scanned: tuple[BlockGroup, Array | None]) -> tuple[Array, None]:
                 return run(x, scanned[0], boundaries, scanned[1]), None
 
             x, _ = jax.lax.scan(body, x, (group, keys))
@@ -192,7 +192,7 @@ class LanguageModel(nnx.Module):
         x = self.embedding[...].astype(self.numerics.compute)[tokens]
         after = []
 
-        def body(x: Array, scanned: tuple[Group, Any]) -> tuple[Array, Any]:
+        def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:
             group, before = scanned
             states = []
             for block, of_block in zip(group.blocks, before, strict=True):
@@ -214,9 +214,9 @@ class LanguageModel(nnx.Module):
         return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
 
 
-def _stack(config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array) -> Group:
+def _stack(config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array) -> BlockGroup:
     """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
-    return jax.vmap(lambda k: Group(config, layers, numerics=numerics, key=k))(jax.random.split(key, repeats))
+    return jax.vmap(lambda k: BlockGroup(config, layers, numerics=numerics, key=k))(jax.random.split(key, repeats))
 
 
 def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
@@ -232,7 +232,7 @@ def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
     return "seq", shard.size("seq"), "embed"
 
 
-def _repeat_keys(key: Array | None, segment: int, group: Group) -> Array | None:
+def _repeat_keys(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
     if key is None:
         return None
     repeats = jax.tree.leaves(group)[0].shape[0]

@@ -16,8 +16,8 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, An
     """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
 
     Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`, which may err by a
-    factor of two in activations. Changes of one key
-    are tried; where none of them saves `missing` bytes, full rematerialisation with ever more microbatches too.
+    factor of two in activations. Changes of one key are tried; where none of them saves `missing` bytes, full
+    rematerialisation with ever more microbatches too.
     """
     now = _expected(run)
 
@@ -26,11 +26,11 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, An
         listed = [{"change": change, "saves": now - _expected(other)} for change, other in legal]
         return sorted((entry for entry in listed if entry["saves"] > 0), key=lambda entry: -entry["saves"])
 
-    found = savings(_variants(run))
-    if not any(entry["saves"] >= missing for entry in found):
+    changes = savings(_variants(run))
+    if not any(entry["saves"] >= missing for entry in changes):
         enough = [entry for entry in savings(_combined(run)) if entry["saves"] >= missing]
-        found = enough[-1:] + found
-    return found[:count]
+        changes = enough[-1:] + changes
+    return changes[:count]
 
 
 def fuller_layouts(run: Run) -> list[dict[str, Any]]:
@@ -39,13 +39,13 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
     Each is {"change": "remat=none", "needs": further bytes on one device}.
     """
     now = _expected(run)
-    found = []
+    changes = []
     for remat in Remat:
         other = run.changed(remat=remat)
         needs = _expected(other) - now if remat is not run.config.remat else 0
         if needs > 0:
-            found.append({"change": f"remat={remat.value}", "needs": needs})
-    return sorted(found, key=lambda entry: -entry["needs"])
+            changes.append({"change": f"remat={remat.value}", "needs": needs})
+    return sorted(changes, key=lambda entry: -entry["needs"])
 
 
 def _variants(run: Run) -> list[tuple[str, Run]]:

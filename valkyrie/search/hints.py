@@ -9,35 +9,35 @@ from valkyrie.machine.timeline import COPIES
 from valkyrie.search.summary import short_cause, short_source
 from valkyrie.units import GIB, percent
 
-WORTH_SAYING = 0.15
+WORTH_A_HINT = 0.15
 """The share of a step from which a cost is pointed out."""
 LOW_PRODUCT_RATE = 0.6
 """Below this share of peak, matrix products are called narrow; large ones reach 0.85 in the compiler's count."""
 
 
-def hints(found: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[str]:
-    """Return advice for a compiled layout: `found` and `others` are summaries, the others of the same work.
+def hints(summary: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """Return advice for a compiled layout: `summary` and `others` are summaries, the others of the same work.
 
     The same work is the same model, batch, length and target under another layout, compiled earlier.
     """
-    if found["status"] != "ok" or "step" not in found:
+    if summary["status"] != "ok" or "step" not in summary:
         return []
     own = (_reduction, _recomputation, _memory_bound, _copies, _narrow)
-    said = [*_exposed(found), *_faster(found, others), *(line for about in own for line in about(found))]
-    return said or [_largest(found)]
+    lines = [*_exposed(summary), *_faster(summary, others), *(line for about in own for line in about(summary))]
+    return lines or [_largest(summary)]
 
 
-def _largest(found: dict[str, Any]) -> str:
+def _largest(summary: dict[str, Any]) -> str:
     """Return what a step consists of where no part of it is worth a hint of its own."""
-    step = found["step"]
-    products = found["seconds"].get("matmul", 0.0) + found["seconds"].get("kernel", 0.0)
+    step = summary["step"]
+    products = summary["seconds"].get("matmul", 0.0) + summary["seconds"].get("kernel", 0.0)
     rate = f" at {percent(step['product_rate'])} of peak" if step["product_rate"] else ""
-    said = f"Matrix products and kernels are {percent(products / step['step_s'])} of the step{rate}"
-    others = {name: seconds for name, seconds in found["seconds"].items() if name not in ("matmul", "kernel")}
+    text = f"Matrix products and kernels are {percent(products / step['step_s'])} of the step{rate}"
+    others = {name: seconds for name, seconds in summary["seconds"].items() if name not in ("matmul", "kernel")}
     if not others:
-        return f"{said}."
+        return f"{text}."
     name, seconds = max(others.items(), key=lambda item: item[1])
-    return f"{said}; the largest other part is {_part(name)}, {percent(seconds / step['step_s'])}."
+    return f"{text}; the largest other part is {_part(name)}, {percent(seconds / step['step_s'])}."
 
 
 def _part(bucket: str) -> str:
@@ -46,19 +46,19 @@ def _part(bucket: str) -> str:
     return bucket if axes == bucket else f"waiting for communication over {axes}"
 
 
-def _reduction(found: dict[str, Any]) -> list[str]:
+def _reduction(summary: dict[str, Any]) -> list[str]:
     """Gradients are summed in float32 unless asked otherwise; where the step waits for that, name the alternative."""
-    if found.get("reduction") != "float32" or "bf16" not in str(found["about"]["precision"]):
+    if summary.get("reduction") != "float32" or "bf16" not in str(summary["about"]["precision"]):
         return []
-    roles = dict(part.split("=", 1) for part in found["about"]["roles"].split(" · "))
+    roles = dict(part.split("=", 1) for part in summary["about"]["roles"].split(" · "))
     data = {axis for axis, role in roles.items() if role.split(" ", 1)[-1].startswith(("DP", "FSDP"))}
     sums = [
         c
-        for c in found["communication"]["causes"]
+        for c in summary["communication"]["causes"]
         if c["kind"] in ("all-reduce", "reduce-scatter") and data.issuperset(c["mesh_axes"])
     ]
-    share = sum(c["exposed_s"] for c in sums) / found["step"]["step_s"]
-    if share < WORTH_SAYING:
+    share = sum(c["exposed_s"] for c in sums) / summary["step"]["step_s"]
+    if share < WORTH_A_HINT:
         return []
     return [
         f"Waiting for sums over data axes, gradients foremost, is {percent(share)} of the step; gradients are summed "
@@ -67,39 +67,41 @@ def _reduction(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _exposed(found: dict[str, Any]) -> list[str]:
-    step, said = found["step"]["step_s"], []
-    roles = dict(part.split("=", 1) for part in found["about"]["roles"].split(" · "))
-    for bucket, seconds in sorted(found["seconds"].items(), key=lambda item: -item[1]):
+def _exposed(summary: dict[str, Any]) -> list[str]:
+    step, lines = summary["step"]["step_s"], []
+    roles = dict(part.split("=", 1) for part in summary["about"]["roles"].split(" · "))
+    for bucket, seconds in sorted(summary["seconds"].items(), key=lambda item: -item[1]):
         axes = bucket.removeprefix("exposed ")
-        if axes == bucket or seconds < WORTH_SAYING * step:
+        if axes == bucket or seconds < WORTH_A_HINT * step:
             continue
-        causes = [c for c in found["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
+        causes = [c for c in summary["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
         worst = max(causes, key=lambda c: c["exposed_s"], default=None)
         by = f", {percent(worst['exposed_s'] / step)} for its largest cause, {_cause(worst)}" if worst else ""
-        held = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
-        said.append(f"Exposed communication over {axes} is {percent(seconds / step)} of the step{by}. {held}.")
-    return said
+        roles_text = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
+        lines.append(
+            f"Waiting for communication over {axes} is {percent(seconds / step)} of the step{by}. {roles_text}."
+        )
+    return lines
 
 
-def _faster(found: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
+def _faster(summary: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
     timed = [other for other in others if other["status"] == "ok" and "step" in other]
     best = min(timed, key=lambda other: other["step"]["step_s"], default=None)
-    if best is None or best["step"]["step_s"] >= 0.98 * found["step"]["step_s"]:
+    if best is None or best["step"]["step_s"] >= 0.98 * summary["step"]["step_s"]:
         return []
-    ratio = found["step"]["step_s"] / best["step"]["step_s"]
+    ratio = summary["step"]["step_s"] / best["step"]["step_s"]
     return [
         f"{best['about']['layout']}, compiled before for the same work, is {ratio:.2f}x as fast: "
         f"{1e3 * best['step']['step_s']:.0f} ms a step."
     ]
 
 
-def _recomputation(found: dict[str, Any]) -> list[str]:
-    extra = found["step"]["executed_flops"] / found["step"]["model_flops"] - 1
-    headroom = found["memory"]["headroom"]
-    if extra < WORTH_SAYING or headroom is None or found["about"]["remat"] in ("none", "offload"):
+def _recomputation(summary: dict[str, Any]) -> list[str]:
+    extra = summary["step"]["executed_flops"] / summary["step"]["model_flops"] - 1
+    headroom = summary["memory"]["headroom"]
+    if extra < WORTH_A_HINT or headroom is None or summary["about"]["remat"] in ("none", "offload"):
         return []
-    fitting = [entry for entry in found["larger"] if entry["needs"] < headroom]
+    fitting = [entry for entry in summary["larger"] if entry["needs"] < headroom]
     if not fitting:
         return []
     change, needs = fitting[0]["change"], fitting[0]["needs"]
@@ -110,9 +112,9 @@ def _recomputation(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _memory_bound(found: dict[str, Any]) -> list[str]:
-    share = found["seconds"].get("memory", 0.0) / found["step"]["step_s"]
-    if share < 2 * WORTH_SAYING:
+def _memory_bound(summary: dict[str, Any]) -> list[str]:
+    share = summary["seconds"].get("memory", 0.0) / summary["step"]["step_s"]
+    if share < 2 * WORTH_A_HINT:
         return []
     return [
         f"Operations bound by memory are {percent(share)} of the step: each chip works on few tokens for the bytes it "
@@ -120,31 +122,31 @@ def _memory_bound(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _copies(found: dict[str, Any]) -> list[str]:
-    share = found["seconds"].get(COPIES, 0.0) / found["step"]["step_s"]
-    if share < WORTH_SAYING:
+def _copies(summary: dict[str, Any]) -> list[str]:
+    share = summary["seconds"].get(COPIES, 0.0) / summary["step"]["step_s"]
+    if share < WORTH_A_HINT:
         return []
-    said = f"Waits for copies between memories are {percent(share)} of the step"
-    if found["about"]["remat"] != "offload":
-        return [f"{said}: what products need is not on the chip in time."]
-    said += ": remat=offload sends saved activations to the host and back"
-    headroom = found["memory"]["headroom"] or 0
-    fitting = [e for e in found["larger"] if e["needs"] < headroom and e["change"] != "remat=full"]
+    text = f"Waits for copies between memories are {percent(share)} of the step"
+    if summary["about"]["remat"] != "offload":
+        return [f"{text}: what products need is not on the chip in time."]
+    text += ": remat=offload sends saved activations to the host and back"
+    headroom = summary["memory"]["headroom"] or 0
+    fitting = [e for e in summary["larger"] if e["needs"] < headroom and e["change"] != "remat=full"]
     if not fitting:
-        return [f"{said}. A larger batch gives each copy more products to hide behind."]
+        return [f"{text}. A larger batch gives each copy more products to hide behind."]
     change, needs = fitting[0]["change"], fitting[0]["needs"]
-    return [f"{said}. {change} keeps them on the chip: about {needs / GIB:.1f} GiB of {headroom / GIB:.1f} GiB free."]
+    return [f"{text}. {change} keeps them on the chip: about {needs / GIB:.1f} GiB of {headroom / GIB:.1f} GiB free."]
 
 
-def _narrow(found: dict[str, Any]) -> list[str]:
-    products, step = found["seconds"].get("matmul", 0.0), found["step"]
-    if products < WORTH_SAYING * step["step_s"] or not step["product_rate"] or step["product_rate"] >= LOW_PRODUCT_RATE:
+def _narrow(summary: dict[str, Any]) -> list[str]:
+    products, step = summary["seconds"].get("matmul", 0.0), summary["step"]
+    if products < WORTH_A_HINT * step["step_s"] or not step["product_rate"] or step["product_rate"] >= LOW_PRODUCT_RATE:
         return []
-    said = f"Matrix products and kernels run at {percent(step['product_rate'])} of peak"
-    degrees = found["about"]["degrees"]
+    text = f"Matrix products and kernels run at {percent(step['product_rate'])} of peak"
+    degrees = summary["about"]["degrees"]
     if degrees["MP1"] * degrees["MP2"] == 1:
-        return [f"{said}, and no axis splits weights: the model's own widths, or the tokens of a chip, are small."]
-    return [f"{said}: their shards are narrow. Splitting weights over fewer devices makes them wider."]
+        return [f"{text}, and no axis splits weights: the model's own widths, or the tokens of a chip, are small."]
+    return [f"{text}: their shards are narrow. Splitting weights over fewer devices makes them wider."]
 
 
 def _cause(use: dict[str, Any]) -> str:

@@ -39,7 +39,7 @@ def measure(run: Run, devices: Devices, trace: Path | None = None) -> dict[str, 
     A few more steps are traced for the time of collectives; the trace stays in the folder `trace` if one is given.
     What does not fit comes back as a result. `simulated` says that no time is real.
     """
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "schema": SCHEMA,
         "stage": "measure",
         "about": run.about(),
@@ -49,11 +49,11 @@ def measure(run: Run, devices: Devices, trace: Path | None = None) -> dict[str, 
         "data": run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
     }
     try:
-        return found | {"status": "ok", "reason": None} | _measured(run, devices, trace)
+        return summary | {"status": "ok", "reason": None} | _measured(run, devices, trace)
     except jax.errors.JaxRuntimeError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
-        return found | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
+        return summary | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
 
 
 def _measured(run: Run, devices: Devices, trace: Path | None) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
 
 
 def _reported_peak(devices: Devices) -> int | None:
-    """Return the most bytes that a device of this process says it held; None where the backend does not count."""
-    held = [device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()]
-    peaks = [stats["peak_bytes_in_use"] for stats in held if stats and "peak_bytes_in_use" in stats]
+    """Return the bytes of a device of this process at its peak, as it reports them; None where it does not."""
+    of_devices = [device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()]
+    peaks = [stats["peak_bytes_in_use"] for stats in of_devices if stats and "peak_bytes_in_use" in stats]
     return max(peaks, default=None)

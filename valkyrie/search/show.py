@@ -14,50 +14,50 @@ from valkyrie.units import GIB, duration, gib
 from valkyrie.units import sent as sent_text
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(summary: dict[str, Any], console: Console) -> None:
     """Print the summary that `compile.json` holds."""
-    about = found["about"]
+    about = summary["about"]
     console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
     console.print(f"roles: {about['roles']}")
-    for line in found.get("placement", []):
+    for line in summary.get("placement", []):
         console.print(f"placement: {line}", markup=False)
     console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
-    if found["status"] == "does_not_fit" and "memory" in found:
-        console.print(does_not_fit(found), style="bold red", markup=False)
+    if summary["status"] == "does_not_fit" and "memory" in summary:
+        console.print(does_not_fit(summary), style="bold red", markup=False)
         return
-    if found["status"] != "ok":
-        console.print(f"{found['status']}: {found['reason']}", style="bold red", markup=False)
+    if summary["status"] != "ok":
+        console.print(f"{summary['status']}: {summary['reason']}", style="bold red", markup=False)
         return
-    if found.get("options"):
-        console.print(f"compiler options: {_options(found['options'])}", markup=False)
-    _memory(found, console)
-    if "step" in found:
-        _speed(found, console)
-    if "seconds" in found:
-        _seconds(found, console)
-    _communication(found, console)
-    if "costs" in found:
-        _costs(found, console)
-        for note in found["notes"]:
+    if summary.get("options"):
+        console.print(f"compiler options: {_options(summary['options'])}", markup=False)
+    _memory(summary, console)
+    if "step" in summary:
+        _speed(summary, console)
+    if "seconds" in summary:
+        _seconds(summary, console)
+    _communication(summary, console)
+    if "costs" in summary:
+        _costs(summary, console)
+        for note in summary["notes"]:
             console.print(f"assumed: {note}", style="dim", markup=False)
-    for hint in found.get("hints", []):
+    for hint in summary.get("hints", []):
         console.print(f"hint: {hint}", markup=False)
 
 
-def does_not_fit(found: dict[str, Any]) -> str:
+def does_not_fit(summary: dict[str, Any]) -> str:
     """Return the verdict of a layout that does not fit: both numbers, the largest arrays, and what might fit."""
-    memory = found["memory"]
+    memory = summary["memory"]
     if memory["needed"] is None:
-        return f"does not fit: {found['reason']}"
-    said = f"does not fit: needs {gib(memory['needed'])} of {gib(memory['usable'])} usable"
+        return f"does not fit: {summary['reason']}"
+    text = f"does not fit: needs {gib(memory['needed'])} of {gib(memory['usable'])} usable"
     if memory["largest"]:
         largest = memory["largest"][:3]
         named = [f"{entry['shape']} {gib(entry['bytes'])}{_of(entry['op_name'])}" for entry in largest]
-        said += f"; largest: {', '.join(named)}"
+        text += f"; largest: {', '.join(named)}"
     if memory["savings"]:
         tries = [f"{entry['change']} (about -{gib(entry['saves'])})" for entry in memory["savings"]]
-        said += f"; try: {', '.join(tries)}"
-    return said
+        text += f"; try: {', '.join(tries)}"
+    return text
 
 
 def _options(options: list[dict[str, Any]]) -> str:
@@ -68,8 +68,8 @@ def _options(options: list[dict[str, Any]]) -> str:
     return " · ".join(f"{', '.join(texts)} ({who})" for who, texts in by.items())
 
 
-def _memory(found: dict[str, Any], console: Console) -> None:
-    memory = found["memory"]
+def _memory(summary: dict[str, Any], console: Console) -> None:
+    memory = summary["memory"]
     unit, scale = ("GiB", GIB) if memory["peak"] >= GIB / 10 else ("MiB", 2**20)
     table = _table("memory of one device at the peak", ("what", unit))
     for name, size in memory["split"].items():
@@ -86,32 +86,32 @@ def _memory(found: dict[str, Any], console: Console) -> None:
         )
 
 
-def _speed(found: dict[str, Any], console: Console) -> None:
-    step = found["step"]
-    word = " simulated" if found.get("simulated") else ""
+def _speed(summary: dict[str, Any], console: Console) -> None:
+    step = summary["step"]
+    word = " simulated" if summary.get("simulated") else ""
     spread = f" (p90 {duration(step['p90_s'])}, least {duration(step['min_s'])})" if "p90_s" in step else ""
-    said = f"[bold]{'measured' if spread else 'predicted'} step{word}: {duration(step['step_s'])}[/]{spread}, "
-    said += f"{step['tokens_per_second']:,.0f} tokens/s{word}, "
-    said += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
+    text = f"[bold]{'measured' if spread else 'predicted'} step{word}: {duration(step['step_s'])}[/]{spread}, "
+    text += f"{step['tokens_per_second']:,.0f} tokens/s{word}, "
+    text += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
     if step["mfu"] is not None:
-        said += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
-    console.print(said)
+        text += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
+    console.print(text)
     for kind, tokens in step.get("tokens_per_dollar", {}).items():
         console.print(f"{tokens / 1e6:,.2f} million tokens per dollar ({kind.replace('_', ' ')})")
 
 
-def _seconds(found: dict[str, Any], console: Console) -> None:
+def _seconds(summary: dict[str, Any], console: Console) -> None:
     table = _table("where the time goes", ("what", "ms", "%"))
-    total = found["step"]["step_s"]
-    for name, seconds in sorted(found["seconds"].items(), key=lambda item: -item[1]):
+    total = summary["step"]["step_s"]
+    for name, seconds in sorted(summary["seconds"].items(), key=lambda item: -item[1]):
         if seconds >= 5e-4 * total:
-            label = f"exposed communication over {name[8:]}" if name.startswith("exposed ") else name
+            label = f"waiting for communication over {name[8:]}" if name.startswith("exposed ") else name
             table.add_row(label, f"{1e3 * seconds:.2f}", f"{100 * seconds / total:.1f}")
     console.print(table, soft_wrap=False)
 
 
-def _communication(found: dict[str, Any], console: Console) -> None:
-    sent = found["communication"]
+def _communication(summary: dict[str, Any], console: Console) -> None:
+    sent = summary["communication"]
     if not sent["causes"]:
         console.print("no communication between devices")
         return
@@ -122,9 +122,9 @@ def _communication(found: dict[str, Any], console: Console) -> None:
     if sent["sending_s"]:
         hidden = max(0.0, 1 - sent["exposed_s"] / sent["sending_s"])
         console.print(f"{100 * hidden:.0f}% of the time in which anything is sent is hidden behind compute")
-    _collective_times(found, console)
-    timed = "seconds" in found
-    waited = ("exposed ms",) if timed else ()
+    _collective_times(summary, console)
+    timed = "seconds" in summary
+    waited = ("waiting ms",) if timed else ()
     table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", *waited, "cause", "source"))
     for use in sent["causes"][:10]:
         exposed = [f"{1e3 * use['exposed_s']:.2f}"] if timed else []
@@ -134,26 +134,28 @@ def _communication(found: dict[str, Any], console: Console) -> None:
     console.print(table, soft_wrap=False)
 
 
-def _collective_times(found: dict[str, Any], console: Console) -> None:
-    sent = found["communication"]
+def _collective_times(summary: dict[str, Any], console: Console) -> None:
+    sent = summary["communication"]
     if not sent.get("collective_s"):
         if "collective_note" in sent and sent["collective_s"] is None:
             console.print(f"time in collectives: {sent['collective_note']}", markup=False)
         return
-    word = " simulated" if found.get("simulated") else ""
+    word = " simulated" if summary.get("simulated") else ""
     parts = {f"{axes} {kind}": s for axes, kinds in sent["collective_s"].items() for kind, s in kinds.items()}
-    said = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
+    text = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
     console.print(
         f"time in collectives{word}, waiting included, mean over devices: "
-        f"{duration(sum(parts.values()))} a step ({said})",
+        f"{duration(sum(parts.values()))} a step ({text})",
         markup=False,
     )
 
 
-def _costs(found: dict[str, Any], console: Console) -> None:
-    table = _table(f"the {len(found['costs'])} dearest operations", ("ms", "%", "calls", "what", "operation", "source"))
-    total = found["step"]["step_s"]
-    for cost in found["costs"]:
+def _costs(summary: dict[str, Any], console: Console) -> None:
+    table = _table(
+        f"the {len(summary['costs'])} dearest operations", ("ms", "%", "calls", "what", "operation", "source")
+    )
+    total = summary["step"]["step_s"]
+    for cost in summary["costs"]:
         share = f"{100 * cost['seconds'] / total:.1f}"
         where = short_cause(cost["op_name"]), short_source(cost["source"])
         table.add_row(f"{1e3 * cost['seconds']:.2f}", share, f"{cost['calls']:,.0f}", cost["category"], *where)
@@ -162,7 +164,7 @@ def _costs(found: dict[str, Any], console: Console) -> None:
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
-    numbers = {"GiB", "MiB", "ms", "%", "sent", "calls", "exposed ms"}
+    numbers = {"GiB", "MiB", "ms", "%", "sent", "calls", "waiting ms"}
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=column in numbers)
     return table

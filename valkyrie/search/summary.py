@@ -34,7 +34,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     collectives of its program, with times only if there is a replay.
     """
     outcome = compiled.outcome
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "schema": SCHEMA,
         "about": run.about(),
         "status": compiled.status,
@@ -45,24 +45,24 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
         "positions": positions(outcome.get("positions", [])),
     }
     if compiled.status == "does_not_fit":
-        found["memory"] = {key: outcome.get(key) for key in ("needed", "usable", "largest", "savings")}
+        summary["memory"] = {key: outcome.get(key) for key in ("needed", "usable", "largest", "savings")}
     if compiled.status != "ok":
-        return found
-    found["parameters"] = outcome["parameters"]
-    found["memory"] = memory_split(run, outcome["memory"])
-    found["larger"] = outcome.get("larger", [])
-    found["options"] = outcome.get("options", [])
-    found["reduction"] = run.config.precision.reduction.value
-    found["communication"] = communication(uses, replay.sending_s if replay is not None else None)
+        return summary
+    summary["parameters"] = outcome["parameters"]
+    summary["memory"] = memory_split(run, outcome["memory"])
+    summary["larger"] = outcome.get("larger", [])
+    summary["options"] = outcome.get("options", [])
+    summary["reduction"] = run.config.precision.reduction.value
+    summary["communication"] = communication(uses, replay.sending_s if replay is not None else None)
     if replay is not None:
-        found["step"] = speed(run, replay)
-        found["seconds"] = dict(replay.seconds)
-        found["costs"] = [
+        summary["step"] = speed(run, replay)
+        summary["seconds"] = dict(replay.seconds)
+        summary["costs"] = [
             {"category": c.category, "op_name": c.op_name, "source": c.source, "calls": c.calls, "seconds": c.seconds}
             for c in sorted(replay.costs, key=lambda c: -c.seconds)[:TOP_COSTS]
         ]
-        found["notes"] = list(replay.notes)
-    return found
+        summary["notes"] = list(replay.notes)
+    return summary
 
 
 def positions(places: Sequence[Sequence[Any]]) -> list[str]:

@@ -31,7 +31,7 @@ class Array(NamedTuple):
     axes: Axes
 
 
-class Outcome(NamedTuple):
+class BatchLoss(NamedTuple):
     """What a batch comes to: the objective to differentiate, sums over the batch, and what the next step is handed.
 
     Objective and sums are sums, not means, so that microbatches and devices add up; `sums["weight"]` is what both are
@@ -74,7 +74,7 @@ class Task(Protocol):
         shard: Shard,
         checkpoint: Checkpoint,
         key: jax.Array | None,
-    ) -> Outcome:
+    ) -> BatchLoss:
         """Return what a training batch comes to; `key` turns dropout on."""
         ...
 

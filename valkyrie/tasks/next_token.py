@@ -15,7 +15,7 @@ from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.models.language_model import LanguageModel, Losses
 from valkyrie.models.layers import Checkpoint
-from valkyrie.tasks import Array, Outcome
+from valkyrie.tasks import Array, BatchLoss
 
 _DTYPES = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weights": "float32"}
 
@@ -75,10 +75,10 @@ class Task:
         shard: Shard,
         checkpoint: Checkpoint,
         key: jax.Array | None,
-    ) -> Outcome:
+    ) -> BatchLoss:
         """Return the objective (with z-loss), and the sums `loss` (nats, without it) and `weight` (targets)."""
         losses = token_losses(module, batch, shard=shard, checkpoint=checkpoint, key=key)
-        return Outcome(losses.objective_sum, {"loss": losses.loss_sum, "weight": losses.weight_sum}, carry)
+        return BatchLoss(losses.objective_sum, {"loss": losses.loss_sum, "weight": losses.weight_sum}, carry)
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
         """Return `loss` (nats per token) and `tokens`."""

@@ -1,4 +1,4 @@
-"""The options a step is compiled with: who set each of them, and what is said of one that the compiler refuses."""
+"""The options a step is compiled with: who set each of them, and why the compiler refuses one."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option
     """
     written = chip.xla_options if chip else {}
     shipped = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
-    found = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in written]
+    options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in written]
     for name, value in written.items():
         if value is not None or name in shipped or name in computed:
-            found.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else YOU))
-    return found
+            options.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else YOU))
+    return options
 
 
 def option_text(value: object) -> str | None:
@@ -78,8 +78,8 @@ def refusal(message: str) -> str | None:
         return f"{KEY}.{name}: {_compiler()} has no option of this name.{hint} {remedy}"
     if unreadable := _UNREADABLE.search(message):
         value, name, why = unreadable.groups()
-        said = f" {why.strip().rstrip('.')}." if why.strip() else ""
-        return f"{KEY}.{name}={value}: {_compiler()} cannot read this value.{said}"
+        because = f" {why.strip().rstrip('.')}." if why.strip() else ""
+        return f"{KEY}.{name}={value}: {_compiler()} cannot read this value.{because}"
     return None
 
 
