@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 
 from valkyrie.hardware import TargetConfig
@@ -115,52 +114,26 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     `config_dir` is a folder with configurations and modules of your own, as `--config-dir` takes it. ValueError lists
     everything that is wrong with the run: unknown names with the known ones, and all problems of the layout.
     """
-    from hydra import compose as compose_config
-    from hydra import initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from valkyrie.train.arguments import run_of
 
-    from valkyrie.compose import explain, register
-    from valkyrie.models import let_import
-
-    search = []
+    folder = []
     if config_dir is not None:
-        folder = Path(config_dir).resolve()
-        if not folder.is_dir():
+        if not Path(config_dir).is_dir():
             raise ValueError(f"config_dir={config_dir} is not a folder.")
-        let_import([str(folder)])
-        search = [f"hydra.searchpath=[valkyrie://groups,{folder}]"]
-    typed = [override[1:] if override.startswith(("+experiment=", "+sweep=")) else override for override in overrides]
-    try:
-        with initialize_config_dir(str(register()), version_base="1.3"):
-            config = compose_config("train", [*typed, *search])
-        run = Run.from_config(config)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(explain(error)) from error
-    return _checked(dataclasses.replace(run, arguments=tuple(typed)))
+        folder = ["--config-dir", str(Path(config_dir).resolve())]
+    return _checked(run_of([*folder, *overrides]))
 
 
 def load(folder: str | Path, *overrides: str) -> Run:
     """Return the run of a run folder from its `run.yaml`, with other values of some keys: `load(folder, "steps=400")`.
 
-    Training it goes on from its newest checkpoint. ValueError where there is no such file, or it is damaged.
+    Training it goes on from its newest checkpoint. Another choice of a group (`mesh=4x2x1`) is composed with the
+    arguments that the run was trained with, as `resume=` does. ValueError where there is no such file, or it is
+    damaged, and for what `compose` refuses.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from valkyrie.train.arguments import run_in
 
-    from valkyrie.compose import explain
-    from valkyrie.train.folder import saved_command, saved_config
-
-    folder = Path(folder)
-    resumed = {"resume": str(folder), "name": None, "mode": {"name": "train"}}
-    try:
-        config = OmegaConf.merge(saved_config(folder), resumed, OmegaConf.from_dotlist(list(overrides)))
-        assert isinstance(config, DictConfig)
-        run = Run.from_config(config)
-    except OmegaConfBaseException as error:
-        raise ValueError(explain(error)) from error
-    return _checked(dataclasses.replace(run, arguments=(*saved_command(folder), *overrides)))
+    return _checked(run_in(Path(folder), overrides))
 
 
 def slice(name: str) -> TargetConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,15 +10,12 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.composed import composed_file, config_dirs, refuse_choices, without_outputs
 from valkyrie.cli.parser import leave_unread
 from valkyrie.compose import explain, register
 from valkyrie.interrupt import EXIT_STATUS, raises
@@ -28,7 +24,8 @@ from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.names import multirun_arguments
-from valkyrie.train.folder import resumed_arguments
+from valkyrie.train.arguments import read_arguments
+from valkyrie.train.composed import composed_file, config_dirs, refuse_choices, without_outputs
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """What makes Hydra raise, which the command always wants, and shows the user tracebacks."""
@@ -37,20 +34,15 @@ USER_ERROR = 2
 OUR_ERROR = 1
 """Exit status after a mistake of ours."""
 
-_ESCAPED = r"\\[][(){}:=, \t\\]"
-"""A sign that Hydra's grammar would read, behind the backslash that keeps it from that."""
-
 
 def dispatch() -> None:
     """Carry out the arguments of the process; a user's mistake is a message and exit status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
-    arguments = _plain(sys.argv[1:])
+    arguments = sys.argv[1:]
     let_import(config_dirs(arguments))
     try:
         multirun, file = multirun_arguments(arguments), composed_file(arguments)
-        arguments = _as_typed(multirun or arguments, multirun is not None)
-        if multirun is None and file is None:
-            arguments = resumed_arguments(arguments)
+        arguments = read_arguments(multirun or arguments, multirun=multirun is not None, composed=file is not None)
         sys.argv[1:] = arguments if file is None else without_outputs(arguments, file)
         with raises() if multirun is not None else nullcontext():
             config = _compose(file)
@@ -96,7 +88,6 @@ def _compose(file: Path | None) -> DictConfig | None:
     os.environ[FULL_ERROR] = "1"  # so that Hydra raises, and the words of an error are ours
     try:
         folder = register()
-        _refuse_unreadable_meshes(sys.argv[1:])
         with multirun_ends():
             hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
     finally:
@@ -123,56 +114,3 @@ def _with_choices(run: Run, problems: Sequence[str]) -> str:
         if legal:
             return "\n".join([*problems, f"Legal with mesh={mesh} as it stands: partition={', '.join(legal)}."])
     return "\n".join(problems)
-
-
-def _plain(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as Hydra wants them.
-
-    `+experiment=` and `+sweep=` become `experiment=` and `sweep=`: both ways are in use. A folder given by
-    `--config-path` is looked for here, not beside this file.
-    """
-    plain = [a[1:] if a.startswith(("+experiment=", "+sweep=")) else a for a in arguments]
-    for i, argument in enumerate(plain):
-        flag, joined, folder = argument.partition("=")
-        if flag not in ("--config-path", "-cp"):
-            continue
-        if joined:
-            plain[i] = f"{flag}={os.path.abspath(folder)}"
-        elif i + 1 < len(plain):
-            plain[i + 1] = os.path.abspath(plain[i + 1])
-    return plain
-
-
-def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
-    """Return the arguments with the value of `prompt=` in quotes, so that Hydra takes it as it was typed.
-
-    Unquoted, Hydra strips its blanks and refuses most signs. `null`, what is quoted or escaped for Hydra already, and
-    in a multirun the several prompts of a sweep, stay as they are. `${KEY}` means in it what it does in any value.
-    """
-    typed = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key.lstrip("+") == "prompt" and not _is_for_hydra(value, multirun):
-            argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
-        typed.append(argument)
-    return typed
-
-
-def _is_for_hydra(value: str, multirun: bool) -> bool:
-    try:
-        read = OverridesParser.create().parse_override(f"prompt={value}")
-    except HydraException:
-        return False
-    if read.is_sweep_override() and multirun:
-        return True
-    return value.startswith(("'", '"')) or value.lower() == "null" or re.search(_ESCAPED, value) is not None
-
-
-def _refuse_unreadable_meshes(arguments: Sequence[str]) -> None:
-    for argument in arguments:
-        match = re.fullmatch(r"mesh=(\d+)", argument)
-        if match:
-            raise ValueError(
-                f"mesh={match[1]} has 1 axis; a mesh has three (x, y, z) or four (w, x, y, z). "
-                f"Write mesh={match[1]}x1x1."
-            )

@@ -206,9 +206,17 @@ def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> 
     command = saved_command(folder)
     if not command:
         return list(arguments)
-    dropped = {*given, *without, "resume", "name", "mode", "runs"}
+    return with_saved(command, arguments, without)
+
+
+def with_saved(command: Sequence[str], arguments: Sequence[str], without: Sequence[str] = ()) -> list[str]:
+    """Return the arguments after those of a run's saved command that they do not repeat.
+
+    Of the command, what names a folder or a mode and the keys in `without` are left out.
+    """
     saved_flags, saved = parts_of(command)
     flags, overrides = parts_of(arguments)
+    dropped = {*(key_value(o)[0] for o in overrides), *without, "resume", "name", "mode", "runs"}
     return [*saved_flags, *flags, *(a for a in saved if key_value(a)[0] not in dropped), *overrides]
 
 

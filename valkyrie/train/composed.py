@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,7 +14,11 @@ from valkyrie.checkpoint import latest_step
 from valkyrie.compose import SCHEMAS
 from valkyrie.train.folder import COMMAND, key_value, parts_of
 
-_PATH, _NAME = ("--config-path", "-cp"), ("--config-name", "-cn")
+CONFIG_PATH = ("--config-path", "-cp")
+"""The flags whose value is the folder of the whole configuration."""
+_NAME, _DIR = ("--config-name", "-cn"), ("--config-dir", "-cd")
+CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *_DIR)
+"""The flags that say where the configuration lies."""
 _SILENT = ("hydra.run.dir=.", "hydra.sweep.subdir=.", "hydra.output_subdir=null")
 _SILENT += ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
 """What `train.yaml` says of Hydra's own folders and logs."""
@@ -21,16 +26,27 @@ _SILENT += ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
 
 def composed_file(arguments: Sequence[str]) -> Path | None:
     """Return the file that the arguments name as their whole configuration, if it has no defaults list."""
-    folder = _flag(arguments, _PATH)
+    folder = config_path(arguments)
     if folder is None:
         return None
-    file = Path(folder) / f"{(_flag(arguments, _NAME) or 'train').removesuffix('.yaml')}.yaml"
+    file = Path(folder) / f"{config_name(arguments)}.yaml"
     return file if file.is_file() and not _has(file, "defaults") else None
+
+
+def config_path(arguments: Sequence[str]) -> str | None:
+    """Return the folder of the whole configuration that the arguments give, in full; None where they give none."""
+    folder = _flag(arguments, CONFIG_PATH)
+    return None if folder is None else os.path.abspath(folder)
+
+
+def config_name(arguments: Sequence[str]) -> str:
+    """Return the name of the whole configuration: `train`, unless the arguments give another."""
+    return (_flag(arguments, _NAME) or "train").removesuffix(".yaml")
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
     """Return the folder that the arguments give for configurations of the user's own, in full; at most one."""
-    folder = _flag(arguments, ("--config-dir", "-cd"))
+    folder = _flag(arguments, _DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
 
 
