@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from machines import needs_libtpu
 from runs import SINGLE, TINY, command, start
+from valkyrie.train import devices
 from valkyrie.train.devices import Devices, acquire
 
 
@@ -100,4 +102,33 @@ def test_thirty_two_devices_are_made_on_a_laptop(tmp_path: Path) -> None:
     assert "SIMULATED: 32 CPU devices on" in out
     assert "x=4 MP1" in out and "y=4 MP2" in out and "z=2 DP" in out
     assert "step 2/2  loss" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("plugins", "chips", "platforms", "asked"),
+    [
+        (["libtpu"], 0, "", True),
+        (["libtpu"], 4, "", False),
+        (["libtpu"], 0, "tpu", False),
+        (["libtpu", "jax_plugins"], 0, "", False),
+        ([], 0, "", False),
+    ],
+)
+def test_libtpu_is_left_alone_where_there_is_no_tpu(
+    monkeypatch: pytest.MonkeyPatch, plugins: list[str], chips: int, platforms: str, asked: bool
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(devices, "accelerators", lambda: chips)
+    monkeypatch.setattr(devices, "entry_points", lambda group: [])
+    monkeypatch.setattr(devices, "find_spec", lambda name: name if name in plugins else None)
+    assert devices.only_libtpu_without_a_tpu() is asked
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_training_on_a_laptop_prints_nothing_to_stderr(tmp_path: Path) -> None:
+    process = start(*TINY, *SINGLE, "steps=2", cwd=tmp_path, JAX_PLATFORMS="")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "SIMULATED" in out
     assert err == ""

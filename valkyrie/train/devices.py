@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 from valkyrie.compose import accelerators
@@ -96,11 +98,21 @@ def configure_jax(run: Run) -> None:
     """Set the process-wide switches of JAX: the persistent compilation cache, and `debug=nans`."""
     import jax
 
+    if only_libtpu_without_a_tpu():
+        jax.config.update("jax_platforms", "cpu")  # libtpu, asked for devices, complains at length on stderr
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_debug_nans", run.config.debug.value == "nans")
+
+
+def only_libtpu_without_a_tpu() -> bool:
+    """Return whether libtpu is the only plugin that JAX could ask for devices, on a machine without a TPU."""
+    if os.environ.get("JAX_PLATFORMS") or accelerators():
+        return False
+    others = find_spec("jax_plugins") is not None or bool(entry_points(group="jax_plugins"))
+    return find_spec("libtpu") is not None and not others
 
 
 def _let_simulated_devices_wait() -> None:
