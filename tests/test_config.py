@@ -233,6 +233,21 @@ def test_a_composed_file_takes_keys_and_no_choices(command: Any, tmp_path: Path)
     assert command("resume=a", "mode=eval").run.model.name == "s5_tiny"
 
 
+def test_a_run_yaml_that_ends_too_early_is_not_completed_from_defaults(command: Any, tmp_path: Path):
+    folder = tmp_path / "runs" / "a"
+    write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny", "steps=9").run, folder, ["model=s5_tiny"])
+    text = (folder / "run.yaml").read_text()
+    for name, remedy in (("run", "resume=a, which writes it again"), ("copied", "Copy it from its run folder again")):
+        for cut in (text[: text.index("steps:")], text[:-2], text[:-30] + "\0", text.splitlines()[0]):
+            (folder / f"{name}.yaml").write_text(cut)
+            refused = command("--config-path", "runs/a", "--config-name", name)
+            assert (refused.status, refused.run) == (2, None)
+            assert refused.err.startswith(f"valkyrie-train: {folder}/{name}.yaml is damaged (")
+            assert remedy in refused.err and len(refused.err.splitlines()) == 1
+    (folder / "run.yaml").write_text("\n".join(line for line in text[: text.index("hydra:")].splitlines()[1:]))
+    assert command("--config-path", "runs/a", "--config-name", "run").run.config.steps == 9, "as of --cfg job"
+
+
 MINE = {
     "partition/mine": "defaults: [partition_schema, 1d_tp, _self_]\nname: mine\nzero1: true\n",
     "mesh/mine": "defaults: [mesh_schema, _self_]\nname: mine\nshape: [2, 4, 1]\nplacement: [z, x, y]\n",

@@ -9,6 +9,8 @@ import pytest
 
 import valkyrie
 from helpers import compose_run
+from valkyrie.search import child as compile_child
+from valkyrie.sweep import child as trial_child
 from valkyrie.train.folder import (
     COMMAND,
     RUN,
@@ -129,7 +131,8 @@ def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
     run.save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
     remedy = f"Delete it and continue with valkyrie-train resume={tmp_path.name}, which writes it again."
-    for length in (0, 30, 200, 211, 300, text.index("hydra:")):
+    ends = [text.index("hydra:") + n for n in (0, len("hydra:"), len("hydra:\n  run"))]
+    for length in (0, 30, 200, 211, 300, *ends, len(text) - len("    root: null\n"), len(text) - 2):
         (tmp_path / RUN).write_text(text[:length])
         with pytest.raises(ValueError) as caught:
             saved_config(tmp_path)
@@ -137,6 +140,15 @@ def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
         assert str(caught.value).endswith(f"). {remedy}")
     with pytest.raises(ValueError, match="is damaged"):
         changed_settings(run, tmp_path)
+
+
+def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_path: Path) -> None:
+    compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp").save(tmp_path / RUN)
+    text = (tmp_path / RUN).read_text()
+    (tmp_path / RUN).write_text(text[: text.index("optimizer:")])
+    for carry_out in (trial_child._carry_out, compile_child._outcome):
+        with pytest.raises(ValueError, match=r"run.yaml is damaged \(it ends too early\)"):
+            carry_out(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['["model=s5_tiny", "ba', "", '{"a": 1}', "[1]", "\0\0"])

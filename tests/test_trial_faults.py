@@ -193,6 +193,19 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     assert outcome(tmp_path, 130).status is Status.killed
 
 
+DAMAGED = ['{"status": "o', "[]", '"weird"', "{}", '{"status": "fine", "reason": null, "results": {}}', "\xff", ""]
+DAMAGED += ['{"status": "ok", "reason": null, "results": null}', '{"status": ["ok"], "reason": 1, "results": {}}']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_outcome_is_that_trials_failure_and_no_more(tmp_path: Path, text: str):
+    (tmp_path / "outcome.json").write_bytes(text.encode("latin-1"))
+    ended = outcome(tmp_path, 0)
+    assert (ended.status, ended.results) == (Status.failed, {})
+    assert ended.reason is not None and ended.reason.startswith("its outcome.json is damaged (")
+    assert ended.reason.endswith("). Do it again with trial.retry=true")
+
+
 def test_a_training_leaves_what_its_last_part_knows(tmp_path: Path):
     parts = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]

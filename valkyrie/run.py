@@ -31,6 +31,8 @@ from valkyrie.trees import flat
 
 SEEDS = 2**31
 """Seeds are below it: JAX takes them as 32-bit integers."""
+HEADER = "# valkyrie-train --config-path "
+"""How every `run.yaml` begins."""
 
 
 class Debug(Enum):
@@ -242,8 +244,7 @@ class Run:
         body = OmegaConf.merge(values, {"hydra": hydra})
         write_whole(
             path,
-            f"# valkyrie-train --config-path {path.resolve().parent} --config-name {path.stem}\n"
-            + OmegaConf.to_yaml(body),
+            f"{HEADER}{path.resolve().parent} --config-name {path.stem}\n" + OmegaConf.to_yaml(body),
         )
 
     def _layout(self, partition: PartitionConfig | None = None) -> tuple[Layout | None, list[str]]:

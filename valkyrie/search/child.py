@@ -23,6 +23,7 @@ from valkyrie.hardware import Platform, topology_of
 from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
+from valkyrie.train.folder import saved_config
 
 OUTCOME = "outcome.json"
 """The result of a compile in its folder, beside the optimised module."""
@@ -54,11 +55,7 @@ def _end_with(parent: int, folder: Path) -> None:
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
-    from omegaconf import DictConfig, OmegaConf
-
-    config = OmegaConf.load(folder / "run.yaml")
-    assert isinstance(config, DictConfig)
-    run = Run.from_config(config)
+    run = Run.from_config(saved_config(folder))
     try:
         devices = _devices(run)
     except ValueError as error:

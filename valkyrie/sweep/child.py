@@ -11,15 +11,13 @@ import sys
 import traceback
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from valkyrie.interrupt import ends_at_once
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.results import Outcome, failure, results_of
 from valkyrie.sweep.trial import Status
-from valkyrie.train.folder import COMMAND, RUN
+from valkyrie.train.folder import COMMAND, saved_config
 
 
 def main() -> None:
@@ -39,9 +37,7 @@ def main() -> None:
 
 
 def _carry_out(folder: Path) -> Outcome:
-    config = OmegaConf.load(folder / RUN)
-    assert isinstance(config, DictConfig)
-    run = Run.from_config(config)
+    run = Run.from_config(saved_config(folder))
     mode = MODES[run.config.mode.name]
     status = mode(run, json.loads((folder / COMMAND).read_text()))
     if status not in (0, NOT_COMPILED):

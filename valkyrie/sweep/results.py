@@ -41,13 +41,25 @@ class Outcome(NamedTuple):
 def outcome(folder: Path, returncode: int) -> Outcome:
     """Return what a process came to that has ended: its `outcome.json`, or how it ended without one."""
     if (folder / OUTCOME).is_file():
-        record = json.loads((folder / OUTCOME).read_text())
-        return Outcome(Status(record["status"]), record["reason"], record["results"])
+        return _read(folder / OUTCOME)
     if returncode < 0:
         return Outcome(Status.killed, _killed(-returncode, folder / OUTPUT), {})
     if returncode == EXIT_STATUS:
         return Outcome(Status.killed, "its process was interrupted by somebody else", {})
     return failure(f"its process ended with status {returncode}: {last_error(folder / OUTPUT)}")
+
+
+def _read(file: Path) -> Outcome:
+    """Return what a process wrote that it came to; a damaged file is the failure of its trial alone."""
+    try:
+        record = json.loads(file.read_bytes())
+        status, reason, results = Status(record["status"]), record["reason"], record["results"]
+        if not isinstance(reason, str | None) or not isinstance(results, dict):
+            raise TypeError("reason or results is of another type")
+    except (ValueError, KeyError, TypeError) as error:
+        told = f"it lacks {error}" if isinstance(error, KeyError) else error
+        return failure(f"its {OUTCOME} is damaged ({told}). Do it again with trial.retry=true")
+    return Outcome(status, reason, results)
 
 
 def failure(reason: str) -> Outcome:

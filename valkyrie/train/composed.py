@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 
 from valkyrie.checkpoint import latest_step
 from valkyrie.compose import SCHEMAS
-from valkyrie.train.folder import COMMAND, key_value, parts_of
+from valkyrie.run import HEADER
+from valkyrie.train.folder import COMMAND, key_value, parts_of, read_settings
 
 CONFIG_PATH = ("--config-path", "-cp")
 """The flags whose value is the folder of the whole configuration."""
@@ -25,12 +26,19 @@ _SILENT += ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")
 
 
 def composed_file(arguments: Sequence[str]) -> Path | None:
-    """Return the file that the arguments name as their whole configuration, if it has no defaults list."""
+    """Return the file that the arguments name as their whole configuration, if it has no defaults list.
+
+    ValueError where it is a damaged `run.yaml`: what it lacks would be taken from the defaults.
+    """
     folder = config_path(arguments)
     if folder is None:
         return None
     file = Path(folder) / f"{config_name(arguments)}.yaml"
-    return file if file.is_file() and not _has(file, "defaults") else None
+    if not file.is_file():
+        return None
+    if file.read_bytes().startswith(HEADER.encode()):
+        read_settings(file)
+    return None if _has(file, "defaults") else file
 
 
 def config_path(arguments: Sequence[str]) -> str | None:

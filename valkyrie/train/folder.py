@@ -88,12 +88,22 @@ def saved_config(folder: Path) -> DictConfig:
     file = folder / RUN
     if not file.is_file():
         raise ValueError(f"{folder} is no run folder: it has no {RUN}.")
-    remedy = f"Delete it and continue with valkyrie-train resume={folder.name}, which writes it again."
+    return read_settings(file)
+
+
+def read_settings(file: Path) -> DictConfig:
+    """Return the settings in a `run.yaml`, or in a copy of one; ValueError where it cannot be read to its end."""
+    remedy = "Copy it from its run folder again."
+    if file.name == RUN:
+        folder = file.absolute().parent.name
+        remedy = f"Delete it and continue with valkyrie-train resume={folder}, which writes it again."
     try:
         config = OmegaConf.load(file)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
         raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}). {remedy}") from error
-    if not isinstance(config, DictConfig) or "hydra" not in config:  # which is written last
+    last = OmegaConf.select(config, "hydra.hydra_logging") if isinstance(config, DictConfig) else None
+    whole = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
+    if not isinstance(config, DictConfig) or not whole:
         raise ValueError(f"{file} is damaged (it ends too early). {remedy}")
     return config
 
