@@ -38,7 +38,13 @@ def _set_environment() -> None:
     for variable in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         os.environ[variable] = str(Path(_scratch.name) / variable.lower())
     os.environ["WANDB_MODE"] = "offline"
-    for variable in ("WANDB_API_KEY", "TPU_MESH_CONFIG", "TPU_AXIS_NAMES", "HYDRA_FULL_ERROR"):
+    for variable in (
+        "WANDB_API_KEY",
+        "TPU_MESH_CONFIG",
+        "TPU_AXIS_NAMES",
+        "HYDRA_FULL_ERROR",
+        "UV_RUN_RECURSION_DEPTH",
+    ):
         os.environ.pop(variable, None)
 
 

@@ -143,7 +143,7 @@ def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b.parquet").write_text("no")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=re.escape('pip install "valkyrie-jax[parquet]"')):
+    with pytest.raises(ValueError, match=re.escape("uv sync --extra parquet")):
         read(text_config(tmp_path / "b.parquet"))
 
 

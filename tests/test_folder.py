@@ -15,6 +15,7 @@ from valkyrie.train.folder import (
     COMMAND,
     RUN,
     changed_settings,
+    command_name,
     find_run,
     resumed_arguments,
     run_folder,
@@ -227,3 +228,9 @@ def test_a_name_is_one_folder(tmp_path: Path) -> None:
         f"name=a/b is a folder in a folder: a run lies right under runs={tmp_path}, where resume=latest looks. "
         f"Use runs={tmp_path / 'a'} name=b, or name=a-b."
     )
+
+
+def test_what_is_printed_to_be_typed_begins_as_the_command_did(monkeypatch: pytest.MonkeyPatch):
+    assert command_name() == "valkyrie-train"
+    monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")  # as uv sets it
+    assert command_name("valkyrie-report") == "uv run valkyrie-report"

@@ -255,7 +255,7 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
         compile_devices(parse_target("v4-64"))
     assert str(refused.value) == (
         "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) is compiled by libtpu, which is not installed here. Install it with "
-        "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
+        "uv sync --extra tpu in the clone; no TPU is needed."
     )
 
 

@@ -98,7 +98,7 @@ def test_a_server_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_the_library_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"pip install 'valkyrie-jax\[wandb-workspaces\]'"):
+    with pytest.raises(ValueError, match=r"uv sync --extra wandb-workspaces"):
         main_wandb("me/valkyrie", None, dry_run=True)
 
 

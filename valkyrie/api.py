@@ -157,7 +157,7 @@ def show(run: Run) -> None:
 def predict(run: Run, *, quiet: bool = False) -> Result:
     """Return what compiling the run's step for its target says: whether it fits, and how long a step takes.
 
-    Needs the TPU compiler (`valkyrie-jax[tpu]`) for TPU targets, but no TPU; of a CPU target only memory and bytes
+    Needs the TPU compiler (extra `tpu`) for TPU targets, but no TPU; of a CPU target only memory and bytes
     come back. The compiler runs in a process of its own, and equal compiles are taken from the cache. ValueError where
     the compile is refused.
     """

@@ -4,7 +4,7 @@
     python experiments/published/predict.py --rows 22b v5p --max-chips 256
     python experiments/published/predict.py --markdown table.md --json table.json
 
-It needs libtpu (`pip install 'valkyrie-jax[tpu]'`) and no TPU. Nothing is fitted to a row: the prediction is the
+It needs libtpu (`uv sync --extra tpu`) and no TPU. Nothing is fitted to a row: the prediction is the
 replay of the compiled step, as `valkyrie-train mode=compile` prints it. Where a source gives FLOP/s or MFU in place of
 seconds, its own count of FLOPs turned them into seconds: 6 x parameters x tokens, and attention as if every token saw
 the whole sequence (MaxText counted so until its issue 1988; PaLM, appendix B).

@@ -220,7 +220,7 @@ def _read_parquet(file: SourceFile, config: DataConfig) -> Iterator[Document]:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError:
-        raise ValueError(f'{file.id}: reading .parquet needs pyarrow: pip install "valkyrie-jax[parquet]"') from None
+        raise ValueError(f"{file.id}: reading .parquet needs pyarrow: uv sync --extra parquet in the clone") from None
     try:
         table = parquet.ParquetFile(file.path)
     except arrow.ArrowInvalid as error:

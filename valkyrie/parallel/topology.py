@@ -67,7 +67,7 @@ def libtpu_missing(target: TargetConfig) -> str | None:
         return None
     return (
         f"target={target.describe()} is compiled by libtpu, which is not installed here. Install it with "
-        "pip install 'valkyrie-jax[tpu]' (or uv sync --extra tpu); no TPU is needed."
+        "uv sync --extra tpu in the clone; no TPU is needed."
     )
 
 

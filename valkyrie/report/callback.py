@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from valkyrie.modes import has_results
 from valkyrie.sweep.trial import PAGE, Status, TrialLog
+from valkyrie.train.folder import command_name
 
 
 class SweepPage(Callback):
@@ -27,7 +28,10 @@ class SweepPage(Callback):
             write_report(folder)
         except Exception as error:  # Hydra would make a warning of it, and keep the page of before
             problem = f"the page could not be written ({type(error).__name__}: {error})"
-            print(f"{problem}{_removed(folder / PAGE)}. Once it can be: valkyrie-report {folder}", file=sys.stderr)
+            print(
+                f"{problem}{_removed(folder / PAGE)}. Once it can be: {command_name('valkyrie-report')} {folder}",
+                file=sys.stderr,
+            )
 
 
 def _removed(page: Path) -> str:

@@ -201,4 +201,4 @@ def _json(thing: Any) -> Any:
 
 def _require_library() -> None:
     if importlib.util.find_spec("wandb_workspaces") is None:
-        raise ValueError(f"--wandb needs the library wandb-workspaces: pip install 'valkyrie-jax[{EXTRA}]'.")
+        raise ValueError(f"--wandb needs the library wandb-workspaces: uv sync --extra {EXTRA} in the clone.")

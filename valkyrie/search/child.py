@@ -97,7 +97,7 @@ def _devices(run: Run) -> list[Any]:
     except RuntimeError:
         raise ValueError(
             f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, and JAX finds none "
-            "here. Run this on a machine with the GPU and `pip install 'valkyrie-jax[cuda]'`, or use a TPU target: "
+            "here. Run this on a machine with the GPU, after `uv sync --extra cuda` in the clone, or use a TPU target: "
             "those compile anywhere."
         ) from None
     if len(devices) < size:

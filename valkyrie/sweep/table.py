@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.table import Table
 from valkyrie.modes import MODES
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.trial import PAGE, Status, Trial
+from valkyrie.train.folder import command_name
 from valkyrie.units import memory
 
 if TYPE_CHECKING:
@@ -104,7 +106,8 @@ def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> l
         lines.append(f"refused: {len(refused) - 3} more; the page says why")
     if any(trial.status in NO_RESULT for trial in trials):
         lines.append("trials without a result are not tried again, unless you add trial.retry=true")
-    page = folder / PAGE if complete and (folder / PAGE).is_file() else f"valkyrie-report {folder}"
+    written = complete and (folder / PAGE).is_file()
+    page = folder / PAGE if written else f"{command_name('valkyrie-report')} {shlex.quote(str(folder))}"
     return [
         *lines,
         f"folder: {folder}",

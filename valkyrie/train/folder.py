@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -83,6 +84,11 @@ def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
     write_whole(folder / COMMAND, json.dumps(kept) + "\n")
 
 
+def command_name(command: str = "valkyrie-train") -> str:
+    """Return how the user calls a command: by `uv run` where that started this process, else by its name."""
+    return f"uv run {command}" if "UV_RUN_RECURSION_DEPTH" in os.environ else command
+
+
 def saved_config(folder: Path) -> DictConfig:
     """Return the settings in a run folder's `run.yaml`; ValueError where there is none, or it cannot be read."""
     file = folder / RUN
@@ -96,7 +102,7 @@ def read_settings(file: Path) -> DictConfig:
     remedy = "Copy it from its run folder again."
     if file.name == RUN:
         folder = file.absolute().parent.name
-        remedy = f"Delete it and continue with valkyrie-train resume={folder}, which writes it again."
+        remedy = f"Delete it and continue with {command_name()} resume={folder}, which writes it again."
     try:
         config = OmegaConf.load(file)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
@@ -122,7 +128,7 @@ def saved_command(folder: Path) -> list[str]:
             raise ValueError("not a list of arguments")
     except ValueError as error:
         raise ValueError(
-            f"{file} is damaged ({error}). Continue from the settings in {RUN}: valkyrie-train --config-path "
+            f"{file} is damaged ({error}). Continue from the settings in {RUN}: {command_name()} --config-path "
             f"{folder.resolve()} --config-name {Path(RUN).stem} runs={folder.resolve().parent} name={folder.name}"
         ) from error
     return arguments

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.interrupt import EXIT_STATUS
 from valkyrie.run import Run, RunConfig
-from valkyrie.train.devices import prepare_devices
-from valkyrie.train.folder import run_folder
+from valkyrie.train.devices import configure_jax, prepare_devices
+from valkyrie.train.folder import command_name, run_folder
 from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
 from valkyrie.train.screen import make_console
 
@@ -38,7 +38,7 @@ def train(run: Run, arguments: Sequence[str]) -> int:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
     name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone
-    again = f"valkyrie-train resume={shlex.quote(name)}"
+    again = f"{command_name()} resume={shlex.quote(name)}"
     if fitted.interrupted:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
         return EXIT_STATUS
@@ -84,6 +84,7 @@ def show(run: Run, arguments: Sequence[str]) -> int:
     """Print every parameter with its placement and bytes, the roles, and the memory expected; needs no device."""
     from valkyrie.train.show import show_run
 
+    configure_jax(run)
     show_run(run, make_console())
     return 0
 
