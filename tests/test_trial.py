@@ -6,10 +6,13 @@ import json
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog
+
+REMEDY = "Delete that line; the same sweep command does its trial again."
 
 
 def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Trial:
@@ -83,5 +86,50 @@ def test_a_newer_schema_is_refused_and_new_keys_are_not(tmp_path: Path):
     log.path.write_text(json.dumps({**values, "weather": "fine"}) + "\n")
     assert log.read() == [trial("1")]
     log.path.write_text(json.dumps({**values, "schema": SCHEMA + 1}) + "\n")
-    with pytest.raises(ValueError, match=f"schema {SCHEMA + 1} is newer than this version of valkyrie"):
+    with pytest.raises(
+        ValueError, match=f"schema {SCHEMA + 1} is newer than this version of valkyrie.*Update valkyrie.$"
+    ):
         log.read()
+
+
+WRONG = [("results", None), ("results", []), ("about", None), ("about", [1]), ("folder", 5), ("overrides", None)]
+WRONG += [("overrides", [1]), ("values", None), ("values", {"a": 1}), ("key", ["a"]), ("status", "weird")]
+WRONG += [("status", ["ok"]), ("reason", 3), ("wall_s", "x"), ("wall_s", True), ("flags", "x"), ("schema", "1")]
+WRONG += [("schema", True), ("about.degrees", 3), ("about.batch", "8"), ("about.mesh", 3), ("results.step", "x")]
+WRONG += [("results.step.step_s", "x"), ("results.memory.peak", "x"), ("results.seconds", {"a": "x"})]
+WRONG += [("results.communication.bytes_by_mesh_axes", 3), ("results.loss", "x")]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_line_with_a_wrong_value_is_named_with_the_remedy(tmp_path: Path, name: str, value: Any):
+    log = TrialLog(tmp_path)
+    log.append([trial("1"), trial("2")])
+    first, second = log.path.read_text().splitlines()
+    line = json.loads(second)
+    *folders, last = name.split(".")
+    inner = line
+    for folder in folders:
+        inner = inner.setdefault(folder, {})
+    inner[last] = value
+    log.path.write_text(f"{first}\n{json.dumps(line)}\n")
+    with pytest.raises(ValueError) as caught:
+        log.read()
+    assert str(caught.value) == f"{log.path}, line 2, cannot be read: {name} cannot be {json.dumps(value)}. {REMEDY}"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"schema": 1, "ke', "it is not JSON ("),
+        (b'{"schema": 1, "key": "\xff"}', "it is not JSON ("),
+        (b"[]", "it is no trial"),
+        (b'{"schema": 1, "status": "ok"}', "it lacks key, name, sweep, stage, reason, "),
+    ],
+)
+def test_a_line_that_is_no_trial_is_named_with_the_remedy(tmp_path: Path, line: bytes, why: str):
+    log = TrialLog(tmp_path)
+    log.path.write_bytes(line + b"\n")
+    with pytest.raises(ValueError) as caught:
+        log.read()
+    assert str(caught.value).startswith(f"{log.path}, line 1, cannot be read: {why}")
+    assert str(caught.value).endswith(f". {REMEDY}")
