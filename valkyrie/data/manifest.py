@@ -86,13 +86,10 @@ def content_hash(shards: dict[str, list[Shard]], dtype: str, bos_id: int) -> str
 
 
 def write_manifest(prepared: Prepared) -> None:
-    """Write `manifest.json`; the last file of a preparation, flushed to the disk."""
+    """Write `manifest.json`; the last file of a preparation."""
     values = {"version": VERSION, **asdict(prepared)}
     del values["path"]
-    with (prepared.path / MANIFEST).open("w") as file:
-        json.dump(values, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(prepared.path / MANIFEST, json.dumps(values, indent=1))
 
 
 def open_prepared(path: Path | str) -> Prepared:

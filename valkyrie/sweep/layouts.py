@@ -14,6 +14,7 @@ from hydra_plugins.valkyrie_launcher import TrialLauncher
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.compose import accelerators
+from valkyrie.paths import write_whole
 from valkyrie.search.space import ALL, Cell, Cells, Named, Shape, enumerate_space
 from valkyrie.sweep.arguments import Space, read_space, shapes_of
 from valkyrie.sweep.composer import Composer
@@ -49,7 +50,7 @@ def sweep_layouts(
     make_console().print(count_line(cells, chosen))
     folder = sweep_folder(config.hydra)
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "multirun.yaml")
+    write_whole(folder / "multirun.yaml", OmegaConf.to_yaml(config))
     refused = [plan_run(c.run, config.hydra, [*described.fixed, *c.overrides], c.problems) for c in cells.refused]
     trials, _ = settle(refused)
     if (end := end_of(context)) is not None:
