@@ -57,6 +57,25 @@ ONE_LINE = {
         "experiment=nix is not a choice. Choices: valkyrie_1b_v4_64.",
     ),
     "a sweep that is none": (["+sweep=nix"], f"sweep=nix is not a choice. Choices: {', '.join(names('sweep'))}."),
+    "a key with two letters exchanged": (["modle=gpt_tiny"], f"modle is not a key. Did you mean model? {TOP}"),
+    "a key with dashes": (["--steps=5"], "--steps=5: settings are written without dashes: steps=5."),
+    "a key with dashes and a blank": (["--steps", "5"], "--steps: settings are written without dashes: steps=VALUE."),
+    "a key with a blank": (["steps", "5"], "steps has no value. Write steps=5, with = and without blanks."),
+    "a mesh with commas": (["mesh=2,2,2"], "mesh=2,2,2: the sizes of a mesh are joined by x: mesh=2x2x2."),
+    "several values without -m": (
+        ["model=gpt_tiny,s5_tiny"],
+        "model=gpt_tiny,s5_tiny names several values, and a run has one. For a sweep over them add -m: "
+        "valkyrie-train -m model=gpt_tiny,s5_tiny",
+    ),
+    "no batch": (["batch=0"], "batch=0: at least 1 is needed."),
+    "a name that is the folder of the runs": (
+        ["name=."],
+        "name='.' names no folder under runs=runs. Use a word, or null.",
+    ),
+    "a name that means another run": (
+        ["name=latest"],
+        "name=latest could never be resumed: resume=latest means the newest run. Use another name.",
+    ),
     "a key that is nearly one": (["stps=3"], f"stps is not a key. Did you mean steps? {TOP}"),
     "a key that is none": (["foo=3"], f"foo is not a key. {TOP}"),
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),
@@ -98,7 +117,7 @@ ONE_LINE = {
         "data.paths=[sp ace é.txt] cannot be read as KEY=VALUE: some of its signs stand only in quotes. Put text in "
         "quotes of its own: data.paths=\"['...']\".",
     ),
-    "an argument that is no pair": (["steps"], "steps cannot be read as KEY=VALUE."),
+    "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (
         ["model.family=x"],
         "model.family=x is not known. Known: gpt, valkyrie, or the name of a module of yours beside the YAMLs of "

@@ -18,7 +18,7 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import DataConfig
 from valkyrie.hardware import TargetConfig
 from valkyrie.models import Model, config_class, folder_of, known_axes, let_import
-from valkyrie.modes import MODES, ModeConfig
+from valkyrie.modes import MODES, ModeConfig, reads_run
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig
@@ -213,8 +213,10 @@ class Run:
             problems.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
         if not 0 <= c.seed < SEEDS:
             problems.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
-        if c.name is not None and (not c.name.strip() or {".", ".."} & set(Path(c.name).parts)):
+        if c.name is not None and (not c.name.strip() or {".", ".."} & {c.name, *Path(c.name).parts}):
             problems.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
+        if c.name == "latest" and not reads_run(c.mode.name):
+            problems.append("name=latest could never be resumed: resume=latest means the newest run. Use another name.")
         if c.mode.name not in MODES:
             problems.append(f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}.")
         elif not self.model.causal and not MODES[c.mode.name].any_model:
@@ -333,7 +335,7 @@ def unknown_key(full_key: str, parent: Any) -> str:
     """Return the refusal of a key that the schema does not have, with the ones it has and the nearest."""
     prefix, _, last = full_key.rpartition(".")
     known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
-    near = difflib.get_close_matches(last, known, n=1)
+    near = [key for key in known if sorted(key) == sorted(last)] or difflib.get_close_matches(last, known, n=1)
     hint = f" Did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
     return f"{full_key} is not a key.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from valkyrie.cli.mistakes import refuse_slips, version_text
 from valkyrie.cli.parser import leave_unread
 from valkyrie.compose import explain, register
 from valkyrie.interrupt import EXIT_STATUS, raises
@@ -41,7 +42,11 @@ def dispatch() -> None:
     arguments = sys.argv[1:]
     let_import(config_dirs(arguments))
     try:
+        if "--version" in arguments:
+            print(version_text())
+            return
         multirun, file = multirun_arguments(arguments), composed_file(arguments)
+        refuse_slips(arguments, multirun is not None)
         arguments = read_arguments(multirun or arguments, multirun=multirun is not None, composed=file is not None)
         sys.argv[1:] = arguments if file is None else without_outputs(arguments, file)
         with raises() if multirun is not None else nullcontext():
@@ -108,7 +113,7 @@ def fail(message: str, status: int = USER_ERROR) -> None:
 
 
 def _with_choices(run: Run, problems: Sequence[str]) -> str:
-    if any("partition=" in p or "batch=" in p for p in problems):
+    if any("partition=" in p for p in problems):
         legal = run.legal_partitions()
         mesh = run.config.mesh.name
         if legal:
