@@ -165,13 +165,15 @@ def test_damaged_summaries_of_other_layouts_are_left_out(tiny: Run, tmp_path: Pa
     assert _others(tiny, Compiled({}, tmp_path, False, 0.0)) == [whole]
 
 
-def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run):
+def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     def changed(**keys: Any) -> Run:
         return Run(replace(tiny.config, **keys), tiny.model)
 
     keys = [program_key(run) for run in (tiny, changed(batch=16), changed(seq=32), changed(microbatches=2))]
     assert len(set(keys)) == len(keys)
     assert program_key(changed(prompt="x", runs="elsewhere", seed=3)) == keys[0]
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_enable_async_all_gather=true")
+    assert program_key(tiny) != keys[0]
 
 
 def imported_by(module: Path) -> list[Path]:

@@ -189,9 +189,10 @@ def _read_verified(prepared: Prepared) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text()))
+        stamps = json.loads(file.read_bytes())
     except ValueError:
         return {}
+    return stamps if isinstance(stamps, dict) else {}
 
 
 def _remember(prepared: Prepared) -> None:

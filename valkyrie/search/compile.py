@@ -33,6 +33,7 @@ SHAPING += ("modes.py", "optim.py", "paths.py", "precision.py", "run.py", "slice
 SHAPING += ("trees.py", "__init__.py", "search/__init__.py", "search/alternatives.py", "search/child.py")
 SHAPING += ("search/compiled.py",)
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
+_NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 
 Progress = Callable[[str], None]
 
@@ -92,9 +93,15 @@ def program_key(run: Run) -> str:
 
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
     assert isinstance(values, dict)
-    asked = {key: values[key] for key in SHAPING_KEYS}
-    text = json.dumps([asked, versions(), program_digest(run)], sort_keys=True, default=str)
+    settings = {key: values[key] for key in (*SHAPING_KEYS, "debug")}
+    text = json.dumps([settings, _compiler_flags(), versions(), program_digest(run)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _compiler_flags() -> list[str]:
+    """Return the flags that the environment gives the compilers, without those that shape no program."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+    return sorted(flag for flag in flags if not flag.startswith(_NO_COMPILER_FLAGS))
 
 
 def program_digest(run: Run) -> str:
