@@ -20,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
-from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.config import SUCCESSOR_WEIGHTS, DataConfig, Source
 from valkyrie.data.cut import Census, cut, first_threshold, pieces, second_threshold
 from valkyrie.data.source import Document, documents, list_source
-from valkyrie.data.synthetic import FIRST_ID, SUCCESSOR_WEIGHTS, SyntheticDocument, synthetic_entropy
+from valkyrie.data.synthetic import FIRST_ID, SyntheticDocument, synthetic_entropy
 from valkyrie.data.tokenizer import load_tokenizer
 
 GPT2 = load_tokenizer("gpt2")

@@ -160,7 +160,7 @@ def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
     )
     parameters = {axis: on for axis, on in rules.items() if axis != "seq"}
     partition = PartitionConfig("mine", parameters, {"batch": ["z"], **rules})
-    layout, problems = derive_layout(parse_mesh(mesh), partition, arrays)
+    layout, problems = derive_layout(parse_mesh(mesh), partition, arrays, known_axes=())
     assert not problems
     shard = MeshShard(layout, build_mesh(parse_mesh(mesh), jax.devices()))
     module = block.build(site, numerics=FLOAT32, key=jax.random.key(1))

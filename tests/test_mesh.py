@@ -77,6 +77,10 @@ def test_refusals_say_what_to_write(name: str, message: str):
             MeshConfig(name="2x2x2", shape=[2, 2, 2], placement=["x", "y", "y"]),
             "mesh.placement=[x,y,y]: y is 2, but what is listed of it makes 4; z is missing. List the axes of ",
         ),
+        (
+            MeshConfig(name="2x2x2", shape=[2, 2, 2], names=["data"]),
+            "mesh.names=[data] and the 3 axes of mesh=2x2x2 (x, y, z): write one name for each, or null.",
+        ),
     ],
 )
 def test_a_mesh_that_cannot_be_says_why(mesh: MeshConfig, problem: str):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
+import valkyrie
 from reported import sweep_folder, trial
 from test_report import FSDP, RAN, RAN_TP, TP
 from valkyrie.cli.report import main
@@ -48,7 +49,16 @@ def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"1 trials: {output}\n" and output.read_text().startswith("# hand\n")
     for under in (output / "y.md", output / "deeper" / "y.md"):
         told = fails(capsys, folder, "--format", "md", "--output", under)
-        assert f"--output: {under.parent} is no folder, and none can be made there. Name another file." in told
+        assert f"{under.parent} is no folder, and none can be made there. Name another file." in told
+
+
+def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, capsys):
+    folder = sweep_folder(tmp_path / "mine", [FSDP])
+    main([str(folder / "trials.jsonl")])
+    assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
+    assert valkyrie.report(folder / "trials.jsonl") == folder / PAGE
+    with pytest.raises(ValueError, match="is no folder, and none can be made there"):
+        valkyrie.report(folder, output=folder / PAGE / "x.html")
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, assembly_of, compose_run
-from valkyrie.hardware import topology_of
+from valkyrie.hardware import simulated, topology_of
+from valkyrie.models import known_axes
 from valkyrie.models.s5 import Activation
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
@@ -77,6 +78,7 @@ def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: 
         run.arrays,
         microbatches=microbatches,
         remat=c.remat,
+        known_axes=known_axes(),
         batch=c.batch,
         seq=c.seq,
     )
@@ -128,7 +130,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
     placed: bool,
 ):
     partition = partition_of(*drawn)
-    target = replace(tiny("cpu8").config.target, chips=devices)
+    target = simulated(devices)
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
     space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
@@ -161,7 +163,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
 def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], bool], devices: int):
     partition = partition_of(*drawn)
     base = tiny("cpu8")
-    run = Run(replace(base.config, target=replace(base.config.target, chips=devices)), base.model)
+    run = Run(replace(base.config, target=simulated(devices)), base.model)
     found = enumerate_space(SpaceConfig(same=Same.roles), [Shape((), run)], [Named("drawn", partition)])
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:
@@ -303,3 +305,16 @@ def test_a_cell_takes_about_a_millisecond():
     found = cells(space, run, run.config.partition)
     assert len(found.cells) > 200
     assert (time.process_time() - started) / len(found.cells) < 0.02
+
+
+def test_the_layout_of_a_cell_is_that_of_its_run():
+    run = compose_run("model=gpt_tiny", "mesh=1x1x1", "partition=dp", "model.attention.kv_heads=2", "batch=8")
+    rules = {axis: ["x"] for axis in ("heads", "kv_heads", "state")}  # a GPT has no axis `state`, another model has
+    partition = PartitionConfig(name="mine", parameters=rules, activations=rules | {"batch": ["z"]})
+    mesh = parse_mesh("4x1x2")
+    layout = run.changed(mesh=mesh, partition=partition).layout
+    assert layout.notes, "two key heads are whole over four devices"
+    assert run.layout_on(mesh, partition) == layout
+    space = SpaceConfig(meshes=["4x1x2"], partitions=["mine"])
+    (cell,) = enumerate_space(space, [Shape((), run)], [Named("mine", partition)]).cells
+    assert cell.run.layout == layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +280,35 @@ def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
 def test_a_number_beyond_all_reason_is_refused_like_any():
     with pytest.raises(ValueError, match=r"the largest has 4096 chips.* Nearest: target=v4-8192 \(4096 chips\)\.$"):
         parse_target("v4-1" + "0" * 400)
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "message"),
+    [
+        ("v4-64", {"chips": 5}, "target=v4-64 is 32 chips, and target.chips=5 another number. Leave it out."),
+        (
+            "h100-8",
+            {"chips": 16},
+            "target=h100-8 is 8 chips, and target.chips=16 another number. Use target=h100-16, or",
+        ),
+        ("cpu8", {"chips": 16}, "target=cpu8 is 8 devices, and target.chips=16 another number. Use target=cpu16, or"),
+        ("v4-8", {"hosts": 3}, "target.topology=2x2x1 has 1 host, not target.hosts=3. Leave target.hosts out."),
+    ],
+)
+def test_a_number_that_the_name_contradicts_is_refused(target: str, change: dict[str, int], message: str):
+    (problem,) = replace(parse_target(target), **change).problems()
+    assert problem.startswith(message)
+
+
+def test_another_topology_than_the_names_brings_its_chips_and_hosts():
+    larger = replace(parse_target("v4-64"), topology="4x4x4")
+    assert (larger.chips, larger.hosts, larger.problems()) == (64, 16, [])
+    assert replace(larger, slices=2).problems() == [], "as a run.yaml has it"
+    assert replace(parse_target("h100-16"), hosts=4).problems() == [], "whose hosts no torus decides"
+
+
+@pytest.mark.parametrize("count", ["4097", "9" * 400])
+def test_more_devices_than_can_be_simulated_are_refused(count: str):
+    with pytest.raises(ValueError, match=r": at most 4096 CPU devices can be simulated\.$") as refused:
+        parse_target(f"cpu{count}")
+    assert len(str(refused.value)) < 100

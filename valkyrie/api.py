@@ -246,13 +246,10 @@ def trials(*paths: str | Path) -> list[Row]:
 def report(*paths: str | Path, output: str | Path | None = None) -> Path:
     """Write the page of sweeps and return its path: `report.html` in the first folder, or `output`."""
     from valkyrie.paths import write_whole
-    from valkyrie.report.page import page
-    from valkyrie.sweep.trial import PAGE
+    from valkyrie.report.page import page, page_file
 
-    rows = trials(*paths)
-    file = Path(paths[0]) / PAGE if output is None else Path(output)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return write_whole(file, page(rows))
+    text = page(trials(*paths))
+    return write_whole(page_file([Path(path) for path in paths], None if output is None else Path(output)), text)
 
 
 def _checked(run: Run) -> Run:

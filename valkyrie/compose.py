@@ -135,8 +135,11 @@ def register() -> Path:
 
 
 def _divide(a: float | int, b: float | int) -> float:
-    """Return a quotient; infinity for a divisor of 0, which is refused by its own key."""
-    return float(a) / float(b) if float(b) else math.inf
+    """Return a quotient; infinity for a divisor of 0 or beyond a float, which is refused by its own key."""
+    try:
+        return float(a) / float(b) if float(b) else math.inf
+    except OverflowError:
+        return math.inf
 
 
 def conf_dir_checked() -> Path:

@@ -94,6 +94,15 @@ class ChipConfig:
                 f"target.chip.host_bounds={self.host_bounds}: write the chips of a host along each axis of the torus, "
                 f"which target.chip.ici_axes={self.ici_axes} of this chip has, each at least 1."
             )
+        above_0 = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
+        figures = {name: getattr(self, name) for name in above_0}
+        figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in self.peak_tflops.items()}
+        for name, figure in figures.items():
+            if figure is not None and not 0 < figure < math.inf:
+                problems.append(f"target.chip.{name}={figure:g}: must be a finite number above 0.")
+        for name in ("hop_us", "usd_per_hour", "spot_usd_per_hour"):
+            if (figure := getattr(self, name)) is not None and not 0 <= figure < math.inf:
+                problems.append(f"target.chip.{name}={figure:g}: must be a finite number of at least 0.")
         for name, value in self.xla_options.items():
             if not isinstance(value, str | int | float | None):
                 problems.append(f"target.chip.xla_options.{name}={value}: write a word, a number, true, false or null.")
@@ -126,6 +135,8 @@ class TargetConfig:
         shape, chip = parse_shape(self.topology), self.chip
         if shape is None or chip is None or math.prod(shape) == self.chips:
             return
+        if self.chips is not None and self._chips_in_name() not in (None, self.chips):
+            return  # neither its name nor its topology has as many: `problems` says so
         self.chips = math.prod(shape)
         if len(shape) == chip.ici_axes and not chip.problems():
             self.hosts = chip.slices.hosts(shape)
@@ -153,6 +164,10 @@ class TargetConfig:
         for key in ("chips", "hosts", "slices"):
             if (count := getattr(self, key)) is not None and count < 1:
                 return [f"target.{key}={count}: at least 1 is needed."]
+        if chip is not None and (wrong := chip.problems()):
+            return wrong
+        if contradiction := self._contradiction():
+            return [contradiction]
         if chip is None:
             return [] if self.topology is None else [self._no_torus()]
         if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
@@ -160,8 +175,8 @@ class TargetConfig:
                 f"target.slices={self.slices}: no bandwidth between slices of {chip.name} is published. Set "
                 "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use one slice."
             ]
-        if self.topology is None or chip.problems():
-            return chip.problems()
+        if self.topology is None:
+            return []
         if chip.ici_axes is None:
             return [self._no_torus()]
         if "x" in self._size_in_name() and self._size_in_name() != self.topology:
@@ -173,6 +188,8 @@ class TargetConfig:
         if shape is None or len(shape) != chip.ici_axes:
             return [override + chip.slices.wrong_axes(chip.name, "target.topology=")]
         refusal = chip.slices.refusal(shape, chip.name, topology_text)
+        if refusal is None and self.hosts not in (1, hosts := chip.slices.hosts(shape)):
+            refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave target.hosts out."
         return [] if refusal is None else [override + refusal]
 
     def resized(self, devices: int) -> TargetConfig | None:
@@ -193,6 +210,27 @@ class TargetConfig:
         """Return the `64` of `v4-64` and the `4x4x2` of `v4-4x4x2`, nothing where the name is not of that kind."""
         word, _, size = self.name.rpartition("-")
         return size if self.chip is not None and word == self.chip.name else ""
+
+    def _chips_in_name(self) -> int | None:
+        """Return how many chips its name says, None where it says none: 32 of `v4-64` and `v4-2x4x4`, 8 of `cpu8`."""
+        if self.chip is None:
+            size = self.name.removeprefix("cpu")
+            return int(size) if self.platform is Platform.cpu and size.isdecimal() else None
+        size = self._size_in_name()
+        if size.isdecimal():
+            return int(size) // max(self.chip.units_in_name, 1)
+        shape = parse_shape(size)
+        return None if shape is None else math.prod(shape)
+
+    def _contradiction(self) -> str | None:
+        """Return why it cannot have so many chips under its name and with its topology; None where it can."""
+        named, shape = self._chips_in_name(), parse_shape(self.topology)
+        if self.chips is None or named in (None, self.chips) or (shape and math.prod(shape) == self.chips):
+            return None
+        noun = "chips" if self.chip else "devices"
+        resized = self.resized(self.chips * (self.chip.devices if self.chip else 1))
+        other = f"Use target={resized.name}, or leave" if resized else "Leave"
+        return f"target={self.name} is {named} {noun}, and target.chips={self.chips} another number. {other} it out."
 
     def _no_torus(self) -> str:
         return f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."

@@ -15,24 +15,27 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from valkyrie.axes import Arrays
 from valkyrie.checkpoint import CheckpointConfig
-from valkyrie.data.config import DataConfig
+from valkyrie.data.config import SEEDS, DataConfig
 from valkyrie.hardware import TargetConfig
 from valkyrie.models import Model, config_class, folder_of, known_axes, let_import
 from valkyrie.modes import MODES, ModeConfig, reads_run
 from valkyrie.optim import OptimizerConfig
-from valkyrie.parallel.layout import Layout, make_layout
+from valkyrie.parallel.layout import Layout, derive_layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.partition import PartitionConfig, Remat
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
-from valkyrie.slices import parse_shape
+from valkyrie.slices import parse_shape, shortened
 from valkyrie.tracking import TrackingConfig
 from valkyrie.trees import flat
 
-SEEDS = 2**31
-"""Seeds are below it: JAX takes them as 32-bit integers."""
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
+LARGEST = 2**31 - 1
+"""The largest whole number of a setting: JAX counts in 32-bit integers."""
+_LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
+"""Settings of 64 bits, which JAX does not see."""
+_FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
 class Debug(Enum):
@@ -122,6 +125,10 @@ class Run:
         other.__dict__["arrays"] = self.arrays
         return other
 
+    def layout_on(self, mesh: MeshConfig, partition: PartitionConfig) -> Layout:
+        """Return what a partition's rules make of a mesh with this model, legal or not, whatever the batch."""
+        return derive_layout(mesh, partition, self.arrays, known_axes=known_axes())[0]
+
     @property
     def tokenizer(self) -> str:
         """The name of the tokenizer: the data's if it names one, else the model's."""
@@ -194,7 +201,10 @@ class Run:
     def problems(self) -> list[str]:
         """Return everything wrong with this run that can be known without JAX and without a device."""
         c = self.config
-        problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems()]
+        if too_large := _too_large(asdict(c)):
+            return too_large
+        problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
+        target_problems = self._target_problems()
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
@@ -219,18 +229,18 @@ class Run:
             problems.append("name=latest could never be resumed: resume=latest means the newest run. Use another name.")
         if c.mode.name not in MODES:
             problems.append(f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}.")
-        elif not self.model.causal and not MODES[c.mode.name].any_model:
+        elif not problems and not self.model.causal and not MODES[c.mode.name].any_model:
             problems.append(
                 "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
                 "predict: a next-token loss needs a causal model. Only mode=show takes this one."
             )
         for key, value in flat(asdict(c)).items():
-            new = not any(key in problem for problem in problems)
+            new = not any(key in problem for problem in (*problems, *target_problems))
             if new and isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{key}={value}: must be a finite number.")
         if not problems:
             problems += self._layout()[1]
-        return problems + self._target_problems()
+        return problems + target_problems
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
@@ -291,6 +301,17 @@ def as_written(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(value.value if isinstance(value, Enum) else value)
+
+
+def _too_large(values: dict[str, Any]) -> list[str]:
+    """Return the refusal of every whole number that no program could take, so that nothing is computed with it."""
+    problems = []
+    for key, value in flat(values).items():
+        largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > largest:
+                problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
+    return problems
 
 
 def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:

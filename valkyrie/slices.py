@@ -162,6 +162,11 @@ def parse_shape(topology: str | None) -> Shape | None:
     return tuple(int(n) for n in topology.split("x"))
 
 
+def shortened(text: str) -> str:
+    """Return a text, one of many letters by its first few and how many it has: a number of hundreds of digits."""
+    return text if len(text) <= 40 else f"{text[:12]}... ({len(text)} characters)"
+
+
 def shape_text(shape: Iterable[int]) -> str:
     """Return a shape as it is written: `8x8x12`."""
     return "x".join(str(n) for n in shape)

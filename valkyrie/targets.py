@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from valkyrie.hardware import ChipConfig, TargetConfig, known_chips, simulated, slice_of
-from valkyrie.slices import Shape, nearest_hint, parse_shape
+from valkyrie.slices import Shape, nearest_hint, parse_shape, shortened
 
+MOST_SIMULATED = 4096
+"""How many CPU devices a process can reasonably pretend to have."""
 _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
@@ -25,6 +27,8 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
     that have a file.
     """
     if devices := re.fullmatch(r"cpu([1-9][0-9]*)", name):
+        if len(devices[1]) > 4 or int(devices[1]) > MOST_SIMULATED:
+            raise ValueError(f"target={shortened(name)}: at most {MOST_SIMULATED} CPU devices can be simulated.")
         return simulated(int(devices[1]))
     match = _NAME.fullmatch(name)
     word, sign, size = match.groups() if match else (name, "", "")

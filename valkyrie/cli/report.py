@@ -64,11 +64,10 @@ def _refuse_ignored(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace) -> None:
     from valkyrie.paths import write_whole
-    from valkyrie.report.page import page
+    from valkyrie.report.page import page, page_file
     from valkyrie.report.rank import compare
     from valkyrie.report.records import read_rows
     from valkyrie.report.text import as_csv, as_markdown
-    from valkyrie.sweep.trial import PAGE
 
     named = arguments.compare or []
     paths = [*arguments.paths, *(Path(name) for name in named if Path(name).is_dir())]
@@ -86,17 +85,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if to_screen:
         sys.stdout.write(text)
         return
-    output = arguments.output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
-    _make_folder(output.parent)
-    print(f"{len(rows)} trials: {write_whole(output, text)}")
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder of the file to write; ValueError where something else has its name, or a part of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"--output: {folder} is no folder, and none can be made there. Name another file.") from error
+    print(f"{len(rows)} trials: {write_whole(page_file(paths, arguments.output), text)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,13 @@ from __future__ import annotations
 import dataclasses
 from enum import Enum
 
+SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
+"""The probabilities with which a state of the synthetic chain is followed by each of its four successors."""
+MAX_STATES = 224
+"""How many states the synthetic chain may have: the ids of the `bytes` vocabulary from a blank on."""
+SEEDS = 2**31
+"""Seeds are below it: JAX takes them as 32-bit integers."""
+
 
 class Source(Enum):
     """Where the text comes from."""
@@ -46,3 +53,28 @@ class DataConfig:
     mean_length: int = 512
     states: int = 64
     generator_seed: int = 0
+
+    def problems(self) -> list[str]:
+        """Return every reason why no dataset can be made of this, in the words of the command line."""
+        problems = []
+        if not 0 < self.validation_fraction < 1:
+            share = self.validation_fraction
+            problems.append(f"data.validation_fraction={share}: use a share above 0 and below 1, such as 0.05.")
+        if self.shard_tokens < 1:
+            problems.append(f"data.shard_tokens={self.shard_tokens}: use 1 or more.")
+        if self.max_bytes is not None and self.max_bytes < 1:
+            problems.append(f"data.max_bytes={self.max_bytes}: use 1 or more, or null for all.")
+        if self.workers is not None and self.workers < 1:
+            problems.append(f"data.workers={self.workers}: use 1 or more, or null for one a CPU core.")
+        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < SEEDS:
+            problems.append(f"data.shuffle_seed={self.shuffle_seed}: must be from 0 to {SEEDS - 1}, or null for seed.")
+        if not len(SUCCESSOR_WEIGHTS) <= self.states <= MAX_STATES:
+            problems.append(f"data.states={self.states}: use {len(SUCCESSOR_WEIGHTS)} to {MAX_STATES}.")
+        if self.generator_seed < 0:
+            problems.append(f"data.generator_seed={self.generator_seed}: must be at least 0.")
+        if self.documents < 2:
+            few = f"data.documents={self.documents}"
+            problems.append(f"{few}: use 2 or more, one for training and one for evaluation.")
+        if self.mean_length < 2:
+            problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
+        return problems

@@ -24,7 +24,7 @@ from valkyrie.data.config import DataConfig, Source
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
 from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
 from valkyrie.data.source import Listing, list_source
-from valkyrie.data.synthetic import check_synthetic, synthetic_entropy
+from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 from valkyrie.locks import Lock, lock
@@ -45,7 +45,8 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
     ready = _given_directory(config, tokenizer)
     if ready is not None:
         return ready
-    _check(config)
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
     listing = list_source(config)
     key = _cache_key(config, listing, tokenizer)
     cache = Path(config.cache_dir).expanduser()
@@ -83,21 +84,6 @@ def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
             f"for. Set data.tokenizer, or prepare its source again."
         )
     return open_prepared(path)
-
-
-def _check(config: DataConfig) -> None:
-    if not 0 < config.validation_fraction < 1:
-        raise ValueError(
-            f"data.validation_fraction={config.validation_fraction}: use a share above 0 and below 1, such as 0.05."
-        )
-    if config.shard_tokens < 1:
-        raise ValueError(f"data.shard_tokens={config.shard_tokens}: use 1 or more.")
-    if config.max_bytes is not None and config.max_bytes < 1:
-        raise ValueError(f"data.max_bytes={config.max_bytes}: use 1 or more, or null for all.")
-    if config.workers is not None and config.workers < 1:
-        raise ValueError(f"data.workers={config.workers}: use 1 or more, or null for one a CPU core.")
-    if config.source is Source.synthetic:
-        check_synthetic(config)
 
 
 def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from valkyrie.data.config import DataConfig
+from valkyrie.data.config import SUCCESSOR_WEIGHTS, DataConfig
 
-SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
 FIRST_ID = 32
 """The chain uses the ids from here on: letters, digits and signs in the `bytes` vocabulary."""
-MAX_STATES = 224
 _BLOCK = 512
 
 
@@ -35,21 +33,10 @@ def synthetic_entropy() -> float:
     return float(-(weights * np.log(weights)).sum())
 
 
-def check_synthetic(config: DataConfig) -> None:
-    """Raise ValueError where the chain cannot be drawn as asked."""
-    if not len(SUCCESSOR_WEIGHTS) <= config.states <= MAX_STATES:
-        raise ValueError(f"data.states={config.states}: use {len(SUCCESSOR_WEIGHTS)} to {MAX_STATES}.")
-    if config.generator_seed < 0:
-        raise ValueError(f"data.generator_seed={config.generator_seed}: must be at least 0.")
-    if config.documents < 2:
-        raise ValueError(f"data.documents={config.documents}: use 2 or more, one for training and one for evaluation.")
-    if config.mean_length < 2:
-        raise ValueError(f"data.mean_length={config.mean_length}: use 2 or more tokens.")
-
-
 def synthetic_documents(config: DataConfig) -> Iterator[SyntheticDocument]:
     """Yield `documents` documents of half to one and a half times `mean_length` tokens, the same for the same seed."""
-    check_synthetic(config)
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
     rng = np.random.default_rng(config.generator_seed)
     choices = np.argsort(rng.random((config.states, config.states)), axis=1)[:, : len(SUCCESSOR_WEIGHTS)]
     bounds = np.cumsum(SUCCESSOR_WEIGHTS)[:-1]

@@ -71,13 +71,16 @@ class S5(Block):
         per_block, pairs = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
         uneven = self.blocks < 1 or self.state_size < 1 or self.state_size % self.blocks
         if uneven or (self.conjugate_symmetric and per_block % 2):
+            nearest = max(1, (2 * self.state_size + pairs) // (2 * pairs)) * pairs
             refusals.append(
                 f"{key}.state_size={self.state_size} does not split into {key}.blocks={self.blocks} blocks"
                 f"{' of an even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
-                f"Nearest: state_size={max(1, round(self.state_size / pairs)) * pairs}."
+                f"Nearest: state_size={nearest}."
             )
         if not 0 < self.dt_min <= self.dt_max:
             refusals.append(f"{key} needs 0 < dt_min <= dt_max; got dt_min={self.dt_min}, dt_max={self.dt_max}.")
+        if not self.step_rescale > 0:
+            refusals.append(f"{key}.step_rescale={self.step_rescale:g}: must be above 0.")
         if self.scan_block < 1:
             refusals.append(f"{key}.scan_block={self.scan_block}: at least 1 is needed.")
         return refusals

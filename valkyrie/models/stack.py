@@ -83,6 +83,10 @@ class Layer:
         return kept + (self.feed_forward.kept(self.feed_forward_site, remat) if self.feed_forward else [])
 
 
+MAX_LAYERS = 4096
+"""More layers than any model has: each is an object before anything is refused."""
+
+
 @dataclass
 class Stack:
     """Token embedding, blocks each followed by a feed-forward where `feed_forward_after` names their kind, and a head.
@@ -133,7 +137,7 @@ class Stack:
     def blocks(self) -> dict[str, Block]:
         """The kinds of blocks that it has."""
         known = self.known_blocks
-        return {kind: known[kind] for kind in dict.fromkeys(self.kinds) if kind in known}
+        return {kind: known[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in known}
 
     @property
     def causal(self) -> bool:
@@ -146,6 +150,8 @@ class Stack:
         refusals = [
             f"model.{key}={getattr(self, key)}: at least 1 is needed." for key in positive if getattr(self, key) < 1
         ]
+        if self.layers > MAX_LAYERS:
+            refusals.append(f"model.layers={self.layers}: at most {MAX_LAYERS}.")
         known = ", ".join(self.known_blocks)
         if not self.block_pattern:
             refusals.append(f"model.block_pattern is empty: name at least one of {known}.")

@@ -117,7 +117,7 @@ def make_layout(
     remat: Remat,
     batch: int,
     seq: int,
-    known_axes: Collection[str] = (),
+    known_axes: Collection[str],
 ) -> tuple[Layout | None, list[str]]:
     """Return the layout of a model's arrays, and every problem it has with them, this batch and this length.
 
@@ -129,7 +129,7 @@ def make_layout(
         problems.append(f"microbatches={microbatches}: at least 1 is needed.")
     if problems:
         return None, problems
-    layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes)
+    layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes=known_axes)
     if not problems:
         problems += _spent_twice(layout, arrays)
         problems += _indivisible(layout, arrays)
@@ -149,7 +149,8 @@ def derive_layout(
     arrays: Arrays,
     microbatches: int = 1,
     remat: Remat = Remat.none,
-    known_axes: Collection[str] = (),
+    *,
+    known_axes: Collection[str],
 ) -> tuple[Layout, list[str]]:
     """Return the layout that a partition's rules make of a mesh, legal or not, and every problem of the rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)

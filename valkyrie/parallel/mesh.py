@@ -54,7 +54,13 @@ class MeshConfig:
                 f"mesh.shape={self.shape} with mesh.slices={self.slices}: 3 sizes (x, y, z) or 4 (w, x, y, z) "
                 "are needed, each at least 1."
             ]
-        return [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)
+        problems = [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)
+        if self.names is not None and len(self.names) != len(self.shape):
+            problems.append(
+                f"mesh.names=[{','.join(self.names)}] and the {len(self.shape)} axes of mesh={self.name} "
+                f"({', '.join(AXIS_NAMES[-len(self.shape) :])}): write one name for each, or null."
+            )
+        return problems
 
 
 def parse_mesh(name: str) -> MeshConfig:

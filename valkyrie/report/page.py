@@ -33,6 +33,19 @@ LONG = 44
 """Letters of the label of a layout, beyond which figures take the whole width."""
 
 
+def page_file(paths: Sequence[Path], output: Path | None) -> Path:
+    """Return the file of the page of these paths: `output`, else `report.html` in the first folder; make its folder.
+
+    The path of a `trials.jsonl` stands for its folder. ValueError where something else has the folder's name.
+    """
+    file = output or (paths[0] if paths[0].is_dir() else paths[0].parent) / PAGE
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{file.parent} is no folder, and none can be made there. Name another file.") from error
+    return file
+
+
 def write_report(folder: Path) -> Path:
     """Write the page of a sweep's folder, or of a folder of sweeps, into it; return where it is."""
     return write_whole(folder / PAGE, page(read_rows([folder])))

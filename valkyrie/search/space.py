@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from valkyrie.hardware import topology_of
-from valkyrie.parallel.layout import derive_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, Remat
 from valkyrie.parallel.placement import placements
@@ -160,18 +159,18 @@ def _of_partition(
     skipped: Counter[str],
 ) -> Iterator[Cell]:
     """Yield the cells of a partition; enumerated meshes that it cannot use are a refused cell only if none is left."""
-    arrays, torus = shape.run.arrays, may_be_a_torus(shape.run.config.target, accelerated)
+    torus = may_be_a_torus(shape.run.config.target, accelerated)
     seen: set[tuple[object, ...]] = set()
     unused: list[Named[MeshConfig]] = []
     for mesh, enumerated in meshes:
-        layout, _ = derive_layout(mesh.value, partition.value, arrays)
+        layout = shape.run.layout_on(mesh.value, partition.value)
         if enumerated and unfit(layout) is not None:
             unused.append(mesh)
             continue
         alike = ("degrees", *degrees(layout)) if space.same is Same.roles and enumerated else None
         new = False
         for placed in _placed(space, shape.run, mesh.value) if alike is None or alike not in seen else ():
-            key = sharding(derive_layout(placed, partition.value, arrays)[0], torus)
+            key = sharding(shape.run.layout_on(placed, partition.value), torus)
             if key not in seen or space.same is Same.none:
                 new = True
                 seen.add(key)
