@@ -303,6 +303,19 @@ def test_the_launch_environment_gives_mesh_and_partition(command: Any, monkeypat
     assert explicit.layout.describe_roles() == "x=4 DP(batch) · y=1 unused · z=1 unused"
 
 
+@pytest.mark.parametrize(
+    ("typed", "paths"),
+    [
+        ("[~/books/**/*.txt]", ["~/books/**/*.txt"]),
+        ("~/books", ["~/books"]),
+        ("[/a/b.txt,'/c d/e.txt']", ["/a/b.txt", "/c d/e.txt"]),
+        ("/a,/b", ["/a", "/b"]),
+    ],
+)
+def test_paths_are_what_was_typed(command: Any, typed: str, paths: list[str]):
+    assert command(f"data.paths={typed}", "data=text", "mode=show").run.config.data.paths == paths
+
+
 MESH_OF_MINE = "# @package _global_\ndefaults: [override /mesh: 4x1x1]\n"
 
 

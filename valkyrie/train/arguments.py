@@ -165,7 +165,7 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 
 
 def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
-    """Return the arguments with the value of `prompt=` in quotes, so that Hydra takes it as it was typed.
+    """Return the arguments with `prompt=` and the paths of `data.paths=` in quotes, so that Hydra takes them as typed.
 
     Unquoted, Hydra strips its blanks and refuses most signs. `null`, what is quoted or escaped for Hydra already, and
     in a multirun the several prompts of a sweep, stay as they are. `${KEY}` means in it what it does in any value.
@@ -175,8 +175,23 @@ def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
         key, _, value = argument.partition("=")
         if key.lstrip("+") == "prompt" and not _is_for_hydra(value, multirun):
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+        elif key.lstrip("+") == "data.paths":
+            argument = f"{key}={_list_of_paths(value, multirun)}"
         typed.append(argument)
     return typed
+
+
+def _list_of_paths(value: str, multirun: bool) -> str:
+    """Return paths as a list of Hydra's: `~/a/*.txt` or `[~/a/*.txt]`, which its grammar refuses, become one."""
+    try:
+        read = OverridesParser.create().parse_override(f"data.paths={value}")
+        if (read.is_sweep_override() and multirun) or read.value() is None or isinstance(read.value(), list):
+            return value
+    except HydraException:
+        pass
+    paths = value.removeprefix("[").removesuffix("]").split(",")
+    quoted = (QuotedString(path.strip().strip("'\""), Quote.single).with_quotes() for path in paths)
+    return f"[{','.join(quoted)}]"
 
 
 def _is_for_hydra(value: str, multirun: bool) -> bool:
