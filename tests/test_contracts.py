@@ -201,14 +201,14 @@ def test_windows_that_grow_with_depth_are_segments_of_their_own():
     some_quick(["model.attention.causal=false", "model.s5.bidirectional=true"], ["model.s5.bidirectional=true"]),
 )
 def test_a_model_that_sees_the_future_is_only_shown(override: str):
-    words = "a next-token loss needs a causal model. Only mode=show takes this one."
+    words = "the task next_token needs a causal model. Only mode=show takes this one."
     run = small_run("valkyrie_tiny", "mode=show", override)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 16)))
     state = initial_state((*small("valkyrie_tiny"), "mode=show", override))
     module, logits = assembly_of(run).module(state.parameters), jax.jit(lambda module, tokens: module.logits(tokens))
     before, after = logits(module, tokens), logits(module, tokens.at[:, -1].add(1) % 61)
     assert np.abs(before[:, 8] - after[:, 8]).max() > 1e-6
-    with pytest.raises(AssertionError, match="next-token"):
+    with pytest.raises(AssertionError, match="next_token"):
         small_run("valkyrie_tiny", "mode=train", override)
     run.config.mode.name = "train"
     assert any(problem.endswith(words) for problem in run.problems())

@@ -26,6 +26,7 @@ from valkyrie.parallel.partition import PartitionConfig, Remat
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
 from valkyrie.slices import parse_shape, shortened
+from valkyrie.tasks import task_of
 from valkyrie.tracking import TrackingConfig
 from valkyrie.trees import flat
 
@@ -229,11 +230,8 @@ class Run:
             problems.append("name=latest could never be resumed: resume=latest means the newest run. Use another name.")
         if c.mode.name not in MODES:
             problems.append(f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}.")
-        elif not problems and not self.model.causal and not MODES[c.mode.name].any_model:
-            problems.append(
-                "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
-                "predict: a next-token loss needs a causal model. Only mode=show takes this one."
-            )
+        elif not MODES[c.mode.name].any_model:
+            problems += self._task_problems()
         for key, value in flat(asdict(c)).items():
             new = not any(key in problem for problem in (*problems, *target_problems))
             if new and isinstance(value, float) and not math.isfinite(value):
@@ -271,6 +269,25 @@ class Run:
             seq=c.seq,
             known_axes=known_axes(),
         )
+
+    def _task_problems(self) -> list[str]:
+        """Return why its task cannot train its model as asked."""
+        try:
+            task = task_of(self.model.task)
+        except ValueError as error:
+            return [str(error)]
+        problems, microbatches = [], self.config.microbatches
+        if task.needs_causal and not self.model.causal:
+            problems.append(
+                "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
+                f"predict: the task {task.name} needs a causal model. Only mode=show takes this one."
+            )
+        if microbatches > 1 and task.carry(self.config.batch, self.config.seq):
+            problems.append(
+                f"microbatches={microbatches}: the task {task.name} of model={self.model.name} hands state from each "
+                "step to the next, for the whole batch at once. Use microbatches=1."
+            )
+        return problems
 
     def _target_problems(self) -> list[str]:
         target, mesh = self.config.target, self.config.mesh

@@ -6,6 +6,8 @@ user's that can be imported. Either has a class `Task`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -45,16 +47,23 @@ class BatchLoss(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """What the trainer asks of a task. `name` is the module's."""
+    """What a run and the trainer ask of a task. `name` is the module's.
+
+    `needs_causal` says that a position must see none after it, as where it is to predict the next.
+    """
 
     name: str
+    needs_causal: bool
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch, first dimension `batch`."""
         ...
 
     def carry(self, batch: int, seq: int) -> dict[str, Array]:
-        """Return what is carried from one step to the next, zeros before the first; empty where nothing is."""
+        """Return what is carried from one step to the next, zeros before the first; empty where nothing is.
+
+        It is of the whole batch, so a task that carries anything takes no microbatches.
+        """
         ...
 
     def loader(self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool) -> Loader:
@@ -103,7 +112,12 @@ class Task(Protocol):
 
 def task_of(name: str) -> Task:
     """Return the task of a name; ValueError names the known ones."""
+    return _class_of(name)()
+
+
+@cache
+def _class_of(name: str) -> Callable[[], Task]:
     own = [module.name for module in iter_modules(__path__)]
     if name not in own and find_spec(name) is None:
         raise ValueError(f"the task {name} is not known. Known: {', '.join(own)}, or the name of a module of yours.")
-    return import_module(f"{__name__}.{name}" if name in own else name).Task()
+    return import_module(f"{__name__}.{name}" if name in own else name).Task

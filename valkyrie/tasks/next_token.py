@@ -1,25 +1,29 @@
-"""Next-token prediction over packed documents: cross-entropy per token, and bits per byte in evaluation."""
+"""Next-token prediction over packed documents: cross-entropy per token, and bits per byte in evaluation.
+
+JAX is imported by what computes, for a run asks its task what it needs before JAX is loaded.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard
-from valkyrie.data.loader import Loader, make_loader
-from valkyrie.data.manifest import Prepared
-from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.models.language_model import LanguageModel, Losses
-from valkyrie.models.layers import Checkpoint
 from valkyrie.tasks import Array, BatchLoss
 
-_DTYPES = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weights": "float32"}
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
 
-Batch = dict[str, jax.Array]
+    from valkyrie.data.loader import Loader
+    from valkyrie.data.manifest import Prepared
+    from valkyrie.data.tokenizer import Tokenizer
+    from valkyrie.models.language_model import LanguageModel, Losses
+    from valkyrie.models.layers import Checkpoint
+
+    Batch = dict[str, jax.Array]
+
+_DTYPES = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weights": "float32"}
 
 
 def token_losses(
@@ -36,6 +40,7 @@ class Task:
     """Every token but the first is predicted from those before it; losses are averaged over tokens."""
 
     name = "next_token"
+    needs_causal = True
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch, each (batch, seq)."""
@@ -47,6 +52,10 @@ class Task:
 
     def loader(self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool) -> Loader:
         """Return this process's batches of a split."""
+        import jax
+
+        from valkyrie.data.loader import make_loader
+
         return make_loader(
             prepared,
             split,
@@ -60,6 +69,9 @@ class Task:
 
     def random_batch(self, batch: int, seq: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
         """Return this process's part of a batch of random tokens, each row one document."""
+        import jax
+        import numpy as np
+
         shape = (batch // jax.process_count(), seq)
         rng = np.random.default_rng([seed, jax.process_index()])
         tokens = rng.integers(0, vocab_size, (shape[0], seq + 1)).astype(np.int32)
@@ -82,16 +94,22 @@ class Task:
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
         """Return `loss` (nats per token) and `tokens`."""
+        import jax.numpy as jnp
+
         return {"loss": sums["loss"] / jnp.maximum(sums["weight"], 1.0), "tokens": sums["weight"]}
 
     def references(self, tokenizer: Tokenizer, vocab_rows: int) -> np.ndarray:
         """Return the length of each token in bytes, 0 for special tokens and padding."""
+        import numpy as np
+
         lengths = np.zeros(vocab_rows, np.float32)
         lengths[: tokenizer.vocab_size] = tokenizer.token_bytes
         return lengths
 
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
         """Return `loss` and `weight` over all targets, `nats` and `bytes` over those that are text."""
+        import jax.numpy as jnp
+
         losses = token_losses(module, batch, shard=shard, checkpoint=lambda block: block, key=None)
         length = references[batch["targets"]] * batch["weights"]
         return {

@@ -48,11 +48,7 @@ class StepProgram:
         self.optimizer = make_optimizer(config.optimizer, config.steps, groups)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
-        if self._carry and self.layout.microbatches > 1:
-            raise ValueError(
-                f"microbatches={self.layout.microbatches}: the task {run.model.task} of model={run.model.name} hands "
-                "state from each step to the next, for the whole batch at once. Use microbatches=1."
-            )
+        assert not self._carry or self.layout.microbatches == 1, "refused by Run.problems"
         if isinstance(mesh, jax.sharding.Mesh):
             _check_memories(self.layout.partition.parameter_memory, self.layout.partition.optimizer_memory, mesh)
 

@@ -1,0 +1,46 @@
+"""What a run asks of its task before JAX is loaded: whether it needs a causal model, and takes microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from helpers import compose_config
+from valkyrie.run import Run
+
+CARRYING = """
+from valkyrie.tasks import Array
+from valkyrie.tasks.next_token import Task as NextToken
+
+
+class Task(NextToken):
+    name, needs_causal = "carrying_task", False
+
+    def carry(self, batch, seq):
+        return {"seen": Array((batch,), "float32", ("batch",))}
+"""
+
+
+def run_of(task: str, *overrides: str) -> Run:
+    """A run whose model names another task."""
+    run = Run.from_config(compose_config("model=gpt_tiny", "mesh=1x1x1", "partition=dp", *overrides))
+    family = type(run.model)
+    model = type("Own", (family,), {"task": task})(**vars(run.model))
+    return Run(replace(run.config, model=model), model)
+
+
+def test_a_task_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "carrying_task.py").write_text(CARRYING)
+    monkeypatch.syspath_prepend(tmp_path)
+    blind = "model.attention.causal=false"
+    assert run_of("carrying_task", blind).problems() == []
+    assert "the task next_token needs a causal model" in "".join(run_of("next_token", blind).problems())
+    assert run_of("next_token", "microbatches=2").problems() == []
+    assert run_of("carrying_task", "microbatches=2").problems() == [
+        "microbatches=2: the task carrying_task of model=gpt_tiny hands state from each step to the next, for the "
+        "whole batch at once. Use microbatches=1."
+    ]
+    (unknown,) = run_of("no_such_task").problems()
+    assert unknown.startswith("the task no_such_task is not known. Known: next_token, or")
