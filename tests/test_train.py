@@ -356,6 +356,32 @@ def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "it: stopped\n")
 
 
+@pytest.mark.slow
+def test_a_reader_that_goes_away_ends_the_training_with_a_save(tmp_path: Path) -> None:
+    job = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
+    assert job.stdout is not None and job.stderr is not None
+    assert any(line.startswith("step 2/") for line in job.stdout)
+    job.stdout.close()
+    with job.stderr:
+        err = job.stderr.read()
+    assert job.wait(60) == 130
+    assert err == "nobody reads the output any more: stopping after this step, then saving\n"
+    assert saved(tmp_path / "run")["['step']"] >= 2
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_gone_ends_the_training_with_a_save(tmp_path: Path) -> None:
+    import signal
+
+    job = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
+    assert job.stdout is not None
+    assert any(line.startswith("step 2/") for line in job.stdout)
+    job.send_signal(signal.SIGHUP)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 130 and "stopped at step" in out and "stopping after this step" in err
+    assert saved(tmp_path / "run")["['step']"] >= 2
+
+
 def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
     process = start(*tiny(tmp_path, "steps=100000"), cwd=tmp_path)
     assert process.stdout is not None and process.stderr is not None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers import compose_run
 from runs import SINGLE, command
 from sweeps import Stage
-from valkyrie.locks import Lock, lock
+from valkyrie.locks import Lock, lock, only_writer
 from valkyrie.sweep.lock import TrialLock
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess
@@ -84,3 +88,34 @@ def test_a_file_system_without_locks_does_not_end_a_sweep(
     assert command(*stage.arguments("partition=dp,fsdp")) == 0
     assert [trial.status.value for trial in stage.trials().values()] == ["ok", "ok"]
     assert capfd.readouterr().err.count("has no file locks (flock). Run one sweep at a time there") == 1
+
+
+def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
+    refusal = rf"run is written by process {os.getpid()} on .*Wait for it, or use an"
+    with only_writer(tmp_path / "run"), pytest.raises(ValueError, match=refusal), only_writer(tmp_path / "run"):
+        pass
+    with only_writer(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("writer", "refused"),
+    [
+        (None, None),
+        ({"host": "elsewhere", "pid": 7}, r"process 7 on elsewhere: .* If that is gone, delete .*\.writer\."),
+        ({"host": socket.gethostname(), "pid": os.getppid()}, f"process {os.getppid()} on "),
+        ({"host": socket.gethostname(), "pid": 2**22 + 1}, None),
+        ({"host": socket.gethostname()}, None),
+    ],
+)
+def test_without_locks_the_writer_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: dict[str, Any] | None, refused: str | None
+):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    if writer is not None:
+        (tmp_path / ".writer").write_text(json.dumps(writer))
+    with nullcontext() if refused is None else pytest.raises(ValueError, match=refused), only_writer(tmp_path):
+        assert json.loads((tmp_path / ".writer").read_text())["pid"] == os.getpid()

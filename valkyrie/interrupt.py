@@ -1,18 +1,20 @@
 """Ctrl-C: ends a command at once; a training after its step, with a save, and at once when pressed again.
 
+SIGTERM and a terminal that is gone (SIGHUP) end a training as Ctrl-C does.
+
 Python would raise KeyboardInterrupt wherever the main thread is. Raised inside a callback of the garbage collector or a
 finaliser it is printed and lost, and JAX has both: here a thread hears the signals (`signal.set_wakeup_fd`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -40,7 +42,8 @@ class Listener:
         self._hear, self._tell = socket.socketpair()
         self._tell.setblocking(False)
         for number in self._signals:
-            self._before[number] = signal.signal(number, _heard_elsewhere)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+                self._before[number] = signal.signal(number, _heard_elsewhere)
         self._wakeup = signal.set_wakeup_fd(self._tell.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="interrupt", daemon=True)
         self._thread.start()
@@ -62,19 +65,19 @@ class Listener:
     def _listen(self) -> None:
         while numbers := self._hear.recv(64):
             for number in numbers:
-                if number in self._signals:
+                if number in self._before:
                     self._react()
 
 
 class Interrupt:
-    """A context in which SIGINT and SIGTERM set `requested`; the second of them ends the process.
+    """A context in which SIGINT, SIGTERM and SIGHUP set `requested`; the second of them ends the process.
 
     With `signals=False` nothing is taken over and nothing is ever requested: a notebook's own handler stays.
     """
 
     def __init__(self, signals: bool = True) -> None:
         self.requested = False
-        self._listener = Listener(self._stop, (signal.SIGINT, signal.SIGTERM)) if signals else None
+        self._listener = Listener(self._stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) if signals else None
 
     def __enter__(self) -> Interrupt:
         if self._listener is not None:
@@ -93,8 +96,9 @@ class Interrupt:
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live bar hides it
             os._exit(EXIT_STATUS)
         self.requested = True
-        sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
+            sys.stderr.flush()
 
 
 def ends_at_once(command: str) -> Listener:
@@ -107,7 +111,7 @@ def ends_at_once(command: str) -> Listener:
     return Listener(end)
 
 
-@contextmanager
+@contextlib.contextmanager
 def raises() -> Iterator[None]:
     """Let Ctrl-C raise KeyboardInterrupt inside, for what has to be put in order first; SIGTERM and SIGHUP too.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -15,14 +18,25 @@ def make_console() -> Console:
     """Return the console of a command; in a file or a pipe tables are 140 columns wide, and lines come one by one."""
     if not sys.stdout.isatty() and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    return Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
+    return _Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+class _Console(Console):
+    """A console that raises BrokenPipeError where nobody reads any more, in place of ending the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 class Screen:
-    """A progress bar with loss, rate, MFU and time left; in a file or a pipe, one line every `log_every` steps."""
+    """A progress bar with loss, rate, MFU and time left; in a file or a pipe, one line every `log_every` steps.
+
+    `unread`: whoever read the output has gone, as `head` does, or the terminal has. No more is written then.
+    """
 
     def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
         self.console, self._steps, self._simulated = console, steps, simulated
+        self.unread = False
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -48,13 +62,25 @@ class Screen:
     def step(self, step: int, record: dict[str, Any], *, line: bool) -> None:
         """Show a finished step; `line` also prints it where there is no live bar."""
         text = self.describe(record)
-        self._bar.update(self._task, completed=step, text=text)
-        if line and not self.console.is_terminal:
-            self.console.print(f"step {step}/{self._steps}  {text}", highlight=False)
+        with self._unread_is_noted():
+            self._bar.update(self._task, completed=step, text=text)
+            if line and not self.console.is_terminal:
+                self.console.print(f"step {step}/{self._steps}  {text}", highlight=False)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line above the bar."""
-        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+        with self._unread_is_noted():
+            self.console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _unread_is_noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:  # a closed pipe (EPIPE) or a terminal that is gone (EIO): what is being trained is saved first
+            self.unread = True
+            with contextlib.suppress(OSError):
+                print("nobody reads the output any more: stopping after this step, then saving", file=sys.stderr)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def describe(self, record: dict[str, Any]) -> str:
         """Return loss, rate and MFU of a record in one short line."""

@@ -19,6 +19,7 @@ from valkyrie.data.loader import Loader
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.interrupt import Interrupt
+from valkyrie.locks import only_writer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
@@ -73,6 +74,7 @@ def fit(
         loader = stack.enter_context(  # before the run has a folder: it refuses too little text
             program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
+        stack.enter_context(only_writer(folder))
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         start, state = _begin(program, checkpoints, loader, folder, console)
         write_about(run, folder, arguments)
@@ -104,7 +106,7 @@ def fit(
         summary = loop.summary() | {"compile_s": compile_s, "simulated": devices.simulated}
         summary["hbm_gib"] = None if peak is None else peak / GIB
         tracker.summary(summary)
-    return Fitted(program, loop.state, summary, interrupt.requested)
+    return Fitted(program, loop.state, summary, loop.stopping)
 
 
 @dataclass
@@ -134,19 +136,24 @@ class _Loop:
             self._read(unread, step - 1, start)
             self.step, unread = step, metrics
             due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
-            if self.interrupt.requested or due or step % config.eval_every == 0 or step == config.steps:
+            if self.stopping or due or step % config.eval_every == 0 or step == config.steps:
                 self._read(unread, step, start)
                 unread = None
                 with self.meter.paused():
-                    if due or self.interrupt.requested or step == config.steps:
+                    if due or self.stopping or step == config.steps:
                         self.checkpoints.save(step, self.state, self.loader.state())
-                    if step % config.eval_every == 0 and step != config.steps and not self.interrupt.requested:
+                    if step % config.eval_every == 0 and step != config.steps and not self.stopping:
                         self._judge()
-            if self.interrupt.requested:
+            if self.stopping:
                 break
         if self.step >= config.steps:
             self._judge()
         self.checkpoints.wait()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the training is to be saved and ended: by a signal, or because nobody reads its output any more."""
+        return self.interrupt.requested or self.screen.unread
 
     def summary(self) -> dict[str, Any]:
         """Return what the steps came to."""
