@@ -113,9 +113,9 @@ ONE_LINE = {
         "own: name=\"'...'\".",
     ),
     "a letter that stands only in quotes": (
-        ["data.paths=[sp ace é.txt]"],
-        "data.paths=[sp ace é.txt] cannot be read as KEY=VALUE: some of its signs stand only in quotes. Put text in "
-        "quotes of its own: data.paths=\"['...']\".",
+        ["modules=[sp ace é.txt]"],
+        "modules=[sp ace é.txt] cannot be read as KEY=VALUE: some of its signs stand only in quotes. Put text in "
+        "quotes of its own: modules=\"['...']\".",
     ),
     "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (

@@ -71,7 +71,7 @@ def test_reading_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureF
         ("temperature=-1", "temperature=-1.0: must be 0 (greedy) or above."),
         ("temperature=nan", "temperature=nan: must be 0 (greedy) or above."),
         ("seed=-1", "seed=-1: must be from 0 to 2147483647."),
-        ("seed=99999999999", "seed=99999999999: must be from 0 to 2147483647."),
+        ("seed=99999999999", "seed=99999999999: whole numbers go up to 2147483647."),
         ("name=''", "name='' names no folder under runs=runs. Use a word, or null."),
         ("name=../x", "name='../x' names no folder under runs=runs. Use a word, or null."),
     ],
