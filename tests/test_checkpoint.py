@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -183,22 +182,57 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-# TensorStore's other reads report to the event loop that Orbax has closed by then.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_refused_with_a_way_out(tmp_path: Path, damage: str) -> None:
+def test_in_place_of_a_damaged_one_the_one_before_is_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str
+) -> None:
     save(tmp_path, 4, 5)
     folder = tmp_path / "checkpoints" / "5"
     DAMAGES[damage](folder)
-    began = time.perf_counter()
-    with closing(checkpoints(tmp_path)) as kept, pytest.raises(ValueError) as caught:
-        kept.restore(abstract(make_state(0)))
-    assert time.perf_counter() - began < 5
-    assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
-    assert "go on from an older one" in str(caught.value)
-    shutil.rmtree(folder)
+    with closing(checkpoints(tmp_path, read_only=True)) as kept:
+        assert kept.restore(abstract(make_state(0)))[0] == 4
+    assert folder.is_dir(), "a reader changes nothing"
     with closing(checkpoints(tmp_path)) as kept:
         assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(4))
+        kept.save(5, make_state(5), DATA)
+        kept.wait()
+    notes = capfd.readouterr().err.splitlines()
+    assert len(notes) == 2 and all(note.startswith("the checkpoint of step 5 in ") for note in notes)
+    assert all(" is damaged: " in note and note.endswith(". Going on from step 4.") for note in notes)
+    assert (tmp_path / "damaged-checkpoint-5").is_dir()
+    with closing(checkpoints(tmp_path)) as kept:
+        assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(5))
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    step, generator = tmp_path / "checkpoints" / "5", np.random.default_rng(0)
+    about_saving = {"checksums.json", "_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
+    for path in [p for p in step.rglob("*") if p.is_file() and p.name not in about_saving]:
+        whole = path.read_bytes()
+        bit = int(generator.integers(8 * len(whole)))
+        path.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+        name = str(path.relative_to(step))
+        with closing(checkpoints(tmp_path)) as kept, pytest.raises(ValueError) as caught:
+            kept.restore(abstract(make_state(0)))
+        assert f"is damaged: {name} has changed since it was saved. No other is left" in str(caught.value)
+        path.write_bytes(whole)
+    with closing(checkpoints(tmp_path)) as kept:
+        assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(5))
+
+
+# TensorStore's other reads report to the event loop that Orbax has closed by then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", ["about truncated", "tree missing", "arrays garbled", "data position missing"])
+def test_damage_without_checksums_is_refused_with_a_way_out(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 4, 5)
+    folder = tmp_path / "checkpoints" / "5"
+    (folder / "checksums.json").unlink()
+    DAMAGES[damage](folder)
+    with closing(checkpoints(tmp_path)) as kept, pytest.raises(ValueError) as caught:
+        kept.restore(abstract(make_state(0)))
+    assert str(folder) in str(caught.value) and "Delete" in str(caught.value)
+    assert "go on from an older one" in str(caught.value)
 
 
 def test_about_lists_the_parameters(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
     about.write_text(about.read_text()[:10])
     assert command("resume=latest", f"runs={tmp_path}") == 2
     out, err = capfd.readouterr()
-    assert "is damaged" in err and "Delete that folder" in err
+    assert "is damaged: about/metadata has 10 bytes of " in err and "No other is left: start the run anew" in err
     assert "Traceback" not in out + err
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valkyrie.checksums import damaged_file, write_checksums
 from valkyrie.trees import flat, names_of
 
 FOLDER = "checkpoints"
 """The folder of a run folder that holds its checkpoints, one sub-folder a step."""
+_METADATA = "_CHECKPOINT_METADATA"
+"""The file of a checkpoint with the times of its saving, which Orbax writes last."""
 
 
 @dataclass
@@ -37,20 +41,25 @@ class Checkpoints:
     """The checkpoints of one run folder: a train state, the data position, and what is needed to judge both.
 
     Saving returns as soon as the arrays are copied off the devices; `wait` and `close` see it through. A save that
-    was interrupted leaves nothing that is taken for a checkpoint.
+    was interrupted leaves nothing that is taken for a checkpoint. Every checkpoint has the checksums of its files,
+    which are compared before it is read; where one is damaged, the one before it is taken.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
         import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every thread it starts
-        self._ocp = ocp
+        self._ocp, self._read_only = ocp, read_only
         self.path = (folder / FOLDER).resolve()
         if read_only:  # another process may be saving here: its unfinished folders are not to be cleaned away
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=True
+                max_to_keep=config.keep,
+                create=True,
+                cleanup_tmp_directories=True,
+                enable_async_checkpointing=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
             )
         self._manager = ocp.CheckpointManager(self.path, options=options)
         self.last_saved: int | None = self._manager.latest_step()
@@ -78,9 +87,10 @@ class Checkpoints:
         `changed` has the settings that are not the saved run's, by key: (asked, saved), as they are written on the
         command line. A refusal names those behind it.
         """
-        step = self._manager.latest_step() if step is None else step
         if step is None:
-            raise ValueError(f"{self.path} holds no finished checkpoint. Start the run anew, or resume another.")
+            step = self._sound_step()
+        elif damage := damaged_file(self.path / str(step)):
+            raise ValueError(f"the checkpoint of step {step} in {self.path} is damaged: {damage}.")
         wanted = _tree(abstract_state)
         self._refuse_other_shapes(step, wanted)
         self._refuse_other_state(step, wanted, changed or {})
@@ -95,6 +105,36 @@ class Checkpoints:
                 f"{_first_line(error)}). Delete {self.path / str(step)} to go on from an older one."
             ) from error
         return step, abstract_state._replace(**restored["state"]), dict(restored["data"])
+
+    def _sound_step(self) -> int:
+        """Return the newest step whose files are as they were saved; ValueError where there is none.
+
+        Damaged ones are named in a note, and set aside so that their steps can be saved again.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        if not steps:
+            raise ValueError(f"{self.path} holds no finished checkpoint. Start the run anew, or resume another.")
+        damages = []
+        for step in steps:
+            damage = damaged_file(self.path / str(step))
+            if damage is None:
+                break
+            damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")
+        else:
+            raise ValueError(f"{'; '.join(damages)}. No other is left: start the run anew, or resume another.")
+        for line, bad in zip(damages, steps, strict=False):
+            print(f"{line}. Going on from step {step}.", file=sys.stderr)
+            if not self._read_only:
+                (self.path / str(bad)).rename(self.path.parent / f"damaged-checkpoint-{bad}")
+        if damages and not self._read_only:
+            self._manager.reload()
+            self.last_saved = step
+        return step
+
+    def _write_checksums(self) -> None:
+        """Write the checksums of the checkpoint that is about to get its name: Orbax calls this, in its own thread."""
+        for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
+            write_checksums(unfinished, without=(_METADATA,))
 
     def wait(self) -> None:
         """Return when every save begun is on disk."""
@@ -147,9 +187,7 @@ class Checkpoints:
 def latest_step(folder: Path) -> int | None:
     """Return the newest finished checkpoint of a run folder without loading Orbax; None when there is none."""
     steps = [
-        int(path.name)
-        for path in (folder / FOLDER).glob("*")
-        if path.name.isdigit() and (path / "_CHECKPOINT_METADATA").is_file()
+        int(path.name) for path in (folder / FOLDER).glob("*") if path.name.isdigit() and (path / _METADATA).is_file()
     ]
     return max(steps, default=None)
 
