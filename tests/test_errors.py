@@ -50,7 +50,8 @@ ONE_LINE = {
     ),
     "a mode that is none": (
         ["mode=shw"],
-        "mode=shw is not a choice. Did you mean mode=show? Choices: compile, eval, generate, measure, show, train.",
+        "mode=shw is not a choice. Did you mean mode=show? Choices: checkpoints, compile, eval, generate, measure, "
+        "show, train.",
     ),
     "an experiment that is none": (
         ["experiment=nix"],

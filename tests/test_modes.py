@@ -142,12 +142,27 @@ def test_a_new_mode_is_its_object_and_its_function(
     assert command("mode=count", *SINGLE, "model=s5_tiny") == 0
     assert re.search(r"\d+ parameters, mode=count mesh=1x1x1", capfd.readouterr().out)
     assert command("--help") == 0
-    assert "mode=count     the number of parameters" in capfd.readouterr().out
+    assert "mode=count        the number of parameters" in capfd.readouterr().out
     assert command("mode=counted") == 2
-    assert "mode=counted is not a choice. Did you mean mode=count? Choices: compile, count," in capfd.readouterr().err
+    assert (
+        "mode=counted is not a choice. Did you mean mode=count? Choices: checkpoints, compile, count,"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_mode_that_is_none_is_refused_by_its_key_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode.name=look", *SINGLE) == 2
-    known = "train, show, compile, measure, eval, generate"
+    known = "train, show, compile, measure, eval, checkpoints, generate"
     assert capfd.readouterr().err == f"valkyrie-train: mode=look is not known. Known: {known}.\n"
+
+
+def test_checkpoints_are_listed_and_a_damaged_one_is_an_exit_status(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(trained(), tmp_path)
+    assert command("mode=checkpoints", f"runs={tmp_path}") == 0
+    assert re.fullmatch(r"run step 6: [\d.]+ kB, as saved\n", capfd.readouterr().out)
+    state = folder / "checkpoints" / "6" / "state" / "_METADATA"
+    state.write_text(state.read_text().replace("1", "2", 1))
+    assert command("mode=checkpoints", f"runs={tmp_path}") == 1
+    assert capfd.readouterr().out.endswith("damaged: state/_METADATA has changed since it was saved\n")

@@ -186,10 +186,13 @@ class Checkpoints:
 
 def latest_step(folder: Path) -> int | None:
     """Return the newest finished checkpoint of a run folder without loading Orbax; None when there is none."""
-    steps = [
-        int(path.name) for path in (folder / FOLDER).glob("*") if path.name.isdigit() and (path / _METADATA).is_file()
-    ]
-    return max(steps, default=None)
+    return max(saved_steps(folder), default=None)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the finished checkpoints of a run folder, oldest first, without loading Orbax."""
+    paths = (folder / FOLDER).glob("*")
+    return sorted(int(path.name) for path in paths if path.name.isdigit() and (path / _METADATA).is_file())
 
 
 def saved_shapes(path: Path) -> dict[str, tuple[int, ...]]:

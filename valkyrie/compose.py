@@ -199,7 +199,7 @@ def default_precision(target: str = "auto") -> str:
 
 def described_modes() -> str:
     """Return a line for each mode, as `--help` has it."""
-    return "\n".join(f"  mode={mode.name:9} {mode.description}" for mode in MODES.values())
+    return "\n".join(f"  mode={mode.name:12} {mode.description}" for mode in MODES.values())
 
 
 def accelerators() -> int:

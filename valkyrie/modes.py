@@ -160,6 +160,14 @@ MODES = {
             reads_run=True,
         ),
         Mode(
+            name="checkpoints",
+            description="list the checkpoints of a trained run and compare their files with their checksums",
+            function="valkyrie.train.modes:verify",
+            needs=Needs.nothing,
+            reads_run=True,
+            any_model=True,
+        ),
+        Mode(
             name="generate",
             description="print the prompt and what a trained run makes of it",
             function="valkyrie.train.modes:generate",

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.checkpoint import FOLDER, saved_steps
+from valkyrie.checksums import CHECKSUMS, damaged_file
 from valkyrie.interrupt import EXIT_STATUS
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.folder import command_name, run_folder
 from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
 from valkyrie.train.screen import make_console
+from valkyrie.units import sent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,6 +81,19 @@ def generate(run: Run, arguments: Sequence[str]) -> int:
     console.print(f"{folder.name} at step {step}", style="dim")
     _print_sample(run, program.assembly, parameters, tokenizer, devices)
     return 0
+
+
+def verify(run: Run, arguments: Sequence[str]) -> int:
+    """Print the checkpoints of a trained run and whether their files are as saved; exit status 1 if one is not."""
+    folder, console, damaged = trained_folder(run), make_console(), False
+    for step in saved_steps(folder):
+        path = folder / FOLDER / str(step)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        damage = damaged_file(path)
+        damaged = damaged or damage is not None
+        state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS).is_file() else "no checksums"
+        console.print(f"{folder.name} step {step}: {sent(size)}, {state}", markup=False)
+    return int(damaged)
 
 
 def show(run: Run, arguments: Sequence[str]) -> int:
