@@ -195,6 +195,23 @@ def test_a_damaged_checkpoint_is_refused_without_a_traceback(tmp_path: Path, cap
     assert "Traceback" not in out + err
 
 
+def test_a_run_folder_that_goes_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    show = screen.Screen.step
+
+    def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
+        show(self, of_step, record, line=line)
+        if of_step == 3:
+            shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(screen.Screen, "step", shown)
+    assert command(*tiny(tmp_path, "steps=100000")) == 1
+    out, err = capfd.readouterr()
+    assert f"step 4: the run folder {tmp_path / 'run'} is gone, deleted or with its disk. Stopped" in err
+    assert "Traceback" not in out + err and not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_without_an_interval_only_the_end_is_saved() -> None:
     assert os.listdir(trained("checkpoint.every=null") / "checkpoints") == ["6"]

@@ -41,8 +41,9 @@ class Tracker:
     """Writes records to `metrics.jsonl` and to W&B; a W&B that fails to start is reported once and left out."""
 
     def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, fields: dict[str, Any], group: str):
-        cut_torn_line(folder / "metrics.jsonl")
-        self._file = (folder / "metrics.jsonl").open("a", buffering=1)
+        self.file = folder / "metrics.jsonl"
+        cut_torn_line(self.file)
+        self._file = self.file.open("a", buffering=1)
         self.note: str | None = None
         self._open_step: int | None = None
         self._wandb = self._start_wandb(config, folder, run_name, fields, group)

@@ -38,6 +38,10 @@ class DivergedError(RuntimeError):
     """The loss or a gradient is no longer finite; the message says since when and where."""
 
 
+class FolderGoneError(RuntimeError):
+    """The run folder was deleted while its run trains, or its disk is gone."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """What training leaves: the state, the last evaluation, the summary, and whether it was interrupted."""
@@ -66,7 +70,8 @@ def fit(
     """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
 
     Metrics of a step are read while the next one runs. With `signals`, Ctrl-C saves before the training ends. Raises
-    DivergedError when loss or gradients stop being finite, and ValueError when the checkpoint or the data do not fit.
+    DivergedError when loss or gradients stop being finite, FolderGoneError when the folder goes, and ValueError when
+    the checkpoint or the data do not fit.
     """
     config = run.config
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
@@ -173,6 +178,11 @@ class _Loop:
         log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
         if log:
             self.tracker.log(record, step)
+            if not self.tracker.file.is_file():
+                raise FolderGoneError(
+                    f"step {step}: the run folder {self.tracker.file.parent} is gone, deleted or with its disk. "
+                    "Stopped, for nothing from here on could be saved."
+                )
         self.screen.step(step, record, line=log)
 
     def _judge(self) -> None:
