@@ -38,7 +38,10 @@ class TrackingConfig:
 
 
 class Tracker:
-    """Writes records to `metrics.jsonl` and to W&B; a W&B that fails to start is reported once and left out."""
+    """Writes records to `metrics.jsonl` and to W&B, offline where its server does not answer.
+
+    A W&B that does not start at all is reported once and left out.
+    """
 
     def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, fields: dict[str, Any], group: str):
         self.file = folder / "metrics.jsonl"
@@ -80,21 +83,29 @@ class Tracker:
         mode = resolve(config.wandb)
         if mode is WandbMode.off:
             return None
-        try:
-            return start_wandb(
-                config,
-                mode,
-                folder,
-                name=run_name,
-                run_id=config.id or f"{run_name}-{folder.resolve().stat().st_ino}",
-                group=config.group or group,
-                job_type="train",
-                fields=fields,
-                resume="allow" if mode is WandbMode.online else None,
-            )
-        except Exception as error:  # a tracker must never end a run: report it, keep metrics.jsonl
-            self.note = f"W&B did not start ({type(error).__name__}: {error}); metrics.jsonl is written all the same."
-            return None
+        notes: list[str] = []
+        run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
+        for attempt in dict.fromkeys((mode, WandbMode.offline)):
+            try:
+                run = start_wandb(
+                    config,
+                    attempt,
+                    folder,
+                    name=run_name,
+                    run_id=f"{run_id}-offline" if notes else run_id,  # W&B keeps an id whose start has failed
+                    group=config.group or group,
+                    job_type="train",
+                    fields=fields,
+                    resume="allow" if attempt is WandbMode.online else None,
+                )
+            except Exception as error:  # a tracker must never end a run: report it, keep metrics.jsonl
+                notes.append(f"W&B did not start {attempt.value} ({type(error).__name__}: {error})")
+            else:
+                if notes:
+                    self.note = f"{notes[0]}; it is offline. Upload it later: wandb sync {folder}/wandb/offline-run-*"
+                return run
+        self.note = f"{'; '.join(notes)}; metrics.jsonl is written all the same."
+        return None
 
 
 def start_wandb(
