@@ -21,6 +21,7 @@ from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny
 from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.tracking import read_metrics
 from valkyrie.train import trainer
+from valkyrie.train.prepare import uneven_split
 from valkyrie.units import GIB
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
@@ -391,3 +392,11 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize(("train", "validation", "said"), [(95, 5, False), (91, 9, False), (67, 33, True)])
+def test_a_validation_split_far_from_its_share_is_said(train: int, validation: int, said: bool) -> None:
+    note = uneven_split(train, validation, 0.05)
+    assert (note is not None) == said
+    if note is not None:
+        assert note.startswith("validation has 33% of the tokens, where data.validation_fraction=0.05 asks for 5%")

@@ -43,10 +43,23 @@ def prepare_run(run: Run, console: Console) -> Inputs:
         f"({data.tokenizer})",
         highlight=False,
     )
+    if note := uneven_split(data.train.tokens, data.validation.tokens, run.config.data.validation_fraction):
+        console.print(note, style="yellow")
     configure_jax(run)
     devices = acquire(run)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return Inputs(devices, data, tokenizer)
+
+
+def uneven_split(train: int, validation: int, wanted: float) -> str | None:
+    """Return what to know of a validation split that is over twice its share: documents are whole, and here are few."""
+    share = validation / (train + validation)
+    if share <= 2 * wanted:
+        return None
+    return (
+        f"validation has {100 * share:.0f}% of the tokens, where data.validation_fraction={wanted:g} asks for "
+        f"{100 * wanted:.0f}%: documents are held out whole, and these are few and long"
+    )
 
 
 def tokenizer_of(run: Run) -> Tokenizer:
