@@ -28,8 +28,8 @@ from valkyrie.run import Run
 from valkyrie.search.child import KEYS, OUTCOME
 from valkyrie.train.folder import versions
 
-SHAPING = ("data", "models", "ops", "parallel", "tasks", "train", "axes.py", "checkpoint.py", "hardware.py")
-SHAPING += ("modes.py", "optim.py", "paths.py", "precision.py", "run.py", "slices.py", "tracking.py")
+SHAPING = ("data", "models", "ops", "parallel", "tasks", "train", "axes.py", "checkpoint.py", "checksums.py")
+SHAPING += ("hardware.py", "modes.py", "optim.py", "paths.py", "precision.py", "run.py", "slices.py", "tracking.py")
 SHAPING += ("trees.py", "__init__.py", "search/__init__.py", "search/alternatives.py", "search/child.py")
 SHAPING += ("search/compiled.py",)
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
