@@ -51,10 +51,13 @@ def _set_environment() -> None:
 def _prepare_libraries() -> None:
     """Import what reads the environment, now that it is set, and make it ready for tests."""
     import absl.logging
+    import hypothesis
     import jax
     from jaxtyping import install_import_hook
 
     jax.config.update("jax_num_cpu_devices", DEVICES)
+    hypothesis.settings.register_profile("busy", deadline=None)  # the time of one example is the machine's
+    hypothesis.settings.load_profile("busy")
     install_import_hook("valkyrie", "beartype.beartype")
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)

@@ -99,7 +99,8 @@ class Tracker:
                     resume="allow" if attempt is WandbMode.online else None,
                 )
             except Exception as error:  # a tracker must never end a run: report it, keep metrics.jsonl
-                notes.append(f"W&B did not start {attempt.value} ({type(error).__name__}: {error})")
+                online = " online" if attempt is WandbMode.online else ""
+                notes.append(f"W&B did not start{online} ({type(error).__name__}: {error})")
             else:
                 if notes:
                     self.note = f"{notes[0]}; it is offline. Upload it later: wandb sync {folder}/wandb/offline-run-*"
