@@ -23,8 +23,8 @@ from valkyrie.machine.torus import Position
 from valkyrie.parallel.topology import ENVIRONMENT
 from valkyrie.search.compiled import serialised_module
 
-# The one skip of these tests. libtpu has wheels for Linux on x86_64 alone, so it cannot be among the packages that
-# every machine gets to run them; `.ci/run` installs the extra wherever there is a wheel, and nothing is skipped there.
+# Kept, because libtpu has wheels for Linux on x86_64 alone: elsewhere these tests can only be left out. `.ci/run`
+# installs the extra wherever there is a wheel, and skips none of them there.
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="compiles for a TPU: uv sync --extra tpu (Linux on x86_64; no TPU is needed)",
