@@ -96,7 +96,7 @@ def trial(
         results["communication"] = results["communication"] | {"bytes_by_mesh_axes": sent}
     if collectives is not None:
         by_axes = {axes: {"all-reduce": share * step_s} for axes, share in collectives.items()}
-        results["communication"] = results["communication"] | {"collective_s": by_axes}
+        results["communication"] = results["communication"] | {"collective_s": by_axes, "traced_step_s": step_s}
     if gib is not None:
         results["memory"] = results["memory"] | {"peak": int(gib * 2**30), "usable": 16 * 2**30}
     return replace(found, results=results)

@@ -48,10 +48,13 @@ def _plane(number: int, lines: dict[str, list[tuple[str, str | None, int]]]) -> 
     body = f'id: {number} name: "/device:GPU:{number}" '
     for line, events in lines.items():
         body += f'lines {{ name: "{line}" '
+        start = 0
         for name, op, micros in events:
             stats = 'stats { metadata_id: 2 str_value: "jit_step" } '
             stats += "" if op is None else f'stats {{ metadata_id: 1 str_value: "{op}" }} '
-            body += f"events {{ metadata_id: {ids[name]} duration_ps: {micros * 10**6} {stats} }} "
+            times = f"offset_ps: {start * 10**6} duration_ps: {micros * 10**6}"
+            body += f"events {{ metadata_id: {ids[name]} {times} {stats} }} "
+            start += micros
         body += "} "
     for name, i in ids.items():
         body += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
@@ -87,6 +90,7 @@ def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
     assert seen == expected and len(expected) > 3
     assert {event.device for event in events} == {f"/host:CPU/{i}" for i in range(8)}
     assert len({event.run for event in events}) == STEPS
+    assert sum(s for kinds in times["collective_s"].values() for s in kinds.values()) <= times["traced_step_s"]
     assert {(axes, kind) for axes, kinds in times["collective_s"].items() for kind in kinds} == set(expected)
 
 
@@ -94,10 +98,20 @@ def test_it_is_the_median_of_runs_and_the_mean_of_devices():
     known = known_collectives(parse(TWO_GROUPS), AXES)
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = {"0": (1.0, 2.0, 30.0), "1": (3.0, 4.0, 50.0)}
-    events = [Event(reduce, device, run, s) for device, runs in times.items() for run, s in enumerate(runs)]
-    events += [Event("p", "0", 0, 100.0), *(Event("all-reduce-done.1", "1", run, 1.0) for run in range(3))]
-    events += [Event(gather, "1", run, 0.5) for run in range(3)]
+    events = [Event(reduce, device, run, 0.0, s) for device, runs in times.items() for run, s in enumerate(runs)]
+    events += [Event("p", "0", 0, 0.0, 100.0), *(Event("all-reduce-done.1", "1", run, 60.0, 1.0) for run in range(3))]
+    events += [Event(gather, "1", run, 70.0, 0.5) for run in range(3)]
     assert seconds_by_use(events, known) == {"x": {"all-reduce": (2.0 + 5.0) / 2}, "z": {"all-gather": 0.25}}
+
+
+def test_collectives_that_overlap_count_once():
+    known = known_collectives(parse(TWO_GROUPS), AXES)
+    reduce, gather = "all-reduce-start.1", "all-gather.2"
+    times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
+    events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
+    assert seconds_by_use(events, known) == {"x": {"all-reduce": 3.0}, "z": {"all-gather": 3.0}}
+    untold = [event._replace(run=None) for event in events]
+    assert seconds_by_use(untold, known) == {"x": {"all-reduce": 1.0}, "z": {"all-gather": 1.0}}
 
 
 def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: Path):
@@ -126,7 +140,7 @@ def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
 )
 def test_without_a_trace_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, wrong: str, said: str):
     def events(_: object, module: Module) -> list[Event]:
-        return [] if wrong == "empty" else [Event("p", "0", 0, 1.0)]
+        return [] if wrong == "empty" else [Event("p", "0", 0, 0.0, 1.0)]
 
     monkeypatch.setattr(profile, "read_events", events)
     if wrong == "profiler":

@@ -176,7 +176,12 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     assert f"it spends {whole / 2:.1f} ms of a step in collectives, waiting included, not {1.5 * whole:.1f} ms" in said
     assert "all else" not in said
     slower = trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
-    assert [p["part"] for p in values.parts(rows_of(tmp_path / "slow", slower))] == ["collectives over x"]
+    (row,) = rows_of(tmp_path / "slow", slower)
+    assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
+    assert sum(row.seconds.values()) == pytest.approx(row.step_s), "never above the step"
+    del slower.results["communication"]["traced_step_s"]
+    (row,) = rows_of(tmp_path / "old", slower)
+    assert row.seconds == {}, "an older record counted what overlaps twice"
 
 
 def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):

@@ -214,7 +214,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         mfu=_number(step.get("mfu")),
         peak=memory.get("peak") or memory.get("needed"),
         usable=memory.get("usable"),
-        seconds=_numbers(results.get("seconds")) or _measured_parts(sent.get("collective_s"), step.get("step_s")),
+        seconds=_numbers(results.get("seconds")) or _measured_parts(sent, step.get("step_s")),
         sent=_numbers(sent.get("bytes_by_mesh_axes")),
         exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
         price=price,
@@ -268,14 +268,18 @@ def _numbers(values: dict[str, int | float] | None) -> dict[str, float]:
     return {name: float(value) for name, value in (values or {}).items()}
 
 
-def _measured_parts(collective_s: dict[str, dict[str, float]] | None, step_s: float | None) -> dict[str, float]:
+def _measured_parts(communication: dict[str, Any], step_s: float | None) -> dict[str, float]:
     """Return the parts of a measured step by its traced collectives; nothing where there is no trace, or no collective.
 
-    The trace is of a few steps of its own: where they were slower than the timed ones, nothing is left for the rest.
+    The trace is of a few steps of its own, which it slows down: their shares are taken of the timed step. Records
+    without the seconds of the traced steps counted what overlaps twice; they tell nothing.
     """
-    if not collective_s or step_s is None:
+    by_axes, traced_s = communication.get("collective_s"), communication.get("traced_step_s")
+    if not by_axes or not traced_s or step_s is None:
         return {}
-    taken = {f"{COLLECTIVES} {axes}": sum(kinds.values()) for axes, kinds in collective_s.items()}
+    shares = {f"{COLLECTIVES} {axes}": sum(kinds.values()) / traced_s for axes, kinds in by_axes.items()}
+    whole = max(1.0, sum(shares.values()))
+    taken = {name: share / whole * step_s for name, share in shares.items()}
     return taken | {REST: max(0.0, step_s - sum(taken.values()))}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,17 +20,21 @@ STEPS = 3
 """How many steps are traced: their median is told."""
 
 MEANING = (
-    "seconds of a step in collectives, waiting for the other devices included; median over traced steps, mean over "
-    "devices; what runs at once is counted each"
+    "seconds of a traced step in which a device is in a collective, waiting for the other devices included; the median "
+    "traced step, mean over devices; where collectives overlap, the time counts once and is divided between them"
 )
 
 
 class Event(NamedTuple):
-    """One operation that ran: its name in the module, the device, the run it belongs to (None: not told), seconds."""
+    """One operation that ran: its name in the module, the device, the run it belongs to (None: not told), its times.
+
+    `start` is in seconds of the trace's clock, `seconds` is how long it took.
+    """
 
     op: str
     device: str
     run: int | None
+    start: float
     seconds: float
 
 
@@ -38,13 +43,14 @@ def collective_times(
 ) -> dict[str, Any]:
     """Trace `STEPS` calls of a warm step; return `collective_s` by mesh axes and kind, and `collective_note`.
 
+    `traced_step_s` is the median of the traced steps: tracing slows a step down, so that shares are of this one.
     `keep` is the folder in which the trace stays; None leaves none. Where no trace can be had `collective_s` is None
     and the note says why.
     """
     collectives = known_collectives(module, mesh_axes)
     try:
         with nullcontext(keep) if keep is not None else tempfile.TemporaryDirectory() as folder:
-            files = _trace(step, Path(folder))
+            files, step_s = _trace(step, Path(folder))
             events = [event for file in files for event in read_events(file, module)]
     except (RuntimeError, OSError) as error:  # the profiler is no part of the measurement
         return _none(str(error).splitlines()[0])
@@ -52,7 +58,8 @@ def collective_times(
         return _none("the profiler recorded no operation of the step")
     if collectives and not any(event.op in collectives for event in events):
         return _none("the profiler recorded the step without the names of its collectives")
-    return {"collective_s": seconds_by_use(events, collectives), "collective_note": MEANING}
+    found = seconds_by_use(events, collectives)
+    return {"collective_s": found, "traced_step_s": step_s, "collective_note": MEANING}
 
 
 def read_events(file: Path, module: Module) -> Iterator[Event]:
@@ -71,7 +78,7 @@ def read_events(file: Path, module: Module) -> Iterator[Event]:
                 name = str(stats.get("hlo_module", module.name)).partition("(")[0]
                 if op in module.instructions and name == module.name:
                     device = f"{plane.name}/{stats.get('device_ordinal', 0)}"
-                    yield Event(op, device, stats.get("run_id"), event.duration_ns / 1e9)
+                    yield Event(op, device, stats.get("run_id"), event.start_ns / 1e9, event.duration_ns / 1e9)
 
 
 _OPERATIONS = "XLA Ops"
@@ -95,33 +102,57 @@ def known_collectives(module: Module, mesh_axes: dict[str, int]) -> dict[str, Co
 
 
 def seconds_by_use(events: list[Event], collectives: dict[str, Collective]) -> dict[str, dict[str, float]]:
-    """Return seconds of a step by mesh axes (`x,y`) and kind, most first: median over runs, mean over devices.
+    """Return seconds of a step by mesh axes (`x,y`) and kind, most first: the median run, mean over devices.
 
-    Events that do not tell their run are divided evenly among the traced steps.
+    They add up to the time in which any collective is under way. Events that do not tell their run are divided evenly
+    among the traced steps.
     """
-    devices = {event.device for event in events if event.op in collectives} or {""}
-    runs: dict[tuple[str, str, str], dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
+    runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
-        collective = collectives.get(event.op)
-        if collective is not None:
-            runs[(collective.label, collective.kind, event.device)][event.run] += event.seconds
+        if event.op in collectives:
+            runs[event.device][event.run].append(event)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for (axes, kind, _), seconds in runs.items():
-        untold = seconds.pop(None, 0.0) / STEPS
-        found[axes][kind] += (untold + (statistics.median(seconds.values()) if seconds else 0.0)) / len(devices)
+    for of_device in runs.values():
+        untold = _seconds_each(of_device.pop(None, []), collectives)
+        each = sorted((_seconds_each(run, collectives) for run in of_device.values()), key=lambda s: sum(s.values()))
+        middle = each[(len(each) - 1) // 2] if each else {}
+        for (axes, kind), seconds in [*((use, s / STEPS) for use, s in untold.items()), *middle.items()]:
+            found[axes][kind] += seconds / len(runs)
     ordered = sorted(found.items(), key=lambda item: -sum(item[1].values()))
     return {axes: dict(sorted(kinds.items(), key=lambda item: -item[1])) for axes, kinds in ordered}
 
 
-def _trace(step: Callable[[], object], folder: Path) -> list[Path]:
-    """Run the traced steps and return the files that the profiler wrote under the folder."""
+def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> dict[tuple[str, str], float]:
+    """Return the seconds of one device by mesh axes and kind; what overlaps shares its time evenly."""
+    edges: list[tuple[float, int, tuple[str, str]]] = []
+    for event in events:
+        use = collectives[event.op].label, collectives[event.op].kind
+        edges += [(event.start, 1, use), (event.start + event.seconds, -1, use)]
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    under_way: Counter[tuple[str, str]] = Counter()
+    before = 0.0
+    for now, change, use in sorted(edges):
+        for one in under_way:
+            seconds[one] += (now - before) / len(under_way)
+        under_way[use] += change
+        if not under_way[use]:
+            del under_way[use]
+        before = now
+    return seconds
+
+
+def _trace(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
+    """Run the traced steps; return the files that the profiler wrote under the folder, and the median step, seconds."""
     before = set(folder.rglob("*.xplane.pb"))
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # calls of Python are most of a trace, and say nothing of devices
+    seconds = []
     with jax.profiler.trace(str(folder), profiler_options=options):
         for _ in range(STEPS):
+            began = time.perf_counter()
             jax.block_until_ready(step())
-    return sorted(set(folder.rglob("*.xplane.pb")) - before)
+            seconds.append(time.perf_counter() - began)
+    return sorted(set(folder.rglob("*.xplane.pb")) - before), statistics.median(seconds)
 
 
 def _none(reason: str) -> dict[str, Any]:

@@ -144,8 +144,8 @@ def _collective_times(summary: dict[str, Any], console: Console) -> None:
     parts = {f"{axes} {kind}": s for axes, kinds in sent["collective_s"].items() for kind, s in kinds.items()}
     text = " · ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())
     console.print(
-        f"time in collectives{word}, waiting included, mean over devices: "
-        f"{duration(sum(parts.values()))} a step ({text})",
+        f"time in collectives{word}, waiting included, mean over devices: {duration(sum(parts.values()))} "
+        f"of a traced step of {duration(sent['traced_step_s'])} ({text})",
         markup=False,
     )
 
