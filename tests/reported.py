@@ -59,8 +59,9 @@ def trial(
     described: str | None = None,
     asked: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
-    p90: float = 1.25,
-    least: float = 0.8,
+    sharding: str | None = None,
+    p90: float = 1.02,
+    least: float = 0.99,
     **step: float,
 ) -> Trial:
     """Return a trial of a layout (`2x4x1-fsdp`) of 8 chips at this many tokens/s/chip; without them it has no result.
@@ -73,6 +74,7 @@ def trial(
     found = trial_of(golden(stage), stage, sweep, layout)
     about: dict[str, Any] = found.about | {"layout": layout, "mesh": mesh, "partition": partition}
     about |= {"degrees": degrees} if degrees else {}
+    about |= {"sharding": sharding} if sharding else {}
     about |= {"target": target, "described": described or target} if target else {}
     about |= {"batch": batch} if batch else {}
     key = ":".join([stage, described or str(target), layout, str(batch), *asked])

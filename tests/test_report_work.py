@@ -146,9 +146,9 @@ def test_partitions_are_compared_within_a_shape(varied: list[Row]):
         "Fastest of 6 predicted for v5e-8: 8x1x1-fsdp of valkyrie_tiny, 16 x 64 tokens, embed=2048"
     )
     assert [line.partition(" because")[0].partition(";")[0] for line in said[1:]] == [
-        "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=12: fsdp on 8x1x1 is 1.8x faster than 2d_tp on 2x4x1",
-        "valkyrie_tiny, 16 x 64 tokens, embed=1536 layers=24: 2d_tp on 2x4x1 is 1.06x faster than fsdp on 8x1x1",
-        "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=24: fsdp on 8x1x1 is 1.2x faster than 2d_tp on 2x4x1",
+        "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=12: fsdp on 8x1x1 is 1.8x as fast as 2d_tp on 2x4x1",
+        "valkyrie_tiny, 16 x 64 tokens, embed=1536 layers=24: 2d_tp on 2x4x1 is 1.06x as fast as fsdp on 8x1x1",
+        "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=24: fsdp on 8x1x1 is 1.2x as fast as 2d_tp on 2x4x1",
     ]
 
 
@@ -208,15 +208,25 @@ def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
     one = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
     assert one == ["Cheapest: 8x1x1-fsdp on v5e-8, 1.11 dollars for a million tokens."]
     assert [line.partition(" on ")[0] for line in words.price_lines(rows_of(tmp_path / "two", cheap, fast, large))] == [
-        "Cheapest: 4x2x1-dp of valkyrie_tiny, 64 x 64 tokens",
         "Cheapest: 8x1x1-fsdp of valkyrie_tiny, 16 x 64 tokens",
     ]
     assert words.price_lines([]) == []
 
 
-def test_a_price_is_drawn_only_where_there_is_one(tmp_path: Path):
-    assert figures.of_all(rows_of(tmp_path, trial("8x1x1-fsdp", 9, stage="measure"))) == [figures.PAIRS]
-    assert figures.of_all(rows_of(tmp_path / "priced", FSDP)) == [figures.PAIRS, figures.PRICE]
+def test_where_all_prices_are_equal_none_is_called_cheapest(tmp_path: Path):
+    rows = rows_of(tmp_path, FSDP, trial("2x4x1-2d_tp", 100, price=1.2))
+    assert words.price_lines(rows) == []
+    assert "0.333 dollars for a million tokens." in words.answer(rows[0].group, rows)[0]
+    assert "Cheapest" not in page(rows)
+
+
+def test_figures_of_all_trials_are_there_where_they_say_something(tmp_path: Path):
+    ran, dear = trial("8x1x1-fsdp", 9, stage="measure"), trial("8x1x1-fsdp", 9, target="v5p-16", price=4.2)
+    assert figures.of_all(rows_of(tmp_path, ran)) == [figures.PAIRS]
+    assert figures.of_all(rows_of(tmp_path / "priced", FSDP, dear)) == [figures.PRICE]
+    assert figures.of_all(rows_of(tmp_path / "both", FSDP, ran)) == [figures.PAIRS]
+    predicted = rows_of(tmp_path / "predicted", FSDP)
+    assert figures.of_all(predicted) == [] and 'id="across"' not in page(predicted)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,8 @@ class Run:
     def about(self) -> dict[str, Any]:
         """Return what was asked for, and what the layout makes of it; ValueError where that is illegal."""
         layout = self.layout
-        return self.asked() | {"layout": layout.name, "roles": layout.describe_roles(), "degrees": layout.degrees}
+        derived = {"roles": layout.describe_roles(), "degrees": layout.degrees, "sharding": layout.sharding}
+        return self.asked() | {"layout": layout.name, **derived}
 
     def values(self) -> dict[str, str]:
         """Return what decides what a step computes, by its key on the command line: `model.layers`: `4`."""

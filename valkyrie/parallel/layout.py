@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis, Tensor
@@ -58,6 +59,22 @@ class Layout:
             if kind in degrees:
                 degrees[kind] *= self.mesh.axes[axis]
         return degrees
+
+    @property
+    def sharding(self) -> str:
+        """A name that layouts of a model share where every array is split alike, whatever partition and axes they name.
+
+        Axes of one device do not count, and neighbours that always stand together are one axis of their product. The
+        order of the devices, ZeRO-1 and host memory are not in it.
+        """
+        sizes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
+        rules = [
+            tuple(axis for axis in of_kind[logical] if axis in sizes)
+            for of_kind in (self.parameters, self.activations)
+            for logical in sorted(of_kind)
+        ]
+        axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *sizes]))
+        return hashlib.sha256(repr(fused(axes, sizes, rules)).encode()).hexdigest()[:8]
 
     def describe_roles(self) -> str:
         """Return the roles line: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
@@ -256,3 +273,24 @@ def _batch_problems(layout: Layout, batch: int, seq: int) -> list[str]:
 def _divisors(n: int) -> str:
     small = [d for d in range(1, min(n, 64) + 1) if n % d == 0]
     return ", ".join(str(d) for d in small[:8])
+
+
+def fused(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
+    """Return the sizes of axes after fusing what always stands together, and every rule in those axes by position."""
+    groups: list[list[str]] = []
+    for axis in axes:
+        if groups and all(_side_by_side(groups[-1][-1], axis, rule) for rule in rules):
+            groups[-1].append(axis)
+        else:
+            groups.append([axis])
+    number = {group[0]: i for i, group in enumerate(groups)}
+    return (
+        tuple(math.prod(sizes[axis] for axis in group) for group in groups),
+        tuple(tuple(number[axis] for axis in rule if axis in number) for rule in rules),
+    )
+
+
+def _side_by_side(first: str, second: str, rule: tuple[str, ...]) -> bool:
+    if first not in rule or second not in rule:
+        return first not in rule and second not in rule
+    return rule.index(second) == rule.index(first) + 1

@@ -89,7 +89,7 @@ PAIRS = Figure(
     "Predicted against measured",
     "One point for each layout with both a predicted and a measured step time. If predictions rank layouts right, "
     "points rise from left to right; on the dashed line the two are equal.",
-    "No layout was both predicted and run here. The same sweep with mode=compile target=v5e-8 adds predictions.",
+    "There are no predictions here. The same sweep with mode=compile target=v5e-8 adds them.",
     values.pairs,
     specs.pairs,
 )
@@ -97,7 +97,7 @@ PRICE = Figure(
     "price",
     "Price against speed",
     "Up is faster, left is cheaper. The dashed line is the Pareto front of each work.",
-    "All layouts with a price cost the same an hour, so the fastest is also the cheapest.",
+    "All layouts here have the same price.",
     values.prices,
     specs.price,
 )
@@ -106,5 +106,8 @@ OF_A_GROUP = [SPEED, HEAT, PARTS_OF_STEP, SENT, MEMORY]
 
 
 def of_all(rows: Sequence[Row]) -> list[Figure]:
-    """Return the figures of all trials together; that of prices only where there is a price."""
-    return [PAIRS, PRICE] if any(row.ok and row.price for row in rows) else [PAIRS]
+    """Return the figures of all trials together: each where it has something to say, and how to get predictions."""
+    ran = [row for row in rows if row.ok and row.group.stage != "compile"]
+    predicted = any(row.ok and row.group.stage == "compile" for row in rows)
+    figures = [PAIRS] if values.pairs(rows) or (ran and not predicted) else []
+    return [*figures, PRICE] if values.prices(rows) else figures

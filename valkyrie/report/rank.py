@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.report.records import AT_HAND, Group, Row, Work
+from valkyrie.sweep.noise import within_noise
 from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
@@ -168,14 +169,14 @@ def predicted_and_measured(rows: Iterable[Row]) -> list[Pair]:
 def agreement(pairs: Sequence[Pair]) -> float | None:
     """Return the share of two layouts of one work that the prediction puts into the order that was measured.
 
-    Kendall's concordance, ties left out; None where no two layouts have the same work.
+    Kendall's concordance, ties and differences within noise left out; None where no two layouts of a work remain.
     """
     agree = total = 0
     for i, one in enumerate(pairs):
         for other in pairs[:i]:
             predicted = _rate(one.a) - _rate(other.a)
             measured = _rate(one.b) - _rate(other.b)
-            if _kind(one) == _kind(other) and predicted and measured:
+            if _kind(one) == _kind(other) and predicted and not within_noise(one.b.trial, other.b.trial):
                 total += 1
                 agree += (predicted > 0) == (measured > 0)
     return agree / total if total else None

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from valkyrie.report.rank import memory_of, price_of, unbeaten
+from valkyrie.report.alike import counted_as
+from valkyrie.report.rank import memory_of, unbeaten
 from valkyrie.report.records import Group, Row
 from valkyrie.report.values import labels, short
 from valkyrie.sweep.names import without_place
+from valkyrie.sweep.noise import places
 from valkyrie.units import duration, memory
 
 
@@ -25,15 +27,16 @@ class Column:
 
 
 COLUMNS = [
-    Column("rank", "#", "count", "rank among layouts whose speed is of the same kind"),
+    Column("rank", "#", "count", "rank among speeds of the same kind; equal where the difference is within the noise"),
     Column("layout", "layout", "layout", "mesh, partition, microbatches and remat; opens its details"),
+    Column("per_chip", "tokens/s/chip", "speed", "tokens a second, divided by the chips"),
+    Column("step", "step", "seconds", "seconds of one training step; the median where it was measured"),
     Column("seen", "speed is", "text", "predicted, measured or trained, and on which target"),
     Column("status", "status", "text", "what became of the trial"),
-    Column("partition", "partition", "text", "which dimension of the model lies on which mesh axis"),
+    Column("partition", "partition", "text", "which dimension of the model is split over which mesh axis"),
     Column("mesh", "mesh", "text", "devices along each axis of the mesh"),
-    Column("per_chip", "tokens/s/chip", "speed", "tokens a second, divided by the chips"),
+    Column("alike", "same as", "text", "a simpler partition that splits every array the same way on this mesh"),
     Column("rate", "tokens/s", "speed", "tokens a second of the whole slice"),
-    Column("step", "step", "seconds", "seconds of one training step; the median where it was measured"),
     Column("p90", "p90", "seconds", "nine of ten steps are faster than this"),
     Column("mfu", "MFU", "share", "FLOPs of the model over what the chips could do at most"),
     Column("peak", "peak memory", "bytes", "peak memory of one device in a step, or what it would need"),
@@ -41,7 +44,7 @@ COLUMNS = [
     Column("sent", "sent", "sent", "bytes that one device sends in a step"),
     Column("waiting", "waiting", "share", "share of the step in which a device waits for communication"),
     Column("million", "$/Mtok", "dollars", "dollars for a million tokens, on demand"),
-    Column("front", "Pareto front", "text", "no other layout of the same work is as fast with less of this"),
+    Column("front", "Pareto front", "text", "no other layout of the same work is as fast with less memory"),
     Column("reason", "reason", "text", "why there is no speed"),
 ]
 """The columns of the ranked table, in order."""
@@ -53,20 +56,21 @@ def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
     ranked = []
     for group, rows in kinds.items():
         named = labels(rows)
-        light, cheap = unbeaten(rows, memory_of), unbeaten(rows, price_of)
-        for place, row in enumerate(rows, 1):
-            best_in = ["memory"] * (row.id in light) + ["price"] * (row.id in cheap)
+        light, counted = unbeaten(rows, memory_of), counted_as(rows)
+        for place, row in zip(places([row.trial for row in rows]), rows, strict=True):
+            alike = counted[row.id]
             ranked.append(
                 [
                     place if row.ok else None,
                     named[row.id],
+                    short(row.rate_per_chip, _DIGITS),
+                    short(row.step_s, _DIGITS),
                     group.label,
                     row.status,
                     row.partition,
                     row.mesh,
-                    short(row.rate_per_chip, _DIGITS),
+                    alike if row.ok and alike != row.partition else "",
                     short(row.rate, _DIGITS),
-                    short(row.step_s, _DIGITS),
                     short(row.p90_s, _DIGITS),
                     short(row.mfu, _DIGITS),
                     row.peak,
@@ -74,7 +78,7 @@ def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
                     sum(row.sent.values()) if row.sent else None,
                     short(row.exposed_s / row.step_s if row.exposed_s is not None and row.step_s else None, _DIGITS),
                     short(row.per_million, _DIGITS),
-                    ", ".join(best_in),
+                    "memory" if row.id in light else "",
                     row.reason or "",
                 ]
             )

@@ -127,6 +127,11 @@ class Row:
         return self.trial.status.value.replace("_", " ")
 
     @property
+    def sharding(self) -> str | None:
+        """A name that rows of a model share where every array is split alike; None in a record without it."""
+        return self.trial.about.get("sharding")
+
+    @property
     def ok(self) -> bool:
         """Whether it has a speed to be ranked by."""
         return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from valkyrie.report.rank import Comparison, memory_of, unbeaten
 from valkyrie.report.records import Row
 from valkyrie.report.values import labels
+from valkyrie.sweep.noise import places
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, sent
 
@@ -49,11 +50,11 @@ class Table:
 
 def best(rows: Sequence[Row]) -> Table:
     """Return the best layout of each target and work; all rows have a speed."""
-    heads = [Head("speed is"), Head("work", "work"), Head("best layout")]
-    heads += [Head(label, "number") for label in ("tokens/s/chip", "step", "peak memory", "$/Mtok")]
+    heads = [Head("best layout"), *(Head(label, "number") for label in ("tokens/s/chip", "step"))]
+    heads += [Head("speed is", "work"), Head("work", "work"), Head("peak memory", "number"), Head("$/Mtok", "number")]
     body = [
-        [Cell(row.group.label), Cell(row.work.label), Cell(row.layout)]
-        + [_speed(row, row.rate_per_chip), _step(row), Cell(_memory(row)), Cell(_price(row))]
+        [Cell(row.layout), _speed(row, row.rate_per_chip), _step(row), Cell(row.group.label), Cell(row.work.label)]
+        + [Cell(_memory(row)), Cell(_price(row))]
         for row in rows
     ]
     return Table("The best layout of each target", heads, body)
@@ -61,7 +62,7 @@ def best(rows: Sequence[Row]) -> Table:
 
 def ranked(rows: Sequence[Row]) -> Table:
     """Return the rows of one kind of speed that ended well with something to show, in the order given."""
-    named, light = labels(rows), unbeaten(rows, memory_of)
+    named, light, shown = labels(rows), unbeaten(rows, memory_of), [row for row in rows if has_results(row)]
     heads = [Head("#", "number"), Head("layout")]
     heads += [
         Head(label, "number") for label in ("tokens/s/chip", "tokens/s", "step", "MFU", "memory", "sent", "$/Mtok")
@@ -79,7 +80,7 @@ def ranked(rows: Sequence[Row]) -> Table:
             Cell(_price(row)),
             Cell("*" if row.id in light else ""),
         ]
-        for place, row in enumerate(filter(has_results, rows), 1)
+        for place, row in zip(places([row.trial for row in shown]), shown, strict=True)
     ]
     return Table("Ranked layouts", [*heads, Head("front")], body)
 

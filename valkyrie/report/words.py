@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from valkyrie.report.alike import counted_as, described, same_layout
 from valkyrie.report.rank import UNKNOWN, agreement, groups, predicted_and_measured
 from valkyrie.report.records import COLLECTIVES, REST, Group, Row, Work
 from valkyrie.report.values import PART_NAMES
+from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, percent, sent
 
@@ -62,19 +64,32 @@ def _named(row: Row, several: bool) -> str:
 
 
 def _of_a_work(rows: Sequence[Row]) -> list[str]:
-    """Return why the first row is faster than the best of each other partition, and which partitions have no speed."""
-    best: dict[str, Row] = {}
-    for row in rows:
-        if row.ok:
-            best.setdefault(row.partition, row)
-    fast, *others = best.values()
+    """Return why the first row is faster than the best of each other partition, and which partitions have no speed.
+
+    A row whose partition comes to a simpler one on its mesh counts as that one.
+    """
+    counted, best = counted_as(rows), {}
+    for row in sorted((row for row in rows if row.ok), key=lambda row: row.partition != counted[row.id]):
+        best.setdefault(counted[row.id], row)
+    best = {row.id: row for row in best.values()}
+    fast, *others = [row for row in rows if row.id in best]
     if not others:
-        others = [row for row in rows if row.ok and row is not fast][-1:]
+        others = [row for row in rows if row.ok and not same_layout(row, fast)][-1:]
     lines = [because(fast, row) for row in others]
     for partition in dict.fromkeys(row.partition for row in rows):
-        if partition not in best and partition != "?":
-            lines.append(_without(partition, [row for row in rows if row.partition == partition]))
+        members = [row for row in rows if row.partition == partition]
+        timed = [row for row in members if row.ok]
+        if not timed and partition != "?":
+            lines.append(_without(partition, members))
+        elif timed and all(counted[row.id] != partition for row in timed):
+            lines.append(_another(partition, timed, counted))
     return lines
+
+
+def _another(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> str:
+    """Return that none of a partition's rows is an example of it."""
+    meshes = [f"{row.mesh} ({described(counted[row.id])})" for row in rows]
+    return f"{partition} is compared as another partition, for no mesh here uses all its axes: {'; '.join(meshes)}."
 
 
 def because(fast: Row, slow: Row) -> str:
@@ -82,14 +97,29 @@ def because(fast: Row, slow: Row) -> str:
     assert fast.rate_per_chip and slow.rate_per_chip
     ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
     simulated = " (simulated)" if fast.group.simulated else ""
+    if within_noise(fast.trial, slow.trial) and (noise := _noise(fast, slow)):
+        return f"No difference beyond noise between {a} and {b}{simulated}: {noise}."
     if ratio < SAME:
         return f"{a} is as fast as {b}{simulated}, within {percent(SAME - 1)}."
-    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x faster than {b}{simulated}"
+    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}{simulated}"
     reasons, against = _reasons(fast, slow)
     if not reasons:
         return f"{head}{_differs(fast, slow)}."
     although = f", although {' and '.join(against)}" if against else ""
     return f"{head} because {'; '.join(reasons)}{although}."
+
+
+def _noise(fast: Row, slow: Row) -> str:
+    """Return the steps of two rows with the range of each; nothing of predictions, which have none."""
+    if fast.p90_s is None or slow.p90_s is None:
+        return ""
+    of_each = [f"{duration(row.step_s or 0.0)} ({_steps(row)})" for row in (fast, slow)]
+    return f"a step takes {of_each[0]} and {of_each[1]}"
+
+
+def _steps(row: Row) -> str:
+    least = row.step_s if row.min_s is None else row.min_s
+    return f"from {duration(least or 0.0)} to {duration(row.p90_s or 0.0)}"
 
 
 def names(one: Row, other: Row) -> tuple[str, str]:
@@ -102,16 +132,19 @@ def names(one: Row, other: Row) -> tuple[str, str]:
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
-    """Return what a million tokens cost under the cheapest layout of each work, the cheapest work first."""
-    cheapest: dict[Work, Row] = {}
-    priced = [row for row in rows if row.ok and row.per_million]
-    for row in sorted(priced, key=lambda row: row.per_million or 0.0):
-        cheapest.setdefault(row.work, row)
-    return [
-        f"Cheapest: {_named(row, len(cheapest) > 1)} on {row.group.target}, "
-        f"{row.per_million:.3g} dollars for a million tokens."
-        for row in list(cheapest.values())[:WORKS]
-    ]
+    """Return what a million tokens cost under the cheapest layout of each work, where that is not the fastest one."""
+    by_work: dict[Work, list[Row]] = {}
+    for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
+        by_work.setdefault(row.work, []).append(row)
+    lines = []
+    for members in by_work.values():
+        cheapest, fastest = members[0], max(members, key=lambda row: row.rate_per_chip or 0.0)
+        if cheapest.price != fastest.price:
+            lines.append(
+                f"Cheapest: {_named(cheapest, len(by_work) > 1)} on {cheapest.group.target}, "
+                f"{cheapest.per_million:.3g} dollars for a million tokens."
+            )
+    return lines[:WORKS]
 
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
@@ -138,17 +171,26 @@ def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
     if row.peak is not None:
         text += f"; peak memory per device {memory(row.peak)}"
         text += f" of {memory(row.usable)} usable" if row.usable is not None else ""
-    return text[0].upper() + text[1:] + "." + _as_fast(row, rows)
+    if row.per_million:
+        text += f"; {row.per_million:.3g} dollars for a million tokens"
+    text = text[0].upper() + text[1:] + "."
+    partition = counted_as(rows)[row.id]
+    if partition != row.partition:
+        text += f" On this mesh {row.partition} is {described(partition)}."
+    return text + _as_fast(row, rows)
 
 
 def _as_fast(row: Row, rows: Sequence[Row]) -> str:
-    least = (row.rate_per_chip or 0.0) / SAME
-    equal = [r for r in rows if r.ok and r.work == row.work and (r.rate_per_chip or 0.0) >= least]
-    others = [r.layout for r in equal if r is not row]
+    others = [r for r in rows if r.ok and r.work == row.work and r is not row]
+    within = f"{percent(SAME - 1)}"
+    if has_spread(row.trial):
+        others, within = [r for r in others if within_noise(row.trial, r.trial)], "the spread of the timed steps"
+    else:
+        others = [r for r in others if (r.rate_per_chip or 0.0) >= (row.rate_per_chip or 0.0) / SAME]
     if not others:
         return ""
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f" As fast, within {percent(SAME - 1)}: {', '.join(others[:3])}{more}."
+    return f" As fast, within {within}: {', '.join(r.layout for r in others[:3])}{more}."
 
 
 def _without(partition: str, rows: Sequence[Row]) -> str:

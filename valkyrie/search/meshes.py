@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 
 from valkyrie.hardware import Platform, TargetConfig
-from valkyrie.parallel.layout import Layout
+from valkyrie.parallel.layout import Layout, fused
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.placement import SLICE_AXIS, arrange
 
@@ -107,7 +106,7 @@ def sharding(layout: Layout, torus: bool) -> tuple[object, ...]:
         for mesh_axes in rules_by_axis.values()
     ]
     axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *mesh.axes]))
-    return ("sharding", _devices(mesh, axes), *_fused([a for a in axes if mesh.axes[a] > 1], mesh.axes, rules))
+    return ("sharding", _devices(mesh, axes), *fused([a for a in axes if mesh.axes[a] > 1], mesh.axes, rules))
 
 
 def may_be_a_torus(target: TargetConfig, accelerated: bool) -> bool:
@@ -123,24 +122,3 @@ def _devices(mesh: MeshConfig, axes: Sequence[str]) -> bytes:
     placed = own.reshape([*mesh.axes.values()]) if mesh.placement is None else arrange(own, mesh.placement, mesh.axes)
     order = placed.transpose([[*mesh.axes].index(axis) for axis in axes]).ravel()
     return b"" if (order == own).all() else order.tobytes()
-
-
-def _fused(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:
-    """Return the sizes of axes after fusing what always stands together, and every rule in those axes by position."""
-    groups: list[list[str]] = []
-    for axis in axes:
-        if groups and all(_side_by_side(groups[-1][-1], axis, rule) for rule in rules):
-            groups[-1].append(axis)
-        else:
-            groups.append([axis])
-    number = {group[0]: i for i, group in enumerate(groups)}
-    return (
-        tuple(math.prod(sizes[axis] for axis in group) for group in groups),
-        tuple(tuple(number[axis] for axis in rule if axis in number) for rule in rules),
-    )
-
-
-def _side_by_side(first: str, second: str, rule: tuple[str, ...]) -> bool:
-    if first not in rule or second not in rule:
-        return first not in rule and second not in rule
-    return rule.index(second) == rule.index(first) + 1

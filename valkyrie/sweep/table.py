@@ -12,6 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from valkyrie.modes import MODES
+from valkyrie.sweep.noise import places
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.trial import PAGE, Status, Trial
 from valkyrie.train.folder import command_name
@@ -75,7 +76,7 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 def table(trials: Sequence[Trial], rows: int = 40) -> Table:
     """Return the ranked table: every trial that was started, at most `rows` of them; without columns that are empty."""
     shown = [trial for trial in ranked(trials) if trial.status is not Status.refused]
-    cells = [_row(place, trial) for place, trial in enumerate(shown[:rows], 1)]
+    cells = [_row(place, trial) for place, trial in zip(places(shown), shown[:rows], strict=False)]
     filled = [name for name in _COLUMNS if any(row[name] for row in cells)]
     made = Table(box=SIMPLE, pad_edge=False, caption=_cut(len(shown), rows), caption_justify="left")
     for name in filled:
@@ -123,7 +124,7 @@ def _row(place: int, trial: Trial) -> dict[str, str]:
     speed = objective(trial)
     verdict = "" if trial.status is Status.ok else f"{trial.status.value.replace('_', ' ')}: {short_reason(trial)}"
     return {
-        "#": str(place),
+        "#": str(place) if speed else "",
         "trial": title(trial),
         "tokens/s/chip": f"{speed:,.0f}" if speed else "",
         "tokens/s": f"{step['tokens_per_second']:,.0f}" if speed else "",

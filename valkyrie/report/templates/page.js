@@ -28,7 +28,7 @@
     dollars: (v) => `${Number(v.toPrecision(3))} $`,
   };
   const missing = (value) => value === null || value === "";
-  const ABOUT = ["rank", "layout", "seen", "status", "partition", "mesh"];
+  const ABOUT = ["rank", "layout", "per_chip", "step", "seen", "status", "partition", "mesh", "alike"];
   const TIMED = ["speed", "seconds"];
 
   // ---- the ranked table
@@ -39,6 +39,7 @@
     const td = column.kind === "layout"
       ? make("th", { scope: "row", class: kind, "data-id": column.id })
       : make("td", { class: kind, "data-id": column.id });
+    if (column.id === "per_chip" && missing(value) && row[at.status] !== "ok") td.append(make("span", { class: "word" }, row[at.status]));
     if (missing(value)) return td;
     if (column.kind === "layout") {
       const button = make("button", { type: "button" }, value);
@@ -100,7 +101,8 @@
     }
     fillTable();
   };
-  const columns = data.columns.filter((column) => column.id !== "reason" && data.rows.some((row) => !missing(row[at[column.id]])));
+  const told = (column) => column.id === "reason" || (column.id === "seen" && data.groups.length < 2);
+  const columns = data.columns.filter((column) => !told(column) && data.rows.some((row) => !missing(row[at[column.id]])));
   const head = make("tr");
   for (const column of columns) {
     const button = make("button", { type: "button", title: column.help }, column.label);
