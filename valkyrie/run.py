@@ -63,6 +63,7 @@ class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
     `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
+    `force` goes on where this machine's memory or cores cannot be enough.
     """
 
     mode: ModeConfig = field(default_factory=ModeConfig)
@@ -79,6 +80,7 @@ class RunConfig:
     runs: str = "runs"
     modules: list[str] = field(default_factory=list)
     resume: str | None = None
+    force: bool = False
     seed: int = 0
     steps: int = 200
     batch: int = 32

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,19 @@ from valkyrie.search.summary import SCHEMA, communication, memory_split
 from valkyrie.train.devices import Devices
 from valkyrie.train.folder import versions
 from valkyrie.train.program import StepProgram
-
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-"""What an XLA error about memory begins with, on every backend."""
+from valkyrie.train.room import DoesNotFit, check_room, out_of_memory
 
 
-def measure(run: Run, devices: Devices, trace: Path | None = None) -> dict[str, Any]:
+def measure(
+    run: Run, devices: Devices, trace: Path | None = None, say: Callable[[str], Any] | None = None
+) -> dict[str, Any]:
     """Return the summary of a measured layout: seconds of each timed step, rates, memory, and what the program sends.
 
     Every step waits for its result before the next one starts, so that a step's seconds are its own. The batch is
     random tokens of the run's shape that lie on the devices, or comes from the run's loader, whose time then counts.
     A few more steps are traced for the time of collectives; the trace stays in the folder `trace` if one is given.
-    What does not fit comes back as a result. `simulated` says that no time is real.
+    What does not fit comes back as a result; ValueError where the arrays of simulated devices are larger than this
+    machine's memory. `say` is given a line where the memory may not be enough. `simulated` says that no time is real.
     """
     summary: dict[str, Any] = {
         "schema": SCHEMA,
@@ -49,15 +50,18 @@ def measure(run: Run, devices: Devices, trace: Path | None = None) -> dict[str, 
         "data": run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
     }
     try:
-        return summary | {"status": "ok", "reason": None} | _measured(run, devices, trace)
+        return summary | {"status": "ok", "reason": None} | _measured(run, devices, trace, say)
+    except DoesNotFit as error:
+        return summary | {"status": "does_not_fit", "reason": str(error)}
     except jax.errors.JaxRuntimeError as error:
-        if OUT_OF_MEMORY not in str(error):
+        if not out_of_memory(str(error)):
             raise
         return summary | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
 
 
-def _measured(run: Run, devices: Devices, trace: Path | None) -> dict[str, Any]:
+def _measured(run: Run, devices: Devices, trace: Path | None, say: Callable[[str], Any] | None) -> dict[str, Any]:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
+    check_room(program, devices, say=say)
     mode = run.config.mode
     with _batches(run, program) as batches:
         began = time.perf_counter()

@@ -70,7 +70,7 @@ def measure_mode(run: Run, arguments: Sequence[str]) -> int:
     if not console.is_terminal:
         console.print("compiling and timing the step")
     with console.status("compiling and timing the step"):
-        summary = measure(run, devices, trace)
+        summary = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
     write_about(run, folder, arguments)
     write_whole(folder / MEASURED, json.dumps(summary, indent=1) + "\n")
     show(summary, console)

@@ -18,6 +18,7 @@ from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.results import Outcome, failure, results_of
 from valkyrie.sweep.trial import Status
 from valkyrie.train.folder import COMMAND, saved_config
+from valkyrie.train.room import DoesNotFit
 
 
 def main() -> None:
@@ -26,6 +27,9 @@ def main() -> None:
     try:
         with ends_at_once("trial"):
             outcome = _carry_out(folder)
+    except DoesNotFit as error:
+        traceback.print_exc()
+        outcome = Outcome(Status.does_not_fit, str(error), {})
     except (ValueError, OSError) as error:  # as the command takes them: mistakes of the user
         traceback.print_exc()
         outcome = Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()), {})

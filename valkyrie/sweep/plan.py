@@ -105,7 +105,8 @@ class Plan:
         """Return whether an earlier record leaves nothing to do.
 
         What was refused is looked at again, for the machine may have changed: at once where this plan refuses it, else
-        by another process. What other code or another compiler has predicted is predicted again.
+        by another process. What did not fit is tried again with `force=true`. What other code or another compiler has
+        predicted is predicted again.
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
@@ -113,7 +114,9 @@ class Plan:
             return False
         if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.files):
             return False
-        return not self.retry or trial.status in (Status.ok, Status.does_not_fit)
+        if trial.status is Status.does_not_fit:
+            return self.run is None or not self.run.config.force
+        return not self.retry or trial.status is Status.ok
 
 
 def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[str] | None = None) -> Plan:

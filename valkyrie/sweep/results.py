@@ -13,6 +13,7 @@ from valkyrie.modes import Mode
 from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.tracking import read_metrics
+from valkyrie.train.room import out_of_memory
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
@@ -20,7 +21,6 @@ OUTPUT, OUTCOME = "output.log", "outcome.json"
 
 _KEPT = ("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss")
 _KEPT += ("hints", "devices")
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*|valkyrie-train: .*)$")
 _LONGEST = 600
 
@@ -65,7 +65,7 @@ def _read(file: Path) -> Outcome:
 def failure(reason: str) -> Outcome:
     """Return the outcome of a process that failed: where memory was exhausted, the layout does not fit."""
     reason = " ".join(reason.split())[:_LONGEST]
-    return Outcome(Status.does_not_fit if _OUT_OF_MEMORY in reason else Status.failed, reason, {})
+    return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.failed, reason, {})
 
 
 def results_of(folder: Path, mode: Mode) -> Outcome:

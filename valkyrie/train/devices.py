@@ -13,6 +13,7 @@ from valkyrie.compose import accelerators
 from valkyrie.hardware import ChipConfig, Platform, chip_of
 from valkyrie.paths import cache_root
 from valkyrie.run import Run
+from valkyrie.train.host import too_many_simulated
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,11 @@ class Devices:
 
 def missing_devices(run: Run) -> list[str]:
     """Return why this machine cannot give the target's devices, as far as device files tell; no JAX is needed."""
-    target = run.config.target
-    if target.platform in (Platform.any, Platform.cpu) or accelerators():
+    target, mesh = run.config.target, run.config.mesh
+    if target.platform is Platform.cpu or (target.platform is Platform.any and not accelerators()):
+        too_many = None if run.config.force else too_many_simulated(mesh.name, mesh.size)
+        return [too_many] if too_many else []
+    if target.platform is Platform.any or accelerators():
         return []
     return [
         f"target={target.describe()} is not this machine: it has no accelerator that JAX can use "

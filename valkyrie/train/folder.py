@@ -27,7 +27,18 @@ COMMAND = "command.json"
 RUN = "run.yaml"
 """The file of a run folder with every setting of its last training."""
 
-_NOT_OF_THE_TRAINING = {"name", "runs", "resume", "steps", "mode", "trial", "tracking", "checkpoint", "log_every"}
+_NOT_OF_THE_TRAINING = {
+    "name",
+    "runs",
+    "resume",
+    "force",
+    "steps",
+    "mode",
+    "trial",
+    "tracking",
+    "checkpoint",
+    "log_every",
+}
 _NOT_OF_THE_TRAINING |= {"eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
 _NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers"}
 """The settings that a run may change from one training to the next without a word."""

@@ -17,6 +17,7 @@ from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.folder import command_name, run_folder
 from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
+from valkyrie.train.room import out_of_memory_in_plain_words
 from valkyrie.train.screen import make_console
 from valkyrie.units import sent
 
@@ -65,7 +66,8 @@ def evaluate(run: Run, arguments: Sequence[str]) -> int:
     program, step, parameters = restore(run, prepared.devices, folder)
     from valkyrie.train.evaluate import Evaluator
 
-    result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
+    with out_of_memory_in_plain_words(run, prepared.devices):
+        result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
     console.print(
         f"{folder.name} at step {step}: {program.task.describe(result)}",
         highlight=False,
@@ -79,7 +81,8 @@ def generate(run: Run, arguments: Sequence[str]) -> int:
     tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run)
     program, step, parameters = restore(run, devices, folder)
     console.print(f"{folder.name} at step {step}", style="dim")
-    _print_sample(run, program.assembly, parameters, tokenizer, devices)
+    with out_of_memory_in_plain_words(run, devices):
+        _print_sample(run, program.assembly, parameters, tokenizer, devices)
     return 0
 
 

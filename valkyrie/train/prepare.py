@@ -83,14 +83,22 @@ def trained_folder(run: Run) -> Path:
 
 
 def restore(run: Run, devices: Devices, folder: Path) -> tuple[StepProgram, int, Any]:
-    """Return (program, step, parameters) of a trained run; the average of the parameters where it kept one."""
+    """Return (program, step, parameters) of a trained run; the average of the parameters where it kept one.
+
+    ValueError where the state is larger than the memory of the devices.
+    """
     from contextlib import closing
 
     from valkyrie.checkpoint import Checkpoints
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
+    from valkyrie.train.room import check_room, out_of_memory_in_plain_words
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
-    with closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints:
+    check_room(program, devices, training=False)
+    with (
+        out_of_memory_in_plain_words(run, devices),
+        closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints,
+    ):
         step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
     return program, step, state.averaged

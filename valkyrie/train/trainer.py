@@ -29,6 +29,7 @@ from valkyrie.train.folder import changed_settings, schedule_change, write_about
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
+from valkyrie.train.room import check_room, out_of_memory_in_plain_words
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.units import GIB
@@ -71,11 +72,13 @@ def fit(
 
     Metrics of a step are read while the next one runs. With `signals`, Ctrl-C saves before the training ends. Raises
     DivergedError when loss or gradients stop being finite, FolderGoneError when the folder goes, and ValueError when
-    the checkpoint or the data do not fit.
+    the checkpoint, the data or the memory of this machine do not fit.
     """
     config = run.config
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
+    check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory_in_plain_words(run, devices))
         loader = stack.enter_context(  # before the run has a folder: it refuses too little text
             program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )

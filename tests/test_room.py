@@ -1,0 +1,185 @@
+"""What the machine has for a run is compared with what the run needs, before an array exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from helpers import compose_run
+from runs import command, tiny
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.train import host, room
+from valkyrie.train.devices import Devices, missing_devices
+from valkyrie.train.host import free_memory
+from valkyrie.train.program import StepProgram
+from valkyrie.train.room import DoesNotFit, check_room, out_of_memory_in_plain_words
+from valkyrie.units import GIB
+
+LARGE = ("model=llama_8b", "mesh=1x1x1", "partition=dp", "batch=1", "seq=16")
+MEMINFO = "MemTotal: 33554432 kB\nMemFree: 1 kB\nMemAvailable:   25165824 kB\n"
+
+
+def program_of(*overrides: str) -> StepProgram:
+    run = compose_run(*overrides)
+    mesh = abstract_mesh(run.config.mesh)
+    assert isinstance(mesh, AbstractMesh)
+    return StepProgram(run, mesh, backend="cpu")
+
+
+def simulated(count: int = 1) -> Devices:
+    return Devices(tuple(jax.devices()[:1] * count), "cpu", None, simulated=True)
+
+
+def with_memory(size: int | None) -> Devices:
+    stats = None if size is None else {"bytes_limit": size}
+    device = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", id=0, memory_stats=lambda: stats)
+    return Devices((device,), "gpu", compose_run("target=h100-1", "mesh=1x1x1").config.target.chip, simulated=False)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets how many bytes are free."""
+    return lambda size: monkeypatch.setattr(room, "free_memory", lambda: size)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("limit", "expected"), [(8 * GIB, 8 * GIB - 3 * GIB + GIB), (None, 24 * GIB)])
+def test_free_memory_is_the_hosts_within_the_limits_of_its_cgroups(
+    tmp_path: Path, version: int, limit: int | None, expected: int
+):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    root = cgroups / "memory" if version == 1 else cgroups
+    (proc / "self").mkdir(parents=True)
+    (root / "job" / "task").mkdir(parents=True)
+    (proc / "meminfo").write_text(MEMINFO)
+    (proc / "self" / "cgroup").write_text(
+        "5:cpu,cpuacct:/x\n4:memory:/job/task\n" if version == 1 else "0::/job/task\n"
+    )
+    names = host._OF_CGROUPS[version]
+    for folder, size in ((root / "job" / "task", None), (root / "job", limit)):
+        unlimited = str(2**63 - 4096) if version == 1 else "max"
+        (folder / names[0]).write_text(f"{unlimited if size is None else size}\n")
+        (folder / names[1]).write_text(f"{3 * GIB}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {GIB}\n")
+    assert free_memory(proc, cgroups) == expected
+
+
+def test_where_the_system_does_not_tell_what_is_free_it_is_all_of_it(tmp_path: Path):
+    everything = free_memory(tmp_path, tmp_path)
+    assert everything is not None and everything >= (free_memory() or 0)
+
+
+def test_what_cannot_fit_is_refused_with_both_numbers_and_what_would(free: Any):
+    free(20 * GIB)
+    with pytest.raises(ValueError) as caught:
+        check_room(program_of(*LARGE), simulated())
+    assert not isinstance(caught.value, DoesNotFit)
+    assert str(caught.value) == (
+        "llama_8b, mesh=1x1x1 partition=dp: parameters, optimizer state and gradients alone take 119.7 GiB, and this "
+        "machine has 20.0 GiB of memory free. Use model=gpt_1b. mode=compile target=v5p-64 says whether a slice has "
+        "the room. force=true goes on regardless."
+    )
+
+
+def test_simulated_devices_share_the_memory_of_the_host(free: Any):
+    free(4 * GIB)
+    each = ("model=gpt_125m", "mesh=1x1x8", "batch=8", "seq=16")
+    check_room(program_of(*each, "partition=fsdp"), simulated(8))
+    with pytest.raises(ValueError) as caught:
+        check_room(program_of(*each, "partition=dp"), simulated(8))
+    assert "which its 8 simulated devices share. Use partition=fsdp" in str(caught.value)
+
+
+def test_an_evaluation_needs_no_gradients(free: Any):
+    free(100 * GIB)
+    check_room(program_of(*LARGE), simulated(), training=False)
+    with pytest.raises(ValueError):
+        check_room(program_of(*LARGE), simulated())
+
+
+def test_memory_of_devices_is_what_they_report_else_their_chips():
+    with pytest.raises(DoesNotFit) as caught:
+        check_room(program_of(*LARGE), with_memory(64 * GIB))
+    assert "a NVIDIA H100 has 64.0 GiB" in str(caught.value)
+    check_room(program_of(*LARGE), with_memory(140 * GIB))
+    with pytest.raises(DoesNotFit) as caught:
+        check_room(program_of(*LARGE), with_memory(None))
+    assert "a NVIDIA H100 has 80.0 GiB" in str(caught.value)
+
+
+def test_force_goes_on_and_unknown_memory_refuses_nothing(free: Any):
+    free(20 * GIB)
+    check_room(program_of(*LARGE, "force=true"), simulated())
+    free(None)
+    check_room(program_of(*LARGE), simulated())
+
+
+def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
+    lines: list[str] = []
+    free(5 * GIB)
+    run = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
+    check_room(program_of(*run), simulated(), say=lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("memory: likely does not fit: about 7.8 GiB expected (6.0 GiB of them activations, an ")
+    assert "and this machine has 5.0 GiB of memory free. By the same estimate these fit: remat=full (about " in lines[0]
+    assert "microbatches=" in lines[0] and "batch=4 (about " in lines[0]
+    free(12 * GIB)
+    check_room(program_of(*run), simulated(), say=lines.append)
+    assert lines[1].startswith("memory: may not fit: about 7.8 GiB")
+    free(22 * GIB)
+    check_room(program_of(*run), simulated(), say=lines.append)
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError(
+            "INTERNAL: Error dispatching computation: Out of memory allocating 37580968260 bytes."
+        ),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 37580968260 bytes."),
+        MemoryError("Unable to allocate 37580968260 bytes"),
+    ],
+)
+def test_memory_that_runs_out_is_one_line_with_what_helps(free: Any, error: Exception):
+    free(20 * GIB)
+    run = compose_run("mesh=1x1x1", "partition=dp", "batch=8", "seq=4096")
+    with pytest.raises(DoesNotFit) as caught, out_of_memory_in_plain_words(run, simulated()):
+        raise error
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(
+        "valkyrie_tiny under 1x1x1-dp ran out of memory when 35.0 GiB more were asked for; this machine has 20.0 GiB"
+    )
+    assert "batch=4 (about " in str(caught.value)
+
+
+def test_other_errors_of_the_compiler_stay_as_they_are():
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError),
+        out_of_memory_in_plain_words(compose_run("mesh=1x1x1"), simulated()),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a == b")
+
+
+@pytest.mark.parametrize("mode", ["train", "measure"])
+def test_the_command_refuses_before_it_makes_a_folder(
+    tmp_path: Path, free: Any, capsys: pytest.CaptureFixture[str], mode: str
+):
+    free(2**10)
+    assert command(*tiny(tmp_path / "runs"), f"mode={mode}") == 2
+    assert "alone take" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_more_simulated_devices_than_cores_can_play_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 2)
+    run = compose_run("mesh=10x10x10", "partition=dp", "batch=1000")
+    assert len(problems := missing_devices(run)) == 1
+    assert "mesh=10x10x10 needs 1000 devices" in problems[0] and "2 CPU cores" in problems[0]
+    assert missing_devices(run.changed(force=True)) == []
+    assert missing_devices(compose_run("mesh=8x8x1", "partition=dp", "batch=64")) == []

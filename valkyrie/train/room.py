@@ -1,0 +1,168 @@
+"""Whether the devices of a run have the memory for it, said before an array exists, and what would fit instead."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.paths import conf_dir, config_names, read_config
+from valkyrie.run import Run
+from valkyrie.train.host import free_memory
+from valkyrie.units import gib, memory
+
+if TYPE_CHECKING:
+    from valkyrie.train.devices import Devices
+    from valkyrie.train.memory import ExpectedMemory
+    from valkyrie.train.program import StepProgram
+
+_CPU_ERROR = 2.0
+"""By how much a step on simulated devices may exceed the estimate: seq=4096 of valkyrie_tiny took 18 GiB for 9."""
+_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|bad_alloc")
+_BYTES_WANTED = re.compile(r"allocat\w* (\d+)(?: bytes|\b)")
+
+
+_ON_A_SLICE = "mode=compile target=v5p-64 says whether a slice has the room"
+
+
+class DoesNotFit(ValueError):
+    """The memory of the devices is too small for a run: by the bytes of its arrays, or because an allocation failed."""
+
+
+def out_of_memory(text: str) -> bool:
+    """Return whether the text of an error is about memory, as XLA words it on any backend."""
+    return _OUT_OF_MEMORY.search(text) is not None
+
+
+def check_room(
+    program: StepProgram, devices: Devices, *, training: bool = True, say: Callable[[str], Any] | None = None
+) -> None:
+    """Raise where a run cannot fit into the memory of its devices; with `say`, give it a line where it may not fit.
+
+    What cannot fit are the arrays that follow from shapes: parameters, optimizer state, the average, and gradients if
+    it is `training`. ValueError for simulated devices, which share the host's memory, DoesNotFit for others. Nothing
+    is refused with `force=true`, nor where the memory is not known.
+    """
+    from valkyrie.train.memory import expected_memory
+
+    run = program.run
+    available = _available(devices)
+    if available is None:
+        return
+    expected = expected_memory(run, program.abstract_state)
+    count = len(devices.devices) if devices.simulated else 1
+    sure, likely = count * _certain(expected, training), count * expected.total
+    where = _where(devices, available)
+    if sure > available and not run.config.force:
+        arrays = "parameters, optimizer state and gradients" if training else "parameters and optimizer state"
+        refusal = f"{run.model.name}, mesh={run.config.mesh.name} partition={run.config.partition.name}: {arrays} "
+        refusal += f"alone take {memory(sure)}, and {where}. {_smaller(run, available, count, training)} "
+        raise (ValueError if devices.simulated else DoesNotFit)(f"{refusal}force=true goes on regardless.")
+    if not training or say is None or likely * (_CPU_ERROR if devices.simulated else 1.0) <= available:
+        return
+    say(
+        f"memory: {'likely does not' if likely > available else 'may not'} fit: about {memory(likely)} expected "
+        f"({memory(count * expected.activations)} of them activations, an estimate that may err by a factor of two), "
+        f"and {where}. {_lighter(program, available, count)}"
+    )
+
+
+@contextlib.contextmanager
+def out_of_memory_in_plain_words(run: Run, devices: Devices) -> Iterator[None]:
+    """Around everything that allocates: DoesNotFit with what helps, in place of XLA's error about memory."""
+    import jax
+
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(str(error)):
+            raise
+        from valkyrie.train.program import StepProgram
+
+        found = _BYTES_WANTED.search(str(error))
+        wanted = f" when {memory(int(found[1]))} more were asked for" if found else ""
+        program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
+        available, count = _available(devices), len(devices.devices) if devices.simulated else 1
+        where = "" if available is None else f"; {_where(devices, available)}"
+        lighter = _lighter(program, available or 0, count)
+        raise DoesNotFit(
+            f"{run.model.name} under {run.layout.name} ran out of memory{wanted}{where}. {lighter}"
+        ) from None
+
+
+def _available(devices: Devices) -> int | None:
+    """Return the bytes of memory for a run: all that is free for simulated devices, that of one device for others."""
+    if devices.simulated:
+        return free_memory()
+    stats = devices.devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    chip = devices.chip
+    return None if chip is None or chip.hbm_gib is None else int(chip.hbm_gib / chip.devices * 2**30)
+
+
+def _where(devices: Devices, available: int) -> str:
+    if devices.simulated:
+        count = len(devices.devices)
+        shared = f", which its {count} simulated devices share" if count > 1 else ""
+        return f"this machine has {gib(available)} of memory free{shared}"
+    return f"a {devices.devices[0].device_kind} has {gib(available)}"
+
+
+def _certain(expected: ExpectedMemory, training: bool) -> int:
+    """Return the bytes of what follows from shapes; gradients only of a training."""
+    return expected.parameters + expected.optimizer + expected.average + (expected.gradients if training else 0)
+
+
+def _smaller(run: Run, available: int, count: int, training: bool) -> str:
+    """Return what to write in place of a run whose arrays are too large: another partition, another model."""
+    from valkyrie.train.memory import expected_memory
+    from valkyrie.train.program import StepProgram
+
+    def size(other: Run) -> int:
+        program = StepProgram(other, abstract_mesh(other.config.mesh), backend="cpu")
+        return count * _certain(expected_memory(other, program.abstract_state), training)
+
+    if not training:
+        return f"Do this on a mesh of more devices, or where it was trained. {_ON_A_SLICE}."
+    tries, now = [], size(run)
+    split = run.changed(partition=read_config("partition", "fsdp", PartitionConfig))
+    if run.config.partition.name != "fsdp" and not split.problems() and size(split) <= available:
+        tries.append("partition=fsdp")
+    largest = run.model.parameter_count() * available / now
+    fitting = [(count, name) for name, count in _family(run).items() if count <= largest]
+    if fitting:
+        tries.append(f"model={max(fitting)[1]}")
+    use = f"Use {' or '.join(tries)}. " if tries else ""
+    return f"{use}{_ON_A_SLICE}."
+
+
+def _family(run: Run) -> dict[str, int]:
+    """Return how many parameters each shipped model of the run's family has, by name."""
+    schema = f"defaults: [{run.model.family}_schema"
+    names = [name for name in config_names("model") if schema in (conf_dir() / "model" / f"{name}.yaml").read_text()]
+    return {name: read_config("model", name, type(run.model)).parameter_count() for name in names}
+
+
+def _lighter(program: StepProgram, available: int, count: int) -> str:
+    """Return the changes of batch and rematerialisation by which the estimate fits, else that it fits with none."""
+    from valkyrie.train.memory import expected_memory
+
+    run, config = program.run, program.run.config
+    halves = [config.microbatches * 2**n for n in range(1, 8)]
+    variants = [[("remat=full", run.changed(remat=Remat.full))] if config.remat is not Remat.full else []]
+    variants.append([(f"microbatches={n}", run.changed(microbatches=n)) for n in halves])
+    variants.append([(f"batch={config.batch // 2**n}", run.changed(batch=config.batch // 2**n)) for n in range(1, 8)])
+    tries = []
+    for variant in variants:
+        for change, other in variant:
+            if other.config.batch < 1 or other.problems():
+                continue
+            if (size := count * expected_memory(other, program.abstract_state).total) <= available:
+                tries.append(f"{change} (about {memory(size)})")
+                break
+    fits = f"By the same estimate these fit: {', '.join(tries)}" if tries else "Use a smaller batch= or seq="
+    return f"{fits}; or a smaller model. {_ON_A_SLICE}."
