@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import valkyrie
 from runs import TINY, copied
-from valkyrie.train.folder import COMMAND, run_folder
+from valkyrie.train.folder import run_folder
 
 
 @pytest.fixture
@@ -31,9 +32,7 @@ def saved_run(folder: Path, *arguments: str) -> Path:
     checkpoint = folder / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
-    run = valkyrie.compose(*arguments)
-    run.save(folder / "run.yaml")
-    (folder / COMMAND).write_text(json.dumps(list(run.arguments)))
+    valkyrie.compose(*arguments).save(folder / "run.yaml")
     return folder
 
 
@@ -53,10 +52,9 @@ def test_a_target_and_a_chip_of_ones_own_are_composed(own: Path, target: str, me
     run = valkyrie.compose("model=gpt_tiny", f"target={target}", config_dir=own)
     assert run.config.target.name == target and run.config.target.chip is not None
     assert run.config.target.chip.hbm_gib == 33 and run.config.mesh.name == mesh
-    assert run.arguments[:2] == ("--config-dir", str(own)), "so that resume= finds the folder again"
 
 
-def test_resume_reads_the_saved_command(folder: Path):
+def test_resume_begins_with_the_saved_settings(folder: Path):
     run = valkyrie.compose("resume=latest", f"runs={folder.parent}", "steps=8")
     assert (run.model.name, run.config.model.embed, run.config.mesh.name) == ("s5_tiny", 16, "2x1x1")
     assert run.config.steps == 8 and run_folder(run) == folder
@@ -86,7 +84,6 @@ def test_groups_are_chosen_anew_as_resume_does(folder: Path):
     assert (run.config.mesh.name, run.config.partition.name, run.config.steps) == ("4x2x1", "dp", 8)
     assert (run.model.name, run.config.model.embed) == ("s5_tiny", 16)
     assert run_folder(run) == folder
-    assert "mesh=2x1x1" not in run.arguments and "mesh=4x2x1" in run.arguments
     moved = valkyrie.load(folder, "target=v4-8", "mesh=2x2x1")
     assert moved.config.target.name == "v4-8" and moved.config.model.embed == 16
 
@@ -117,25 +114,97 @@ def test_what_load_cannot_do_is_refused_in_words(folder: Path, override: str, me
     assert message in str(refused.value)
 
 
-def test_a_damaged_command_is_not_needed_unless_a_group_is_chosen(folder: Path):
-    (folder / COMMAND).write_text("{")
-    run = valkyrie.load(folder, "steps=8")
-    assert run.config.steps == 8 and run.config.model.embed == 16
-    again = valkyrie.compose(*run.arguments)
-    assert again.config.model.embed == 16 and again.config.steps == 8, "its arguments make the same run"
-    with pytest.raises(ValueError) as refused:
-        valkyrie.load(folder, "mesh=4x2x1")
-    assert "command.json is damaged" in str(refused.value)
-    (folder / COMMAND).unlink()
-    with pytest.raises(ValueError) as refused:
-        valkyrie.load(folder, "mesh=4x2x1")
-    assert "has no command.json, so groups cannot be chosen anew (mesh=4x2x1)" in str(refused.value)
-
-
-def test_a_loaded_run_of_a_folder_of_ones_own_keeps_it(own: Path, tmp_path: Path):
+def test_a_loaded_run_needs_no_folder_of_ones_own(own: Path, tmp_path: Path):
     folder = saved_run(tmp_path / "one", "--config-dir", str(own), "model=gpt_tiny", "target=mine", "partition=dp")
-    assert valkyrie.load(folder, "partition=fsdp").config.target.name == "mine"
     shutil.rmtree(own)
+    run = valkyrie.load(folder, "partition=fsdp")
+    assert run.config.target.name == "mine" and run.config.partition.name == "fsdp"
+    assert run.config.target.chip is not None and run.config.target.chip.hbm_gib == 33
+
+
+def test_another_choice_of_a_group_keeps_nothing_of_the_one_before(folder: Path):
+    changed = valkyrie.load(folder, "partition=1d_tp", "partition.zero1=true", "mesh=1x2x1").config
+    assert (
+        changed.partition.parameters == valkyrie.compose("model=s5_tiny", "partition=1d_tp").config.partition.parameters
+    )
+    assert changed.partition.zero1 and changed.optimizer == valkyrie.load(folder).config.optimizer
+
+
+def test_a_run_is_resumed_from_its_run_yaml_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From any directory, whatever has changed in the defaults: only the checkpoints and this file are read."""
+    text = (folder / "run.yaml").read_text()
+    (folder / "run.yaml").write_text(text.replace("learning_rate: 0.024", "learning_rate: 0.0625"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = valkyrie.compose(f"resume={folder}", "steps=8")
+    assert (run.config.optimizer.learning_rate, run.config.steps) == (0.0625, 8) and run_folder(run) == folder
+
+
+@pytest.mark.parametrize("asked", ["resume=", "resume=''"])
+def test_an_empty_resume_is_refused(folder: Path, asked: str):
     with pytest.raises(ValueError) as refused:
-        valkyrie.load(folder, "partition=fsdp")
-    assert f"--config-dir {own} is not a folder." in str(refused.value)
+        valkyrie.compose(asked, f"runs={folder.parent}")
+    told = "resume= is empty: a variable that is not set? Write resume=latest, resume=NAME or its folder."
+    assert str(refused.value) == told
+
+
+def test_a_run_that_is_continued_takes_no_other_name(folder: Path):
+    given = [f"resume={folder}", f"runs={folder.parent}"]
+    with pytest.raises(ValueError) as refused:
+        valkyrie.compose(*given, "name=fresh")
+    assert str(refused.value) == (
+        f"resume={folder} goes on with the run one, and name=fresh is another. Leave out name= to go on with one, or "
+        "resume= to train fresh."
+    )
+    for name in ("one", "null"):
+        assert run_folder(valkyrie.compose(*given, f"name={name}")) == folder
+    trial = valkyrie.compose(*given, "mode=eval", "name=trial")
+    assert trial.config.model.embed == 16, "a sweep names the trials that read a run"
+
+
+@pytest.mark.parametrize("mode", ["eval", "generate"])
+def test_reading_a_run_takes_its_settings_without_resume_too(folder: Path, mode: str):
+    saved_run(folder.parent / "two", "model=longformer_tiny", "mesh=1x1x1", "partition=dp")
+    os.utime(folder.parent / "two" / "checkpoints", (1, 1))
+    latest = [f"mode={mode}", f"runs={folder.parent}"]
+    assert valkyrie.compose(*latest).model.name == "s5_tiny"
+    assert valkyrie.compose(*latest, "name=two").model.name == "longformer_tiny"
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_line_one_of_run_yaml_makes_another_run_of_the_same_settings(folder: Path, name: str | None):
+    valkyrie.compose(*TINY, "mesh=2x1x1", f"name={name or 'null'}", f"runs={folder.parent}").save(folder / "run.yaml")
+    first, *_ = (folder / "run.yaml").read_text().splitlines()
+    _, _, *again = shlex.split(first)
+    run = valkyrie.compose(*again, "partition=dp")
+    assert run.config.resume is None and not run_folder(run).exists()
+    assert run.config.name == (name and "one-2") and run.config.model.embed == 16
+    assert run.config.partition.name == "dp" and run.config.mesh.name == "2x1x1"
+    assert valkyrie.compose(*again, "mode=eval").config.resume == str(folder), "what reads a run reads this one"
+    assert run_folder(valkyrie.compose(*again, "name=one")) == folder, (
+        "but a name that is given is the run of that name"
+    )
+
+
+def test_a_record_has_the_full_paths_of_what_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = valkyrie.compose("model=s5_tiny", "data=text", "data.paths=[texts/*.md,~/a b.txt,/c]", "data.cache_dir=cache")
+    run.save(tmp_path / "run.yaml")
+    again = valkyrie.compose("--config-path", str(tmp_path), "--config-name", "run").config.data
+    assert again.paths == [f"{tmp_path}/texts/*.md", str(Path("~/a b.txt").expanduser()), "/c"]
+    assert again.cache_dir == f"{tmp_path}/cache"
+    assert run.config.data.paths[0] == "texts/*.md", "messages show what was typed"
+
+
+def test_half_of_the_settings_is_no_whole_configuration(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("model: gpt_tiny\nsteps: 5\n")
+    with pytest.raises(ValueError) as refused:
+        valkyrie.compose("--config-path", str(tmp_path), "--config-name", "mine")
+    told = (
+        f"{tmp_path}/mine.yaml has no defaults list, so it must hold every setting, and mode, target, mesh, partition, "
+    )
+    assert str(refused.value).startswith(told)
+    assert str(refused.value).endswith(
+        "trial, model are not in it. To set a few, move it to FOLDER/experiment/mine.yaml with the first line "
+        "'# @package _global_', and use --config-dir FOLDER experiment=mine."
+    )

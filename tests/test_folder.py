@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -13,12 +12,10 @@ from helpers import compose_run
 from valkyrie.search import child as compile_child
 from valkyrie.sweep import child as trial_child
 from valkyrie.train.folder import (
-    COMMAND,
     RUN,
     changed_settings,
     command_name,
     find_run,
-    resumed_arguments,
     run_folder,
     saved_config,
     schedule_change,
@@ -27,11 +24,11 @@ from valkyrie.train.folder import (
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:
-    """Make a run folder with one finished checkpoint and the command that made it."""
+    """Make a run folder with one finished checkpoint and the settings that the arguments compose to."""
     checkpoint = runs / name / "checkpoints" / "5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
-    (runs / name / COMMAND).write_text(json.dumps(list(arguments)))
+    compose_run(*(arguments or ("model=s5_tiny",)), f"name={name}").save(runs / name / RUN)
     os.utime(checkpoint.parent, (when, when))
     return runs / name
 
@@ -64,40 +61,6 @@ def test_without_any_run_latest_says_so(tmp_path: Path) -> None:
     assert str(caught.value) == f"resume=latest found no run with a checkpoint under runs={tmp_path}. Train one first."
 
 
-def test_arguments_without_resume_stay_as_they_are() -> None:
-    assert resumed_arguments(["model=s5_tiny", "name=x"]) == ["model=s5_tiny", "name=x"]
-    assert resumed_arguments(["resume=null"]) == ["resume=null"]
-
-
-def test_a_resumed_run_keeps_its_settings_under_those_given(tmp_path: Path) -> None:
-    make_run(tmp_path, "one", "model=s5_tiny", "steps=10", "name=one", f"runs={tmp_path}", "+experiment=x", "seed=3")
-    given = ["resume=one", f"runs={tmp_path}", "steps=20"]
-    assert resumed_arguments(given) == ["model=s5_tiny", "+experiment=x", "seed=3", *given]
-
-
-def test_flags_and_their_values_are_kept(tmp_path: Path) -> None:
-    make_run(tmp_path, "one", "--config-dir", "mine", "model=own", "-cn=train")
-    given = ["resume=one", f"runs={tmp_path}"]
-    asked = ["--config-dir", "mine", "-cn=train", "-m", "model=own", *given]
-    assert resumed_arguments(["-m", *given]) == asked, "Hydra wants overrides in one piece"
-
-
-def test_a_run_found_by_its_path_does_not_move_where_runs_are(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, "one", "model=s5_tiny", "hydra.mode=RUN", f"runs={tmp_path}")
-    given = ["mode=eval", f"resume={folder}"]
-    assert resumed_arguments(given) == ["model=s5_tiny", "hydra.mode=RUN", *given]
-    assert resumed_arguments(given, without=["hydra.mode"]) == ["model=s5_tiny", *given]
-
-
-@pytest.mark.parametrize("mode", ["eval", "generate"])
-def test_reading_a_run_takes_its_settings_without_resume_too(tmp_path: Path, mode: str) -> None:
-    make_run(tmp_path, "one", "model=s5_tiny", when=20)
-    make_run(tmp_path, "two", "model=longformer_tiny", when=10)
-    latest = [f"mode={mode}", f"runs={tmp_path}"]
-    assert resumed_arguments(latest) == ["model=s5_tiny", *latest]
-    assert resumed_arguments([*latest, "name=two"]) == ["model=longformer_tiny", *latest, "name=two"]
-
-
 def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path: Path) -> None:
     asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none"]
     compose_run(*asked).save(tmp_path / "run.yaml")
@@ -118,7 +81,7 @@ def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path:
         "mesh.name": ("2x1x1", "1x1x1"),
         "partition.name": ("fsdp", "dp"),
         "model.tie_embeddings": ("false", "true"),
-        "data.paths": ("[a,b]", "[]"),
+        "data.paths": (f"[{Path.cwd() / 'a'},{Path.cwd() / 'b'}]", "[]"),
         "optimizer.ema_decay": ("0.9", "null"),
         "remat": ("full", "none"),
     }
@@ -128,11 +91,25 @@ def test_without_a_record_no_setting_has_changed(tmp_path: Path) -> None:
     assert changed_settings(compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp"), tmp_path) == {}
 
 
+def again(folder: Path) -> str:
+    command = f"valkyrie-train name={folder.name}"
+    return f"Copy it back, or go on with {command} and the settings that the run was trained with."
+
+
+def test_a_missing_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "one")
+    (folder / RUN).unlink()
+    with pytest.raises(ValueError) as caught:
+        saved_config(folder)
+    lost = f"{folder} has checkpoints, and no run.yaml with the settings of its run. "
+    assert str(caught.value) == lost + again(folder)
+
+
 def test_a_damaged_run_yaml_is_named_with_what_to_do(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
     run.save(tmp_path / RUN)
     text = (tmp_path / RUN).read_text()
-    remedy = f"Delete it and continue with valkyrie-train resume={tmp_path.name}, which writes it again."
+    remedy = f"Delete it first. {again(tmp_path)}"
     ends = [text.index("hydra:") + n for n in (0, len("hydra:"), len("hydra:\n  run"))]
     for length in (0, 30, 200, 211, 300, *ends, len(text) - len("    root: null\n"), len(text) - 2):
         (tmp_path / RUN).write_text(text[:length])
@@ -153,29 +130,16 @@ def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_pat
             carry_out(tmp_path)
 
 
-@pytest.mark.parametrize("text", ['["model=s5_tiny", "ba', "", '{"a": 1}', "[1]", "\0\0"])
-def test_a_damaged_command_is_named_with_what_to_do(tmp_path: Path, text: str) -> None:
-    folder = make_run(tmp_path, "one", "model=s5_tiny")
-    (folder / COMMAND).write_text(text)
-    with pytest.raises(ValueError) as caught:
-        resumed_arguments(["resume=one", f"runs={tmp_path}"])
-    assert str(caught.value).startswith(f"{folder / COMMAND} is damaged (")
-    assert str(caught.value).endswith(
-        f"). Continue from the settings in run.yaml: valkyrie-train --config-path {folder} --config-name run "
-        f"runs={tmp_path} name=one"
-    )
-
-
 def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp")
-    write_about(run, tmp_path, ["model=s5_tiny"])
+    write_about(run, tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            write_about(run.changed(steps=7), tmp_path, ["model=s5_tiny", "steps=7"])
+            write_about(run.changed(steps=7), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -204,21 +168,6 @@ def test_a_rate_that_jumps_in_a_continued_run_is_said_with_how_to_keep_it(tmp_pa
     compose_run(*asked, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN)
     assert note("steps=800", "optimizer.decay_steps=200", step=400) is None
     assert "takes 800 steps (it took 200)" in str(note("steps=800", step=400))
-
-
-def test_a_run_that_is_continued_takes_no_other_name(tmp_path: Path) -> None:
-    folder = make_run(tmp_path, "one", "model=s5_tiny")
-    given = [f"resume={folder}", f"runs={tmp_path}"]
-    with pytest.raises(ValueError) as caught:
-        resumed_arguments([*given, "name=fresh"])
-    assert str(caught.value) == (
-        f"resume={folder} goes on with the run one, and name=fresh is another. Leave out name= to go on with one, or "
-        "resume= to train fresh."
-    )
-    for name in ("one", "null"):
-        assert resumed_arguments([*given, f"name={name}"]) == ["model=s5_tiny", *given, f"name={name}"]
-    trial = [*given, "mode=eval", "name=trial"]
-    assert resumed_arguments(trial) == ["model=s5_tiny", *trial], "a sweep names the trials that read a run"
 
 
 def test_a_name_is_one_folder(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_new_mode_is_its_object_and_its_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "counting.py").write_text(
-        "def count(run, arguments):\n    print(run.model.parameter_count(), 'parameters,', *arguments)\n    return 0\n"
+        "def count(run):\n    print(run.model.parameter_count(), 'parameters,', *run.arguments)\n    return 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     count = Mode("count", "the number of parameters", "counting:count", needs=Needs.nothing)

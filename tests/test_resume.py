@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -102,7 +101,7 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
 
     assert command("resume=run", f"runs={tmp_path}", "steps=8") == 0
     assert sorted(records(folder)) == list(range(1, 9))
-    assert "steps=8" in json.loads((folder / "command.json").read_text())
+    assert "\nsteps: 8\n" in (folder / "run.yaml").read_text()
     capfd.readouterr()
     assert command("resume=run", f"runs={tmp_path}") == 0
     assert "complete: 8 steps are done and steps=8" in capfd.readouterr().out

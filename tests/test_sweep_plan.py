@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path:
     assert refused.status == 2
     assert "resume=base: a multirun with mode=train would carry out every trial in the folder of" in refused.err
     assert "valkyrie-train resume=base" in refused.err and "Leave resume out" in refused.err
-    assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "command.json"]
+    assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
     assert not list((tmp_path / "runs").rglob("trials.jsonl"))
 
 
@@ -58,7 +57,7 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
     for plan in plans:
         run = "base" if plan.about["model"] == "s5_tiny" else "other"
         assert plan.run is not None and plan.run.config.resume == str(runs / run)
-        assert plan.run.model.name == command(*plan.arguments).run.model.name == plan.about["model"]
+        assert plan.run.model.name == plan.about["model"] and plan.run.config.batch == 3
 
 
 def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
@@ -116,8 +115,7 @@ def test_a_search_path_of_the_command_line_reaches_the_trials(
     (tmp_path / "own" / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nname: mine\n")
     path = "hydra.searchpath=[valkyrie://groups,file://own]"
     (plan,) = plans_of(command, monkeypatch, "-m", path, "optimizer=mine", "mesh=1x1x1", "partition=dp")
-    again = command(*plan.arguments)
-    assert again.err == "" and again.run.config.optimizer.name == "mine"
+    assert plan.run is not None and plan.run.config.optimizer.name == "mine"
 
 
 def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
@@ -162,7 +160,7 @@ def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, 
 
 
 def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Its process reads the run that was planned, and `resume=` repeats it by the command beside it."""
+    """Its process reads the run that was planned."""
     asked = ["-m", "model=s5_tiny", "mesh=1x1x1", "partition=dp", "batch=8", "model.layers=3", "name=a b"]
     (plan,) = plans_of(command, monkeypatch, *asked)
     plan.trial_folder.mkdir(parents=True)
@@ -173,5 +171,3 @@ def test_a_trial_is_a_run_of_its_own_folder(command: Any, monkeypatch: pytest.Mo
     tracking = replace(plan.run.config.tracking, id=trial_id(plan.run.config.tracking, plan.folder, plan.key))
     assert run == plan.run.changed(tracking=tracking)
     assert (run.config.runs, run.config.name, run.config.tracking.group) == ("runs/a-b", plan.name, "a-b")
-    again = command(*json.loads((plan.trial_folder / "command.json").read_text()))
-    assert again.run == run

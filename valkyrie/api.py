@@ -197,7 +197,7 @@ def train(run: Run, *, quiet: bool = False) -> Trained:
     prepared = prepare_run(run, console)
     from valkyrie.train.trainer import fit
 
-    fitted = fit(run, *prepared, folder, console, run.arguments, signals=False)
+    fitted = fit(run, *prepared, folder, console, signals=False)
     return Trained(run, folder, fitted.summary, fitted)
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
@@ -56,6 +57,10 @@ SCHEMA_PATHS: dict[str, type] = {
 }
 """Where a defaults list finds each schema; the models' are found by family. None of them is listed as a choice."""
 
+AS_SAVED = "as_saved"
+"""The choice of each group that holds what a run was saved with; it is not listed."""
+saved_groups: dict[str, dict[str, Any]] = {}
+"""What `as_saved` of each group holds, with its defaults list."""
 ENVIRONMENT_MESH = "environment"
 """The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 SIMULATED_MESH = "2x2x2"
@@ -86,7 +91,8 @@ class ValkyrieSource(ConfigSource):
         is_target = group == "target" and name != "" and "/" not in name
         is_model = group == "model" and name.endswith("_schema") and is_family(name.removesuffix("_schema"))
         is_mode = group == "mode" and name in MODES
-        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_model
+        is_saved = name == AS_SAVED and group in saved_groups
+        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_model or is_saved
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the mesh, the target, the mode or the schema; an error says what to write instead."""
@@ -95,6 +101,8 @@ class ValkyrieSource(ConfigSource):
         try:
             if path in SCHEMA_PATHS:
                 config = OmegaConf.structured(SCHEMA_PATHS[path])
+            elif name == AS_SAVED:
+                config = OmegaConf.create(saved_groups[group])
             elif group == "target":
                 config = _target_config(name)
             elif group == "mode":

@@ -68,7 +68,7 @@ class Needs(Enum):
 class Mode:
     """What a command does with a run.
 
-    `function` is `MODULE:NAME`: called with the run and the arguments of the command, it returns the exit status.
+    `function` is `MODULE:NAME`: called with the run, it returns the exit status.
     `keys` are those of `ModeConfig` that it reads, `files` what it leaves in the run folder where such a key is true.
     `results` is the file of the run folder with its numbers; None where it only prints. `reads_run`: `name` and
     `resume` name a trained run. `predicts`: its numbers come from a compiler and are computed again with another
@@ -96,10 +96,10 @@ class Mode:
     limit_s: Callable[[ModeConfig], float | None] = lambda config: HOUR_S
     grace_s: float = 5.0
 
-    def __call__(self, run: Run, arguments: Sequence[str]) -> int:
-        """Carry out a run and return the exit status; `arguments` are those of the command."""
+    def __call__(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
         module, _, name = self.function.partition(":")
-        return getattr(import_module(module), name)(run, arguments)
+        return getattr(import_module(module), name)(run)
 
     def asked_files(self, config: ModeConfig) -> tuple[str, ...]:
         """Return the files, beside its results, that a run is asked to leave."""

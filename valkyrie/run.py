@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -15,7 +16,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from valkyrie.axes import Arrays
 from valkyrie.checkpoint import CheckpointConfig
-from valkyrie.data.config import SEEDS, DataConfig
+from valkyrie.data.config import SEEDS, DataConfig, full_path
 from valkyrie.hardware import TargetConfig
 from valkyrie.models import Model, config_class, folder_of, known_axes, let_import
 from valkyrie.modes import MODES, ModeConfig, reads_run
@@ -102,7 +103,7 @@ class RunConfig:
 class Run:
     """One run, as asked: every group typed, every word known. What follows from it (layout, shardings) is derived.
 
-    `arguments` are those it was composed from in Python; a run folder keeps them, for `resume=` composes from them.
+    `arguments` are those it was composed from; `run.yaml` says them to its reader.
     """
 
     config: RunConfig
@@ -248,17 +249,25 @@ class Run:
         partitions = read_group("partition", PartitionConfig)
         return [partition.name for partition in partitions if not self._layout(partition)[1]]
 
+    def record(self) -> dict[str, Any]:
+        """Return every setting as plain values, paths of what the run reads in full."""
+        config = replace(
+            self.config, data=self.config.data.anywhere(), modules=list(map(full_path, self.config.modules))
+        )
+        values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
     def save(self, path: Path) -> None:
-        """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`)."""
-        values = OmegaConf.to_container(OmegaConf.structured(self.config), enum_to_str=True)
+        """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`) from any directory."""
         silent = {"root": None}
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
         hydra |= {"job_logging": silent, "hydra_logging": silent}
-        body = OmegaConf.merge(values, {"hydra": hydra})
-        write_whole(
-            path,
-            f"{HEADER}{path.resolve().parent} --config-name {path.stem}\n" + OmegaConf.to_yaml(body),
-        )
+        body = OmegaConf.merge(self.record(), {"hydra": hydra})
+        head = f"{HEADER}{shlex.quote(str(path.resolve().parent))} --config-name {shlex.quote(path.stem)}\n"
+        if self.arguments:
+            head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
+        write_whole(path, head + OmegaConf.to_yaml(body))
 
     def _layout(self, partition: PartitionConfig | None = None) -> tuple[Layout | None, list[str]]:
         c = self.config

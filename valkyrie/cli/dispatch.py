@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import replace
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,9 +24,9 @@ from valkyrie.models import let_import
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
-from valkyrie.sweep.names import multirun_arguments
+from valkyrie.sweep.names import multirun_arguments, reads_one_run
 from valkyrie.train.arguments import read_arguments
-from valkyrie.train.composed import composed_file, config_dirs, refuse_choices, without_outputs
+from valkyrie.train.saved import Primary, config_dirs, primary_of
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """What makes Hydra raise, which the command always wants, and shows the user tracebacks."""
@@ -45,19 +45,19 @@ def dispatch() -> None:
         if "--version" in arguments:
             print(version_text())
             return
-        multirun, file = multirun_arguments(arguments), composed_file(arguments)
+        multirun = multirun_arguments(arguments)
         refuse_slips(arguments, multirun is not None)
-        arguments = read_arguments(multirun or arguments, multirun=multirun is not None, composed=file is not None)
-        sys.argv[1:] = arguments if file is None else without_outputs(arguments, file)
+        typed = read_arguments(multirun or arguments, multirun=multirun is not None)
+        primary = primary_of(typed, read=multirun is None or reads_one_run(typed))
+        sys.argv[1:] = primary.arguments
         with raises() if multirun is not None else nullcontext():
-            config = _compose(file)
+            config = _compose(primary)
         if config is not None:
-            refuse_choices(config, file)
-            run = Run.from_config(config)
+            run = replace(Run.from_config(config), arguments=tuple(arguments))
             problems = run.problems()
             if problems:
                 raise ValueError(_with_choices(run, problems))
-            sys.exit(_dispatch(run, arguments))
+            sys.exit(_dispatch(run))
     except BrokenPipeError:
         leave_unread()
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -73,18 +73,14 @@ def dispatch() -> None:
         sys.exit(EXIT_STATUS)
 
 
-def _compose(file: Path | None) -> DictConfig | None:
-    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion).
-
-    `file` is the configuration where that is composed already.
-    """
+def _compose(primary: Primary) -> DictConfig | None:
+    """Return what Hydra composes from the arguments; None when Hydra did the work (multirun, help, completion)."""
     composed: list[DictConfig] = []
 
     def task(config: DictConfig) -> float | None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             from valkyrie.sweep.launcher import run_trial
 
-            refuse_choices(config, file)
             return run_trial(config)
         composed.append(config)
         return None
@@ -94,14 +90,14 @@ def _compose(file: Path | None) -> DictConfig | None:
     try:
         folder = register()
         with multirun_ends():
-            hydra.main(config_path=str(folder), config_name="train", version_base="1.3")(task)()
+            hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
     finally:
         os.environ.pop(FULL_ERROR) if given is None else os.environ.update({FULL_ERROR: given})
     return composed[0] if composed else None
 
 
-def _dispatch(run: Run, arguments: Sequence[str]) -> int:
-    return MODES[run.config.mode.name](run, arguments)
+def _dispatch(run: Run) -> int:
+    return MODES[run.config.mode.name](run)
 
 
 def fail(message: str, status: int = USER_ERROR) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from enum import Enum
 
 SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
@@ -19,6 +20,11 @@ class Source(Enum):
     stdlib = "stdlib"
     text = "text"
     synthetic = "synthetic"
+
+
+def full_path(path: str) -> str:
+    """Return a path in full: from `~` and from the current directory; one that is empty stays so."""
+    return os.path.abspath(os.path.expanduser(path)) if path else path
 
 
 @dataclasses.dataclass
@@ -53,6 +59,14 @@ class DataConfig:
     mean_length: int = 512
     states: int = 64
     generator_seed: int = 0
+
+    def anywhere(self) -> DataConfig:
+        """Return this configuration with full paths, which mean the same from every directory."""
+        tokenizer = self.tokenizer
+        if tokenizer is not None and tokenizer.endswith(".tiktoken"):
+            tokenizer = full_path(tokenizer)
+        paths = [full_path(path) for path in self.paths]
+        return dataclasses.replace(self, paths=paths, tokenizer=tokenizer, cache_dir=full_path(self.cache_dir))
 
     def problems(self) -> list[str]:
         """Return every reason why no dataset can be made of this, in the words of the command line."""

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Platform
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 TIMELINE, KEPT_SUMMARY = "timeline.json", "summary.json"
 
 
-def compile_mode(run: Run, arguments: Sequence[str]) -> int:
+def compile_mode(run: Run) -> int:
     """Compile the run's step for its target, print what a step takes and why; return the exit status."""
     from valkyrie.search.show import show
 
@@ -44,7 +43,7 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
     if compiled.status == "refused":
         raise ValueError(summary["reason"])
     folder = run_folder(run)
-    write_about(run, folder, arguments)
+    write_about(run, folder)
     write_whole(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
     show(summary, console)
     if replay is not None:
@@ -58,7 +57,7 @@ def compile_mode(run: Run, arguments: Sequence[str]) -> int:
     return 0 if compiled.status == "ok" else NOT_COMPILED
 
 
-def measure_mode(run: Run, arguments: Sequence[str]) -> int:
+def measure_mode(run: Run) -> int:
     """Time the run's step on the devices at hand, print what it takes, and return the exit status."""
     devices, console = prepare_devices(run), make_console()
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
@@ -71,7 +70,7 @@ def measure_mode(run: Run, arguments: Sequence[str]) -> int:
         console.print("compiling and timing the step")
     with console.status("compiling and timing the step"):
         summary = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
-    write_about(run, folder, arguments)
+    write_about(run, folder)
     write_whole(folder / MEASURED, json.dumps(summary, indent=1) + "\n")
     show(summary, console)
     if trace is not None:

@@ -6,7 +6,6 @@ outside, or by the compiler, leaves none.
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from pathlib import Path
@@ -17,7 +16,7 @@ from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.results import Outcome, failure, results_of
 from valkyrie.sweep.trial import Status
-from valkyrie.train.folder import COMMAND, saved_config
+from valkyrie.train.folder import saved_config
 from valkyrie.train.room import DoesNotFit
 
 
@@ -43,7 +42,7 @@ def main() -> None:
 def _carry_out(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
     mode = MODES[run.config.mode.name]
-    status = mode(run, json.loads((folder / COMMAND).read_text()))
+    status = mode(run)
     if status not in (0, NOT_COMPILED):
         sys.exit(status)
     return results_of(folder, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
@@ -10,16 +11,18 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from valkyrie.interrupt import raises
+from valkyrie.modes import reads_run
 from valkyrie.run import Run
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
-from valkyrie.sweep.names import key_values, overrides_of_read_run
-from valkyrie.sweep.plan import Plan, plan_run, plan_wrong
+from valkyrie.sweep.names import key_values
+from valkyrie.sweep.plan import Plan, config_flags, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
 from valkyrie.sweep.trial import Trial
+from valkyrie.train.arguments import run_of
 from valkyrie.train.screen import make_console
 
 SIDE_BY_SIDE = (
@@ -37,7 +40,7 @@ def run_trial(config: DictConfig) -> float:
     hydra = HydraConfig.get()
     overrides = [str(override) for override in hydra.overrides.task]
     try:
-        run = Run.from_config(config)
+        run = _of_its_own(overrides, hydra) or Run.from_config(config)
     except ValueError as error:
         plan = plan_wrong(error, str(config.mode.name), hydra, overrides)
     else:
@@ -102,13 +105,20 @@ def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | 
     config = composer.config
     with open_dict(config):
         config.hydra.job.id = config.hydra.job.num = number
-    overrides = overrides_of_read_run(overrides)
     try:
-        run = run or composer.run(overrides)
+        run = run or _of_its_own(overrides, config.hydra) or composer.run(overrides)
     except ValueError as error:
         mode = key_values(overrides).get("mode") or str(config.mode.name)
         return plan_wrong(error, mode, config.hydra, overrides)
     return plan_run(run, config.hydra, overrides)
+
+
+def _of_its_own(overrides: Sequence[str], hydra: Any) -> Run | None:
+    """Return the run of a job that reads a trained run of its own; None for other jobs."""
+    given = key_values(overrides)
+    if not reads_run(given.get("mode")) or not {"resume", "name"} & given.keys():
+        return None
+    return run_of([*config_flags(hydra), *overrides])
 
 
 def _returned(overrides: Sequence[str], value: float) -> JobReturn:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 from valkyrie.modes import MODES, reads_run
 from valkyrie.run import Run
-from valkyrie.train.folder import key_value, parts_of, resumed_arguments
+from valkyrie.train.folder import key_value, parts_of
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""
@@ -27,8 +27,7 @@ _LONGEST = 120
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return the arguments with the sweep's folder among them; None where they ask for one run, not a multirun.
 
-    `resume=true` is left out: a sweep does only what is missing anyway. Where all trials read one trained run, its own
-    arguments stand before the given ones. ValueError where there is no such run.
+    `resume=true` is left out: a sweep does only what is missing anyway.
     """
     given = key_values(arguments)
     mode = given.get("hydra.mode")
@@ -37,8 +36,6 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
     if mode == "RUN" or not (mode == "MULTIRUN" or flagged or overlay):
         return None
     kept = [a for a in arguments if key_value(a) not in (("resume", "true"), ("resume", "null"))]
-    if reads_run(given.get("mode")) and not _several(given.get("resume") or given.get("name") or ""):
-        kept = resumed_arguments(kept, without=["hydra.mode"])
     if "hydra.sweep.dir" in given:
         return kept
     folder = f"hydra.sweep.dir=${{runs}}/{sweep_name(arguments)}"
@@ -98,14 +95,11 @@ def key_values(arguments: Sequence[str]) -> dict[str, str]:
     return dict(key_value(argument) for argument in parts_of(arguments)[1] if "=" in argument)
 
 
-def overrides_of_read_run(overrides: Sequence[str]) -> list[str]:
-    """Return a job's overrides with those of the trained run before them that it reads, if it does.
-
-    ValueError where there is no such run.
-    """
-    if not reads_run(key_values(overrides).get("mode")):
-        return list(overrides)
-    return parts_of(resumed_arguments(overrides, without=["hydra.mode"]))[1]
+def reads_one_run(arguments: Sequence[str]) -> bool:
+    """Return whether all trials of a multirun read the same trained run."""
+    given = key_values(arguments)
+    several = given.get("resume") or given.get("name") or ""
+    return reads_run(given.get("mode")) and not ("," in several or "(" in several)
 
 
 def without_place(overrides: Sequence[str]) -> list[str]:
@@ -117,11 +111,6 @@ def _is_of_the_sweep(key: str) -> bool:
     if key.startswith(_OF_THE_SPACE):
         return key not in _NOT_OF_THE_SPACE
     return re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP
-
-
-def _several(value: str) -> bool:
-    """Return whether a value is a list or a function of Hydra's grammar, each of which makes a job."""
-    return "," in value or "(" in value
 
 
 def _digest(value: object) -> str:

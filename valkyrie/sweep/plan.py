@@ -12,16 +12,17 @@ from typing import Any
 
 from valkyrie.modes import MODES, Mode, Needs
 from valkyrie.parallel.topology import libtpu_missing
-from valkyrie.paths import conf_dir, source_digest, write_whole
+from valkyrie.paths import conf_dir, source_digest
 from valkyrie.run import Run
 from valkyrie.search.compile import program_digest
 from valkyrie.sweep.composer import search_path
-from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key, without_place
+from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-from valkyrie.train.folder import COMMAND, RUN, find_run, versions
+from valkyrie.train.folder import RUN, find_run, versions
+from valkyrie.train.saved import SAVED_RUN, SETTINGS
 
 PREDICTED_BY = "predicted_by"
 """The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
@@ -31,8 +32,7 @@ PREDICTED_BY = "predicted_by"
 class Plan:
     """A trial before it runs, in a sweep's `folder`. `refusal` says why it cannot; `run` is what its process does.
 
-    `arguments` are those of a command that repeats the run. `files` are what the run leaves in its folder beside its
-    numbers; `values` and `flags` are those of its record.
+    `files` are what the run leaves in its folder beside its numbers; `values` and `flags` are those of its record.
     """
 
     key: str
@@ -43,7 +43,6 @@ class Plan:
     about: dict[str, Any]
     refusal: str | None = None
     run: Run | None = None
-    arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float | None = None
     retry: bool = False
@@ -73,12 +72,11 @@ class Plan:
             if name.endswith(".json"):
                 (folder / name).unlink(missing_ok=True)
         assert self.run is not None, "a refused trial has no process"
-        run, arguments = self.run, self.arguments
+        run = self.run
         if self.mode.tracked:  # its run at W&B is that of the trial
             tracking = replace(run.config.tracking, id=trial_id(run.config.tracking, self.folder, self.key))
-            run, arguments = run.changed(tracking=tracking), (*arguments, f"tracking.id={tracking.id}")
+            run = run.changed(tracking=tracking)
         run.save(folder / RUN)
-        write_whole(folder / COMMAND, json.dumps(arguments) + "\n")
 
     def ended(
         self, status: Status, reason: str | None, started: str, wall_s: float, results: dict[str, Any] | None = None
@@ -151,14 +149,12 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
         changes = _own_values(run, plan)
     except ValueError as error:  # there is no such trained run
         return replace(plan, refusal=" ".join([*refusals, str(error)]))
-    own = [f"{name}={_quoted(value)}" for name, value in changes.items()]
     tracking = changes.pop("tracking.group", config.tracking.group)
     return replace(
         plan,
         about=about | ({PREDICTED_BY: _predictor(run)} if mode.predicts else {}),
         refusal=" ".join(refusals) or None,
         run=run.changed(**changes, tracking=replace(config.tracking, group=tracking)),
-        arguments=(*flags, *without_place(overrides), "hydra.mode=RUN", *own),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
         limit_s=mode.limit_s(config.mode) if config.trial.limit_s is None else config.trial.limit_s,
         retry=config.trial.retry,
@@ -188,7 +184,11 @@ def config_flags(hydra: Any) -> tuple[str, ...]:
         elif source.provider == "main" and Path(source.path) != conf_dir():
             flags += ["--config-path", source.path]
     name = hydra.job.config_name
-    flags += [] if name in (None, "train") else ["--config-name", name]
+    if SETTINGS in hydra.job.env_set:
+        file = Path(hydra.job.env_set[SETTINGS])
+        flags += ["--config-path", str(file.parent), "--config-name", file.stem]
+    elif name not in (None, "train", SAVED_RUN):
+        flags += ["--config-name", name]
     return (*flags, *search_path(hydra))
 
 
@@ -228,8 +228,3 @@ def _not_in_a_multirun(resume: str, mode: str) -> str:
         f"To continue the run, leave out -m: valkyrie-train resume={resume}. Only mode=eval and mode=generate read one "
         "run in many trials."
     )
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

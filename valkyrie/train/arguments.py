@@ -15,54 +15,33 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.compose import SCHEMAS, explain, register
+from valkyrie.compose import explain, register
 from valkyrie.models import let_import
 from valkyrie.run import Run
-from valkyrie.train.composed import (
-    CONFIG_FLAGS,
-    CONFIG_PATH,
-    composed_file,
-    config_dirs,
-    config_name,
-    config_path,
-    refuse_choices,
-)
-from valkyrie.train.folder import (
-    COMMAND,
-    RUN,
-    key_value,
-    parts_of,
-    resumed_arguments,
-    saved_command,
-    saved_config,
-    with_saved,
-)
+from valkyrie.train.folder import key_value, parts_of
+from valkyrie.train.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"
 """A sign that Hydra's grammar would read, behind the backslash that keeps it from that."""
-_CHOICES = {"model", "experiment", "sweep", *SCHEMAS}
-"""The keys whose value is the name of a configuration, not a value of their own."""
 
 
-def read_arguments(arguments: Sequence[str], *, multirun: bool = False, composed: bool = False) -> list[str]:
-    """Return the arguments as Hydra takes them, after those of the run that `resume=` names.
+def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[str]:
+    """Return the arguments as Hydra takes them; ValueError for a mesh of one number.
 
-    `multirun`: they are a sweep's, which has joined them with those of a run itself. `composed`: they name a
-    configuration that is composed already. ValueError for a mesh of one number, and where there is no such run.
+    `multirun`: they are a sweep's, whose values may be several.
     """
     typed = _as_typed(_plain(arguments), multirun)
     _refuse_unreadable_meshes(typed)
-    return typed if multirun or composed else resumed_arguments(typed)
+    return typed
 
 
 def run_of(arguments: Sequence[str]) -> Run:
     """Return the run that the command makes of these arguments, unchecked; ValueError as the command words it."""
     try:
-        return _composed(read_arguments(arguments, composed=composed_file(arguments) is not None))
+        return _composed(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ValueError(explain(error)) from error
 
@@ -70,10 +49,9 @@ def run_of(arguments: Sequence[str]) -> Run:
 def run_in(folder: Path, overrides: Sequence[str]) -> Run:
     """Return the run of a run folder with other values of some keys, unchecked, set to go on in that folder.
 
-    Its settings are those of `run.yaml`; where a group is chosen anew, those that its saved command composes to with
-    that choice. ValueError as the command words it.
+    ValueError as the command words it.
     """
-    config, typed = saved_config(folder), read_arguments(overrides, composed=True)
+    typed = read_arguments(overrides)
     given = {key_value(override)[0] for override in typed}
     if refused := given & {"name", "resume"}:
         raise ValueError(
@@ -81,61 +59,36 @@ def run_in(folder: Path, overrides: Sequence[str]) -> Run:
             "valkyrie.compose(..., 'name=NAME')."
         )
     try:
-        parsed = OverridesParser.create().parse_overrides(typed)
-        for override in parsed:
+        for override in OverridesParser.create().parse_overrides(parts_of(typed)[1]):
             _refuse_what_sets_no_value(override)
-        chosen = [str(o.input_line) for o in parsed if o.key_or_group in _CHOICES or "/" in o.key_or_group]
-        command = _command_of(folder, chosen)
-        resume = f"resume={QuotedString(str(folder), Quote.single).with_quotes()}"
-        if chosen:
-            return _composed(with_saved(command, [*typed, resume]))
-        config = OmegaConf.merge(config, {"resume": str(folder), "name": None, "mode": {"name": "train"}})
-        for override in parsed:
-            OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
-        assert isinstance(config, DictConfig)
-        return replace(Run.from_config(config), arguments=tuple(with_saved(command, typed)))
+        return _composed(typed, folder)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ValueError(explain(error)) from error
 
 
-def _composed(arguments: Sequence[str]) -> Run:
-    """Return the run of arguments as Hydra takes them; what Hydra and OmegaConf raise is not caught."""
-    flags, overrides = parts_of(arguments)
+def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
+    """Return the run of arguments as Hydra takes them, on top of a run folder's settings where one is given.
+
+    What Hydra and OmegaConf raise is not caught.
+    """
+    flags = parts_of(arguments)[0]
     if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
         raise ValueError(f"{unknown[0]} is a flag of valkyrie-train: here only KEY=VALUE is read.")
-    folders = config_dirs(flags)
+    folders, conf = config_dirs(flags), register()
     let_import(folders)
-    with initialize_config_dir(config_path(flags) or str(register()), version_base="1.3"):
+    primary = primary_of(arguments, folder=folder)
+    with initialize_config_dir(primary.folder or str(conf), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        for folder in folders:
-            if not Path(folder).is_dir():
-                raise ValueError(f"--config-dir {folder} is not a folder.")
+        for own in folders:
+            if not Path(own).is_dir():
+                raise ValueError(f"--config-dir {own} is not a folder.")
             loader.config_search_path.prepend(
-                "command-line", f"file://{folder}", anchor=SearchPathQuery(provider="schema")
+                "command-line", f"file://{own}", anchor=SearchPathQuery(provider="schema")
             )
         loader.repository.initialize_sources(loader.config_search_path)
-        config = compose(config_name(flags), overrides)
-        refuse_choices(config, composed_file(flags))
+        config = compose(primary.name, parts_of(primary.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))
-
-
-def _command_of(folder: Path, chosen: Sequence[str]) -> list[str]:
-    """Return the arguments that make the run of a folder: its saved command, or where that is damaged its `run.yaml`.
-
-    ValueError where groups are chosen anew, for which only a saved command will do, and there is none.
-    """
-    if chosen and not (folder / COMMAND).is_file():
-        raise ValueError(
-            f"{folder} has no {COMMAND}, so groups cannot be chosen anew ({', '.join(chosen)}). Write "
-            f"{chosen[0].partition('=')[0]}.KEY=VALUE, or compose the run: valkyrie.compose(...)."
-        )
-    try:
-        return saved_command(folder)
-    except ValueError:
-        if chosen:
-            raise
-        return ["--config-path", str(folder.resolve()), "--config-name", Path(RUN).stem]
 
 
 def _refuse_what_sets_no_value(override: Override) -> None:

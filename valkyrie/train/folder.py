@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,15 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.checkpoint import FOLDER, latest_step
-from valkyrie.modes import reads_run
 from valkyrie.optim import OptimizerConfig, learning_rate
 from valkyrie.paths import write_whole
 from valkyrie.run import Run, as_written
 
-COMMAND = "command.json"
-"""The file of a run folder with the arguments of its last training; `resume` composes from them."""
 RUN = "run.yaml"
-"""The file of a run folder with every setting of its last training."""
+"""The file of a run folder with every setting of its last training; `resume` begins with them."""
 
 _NOT_OF_THE_TRAINING = {
     "name",
@@ -83,16 +81,14 @@ def run_folder(run: Run) -> Path:
                 f"Use runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
             )
         return runs / name
-    return _unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
-def write_about(run: Run, folder: Path, arguments: Sequence[str]) -> None:
-    """Write `run.yaml`, `versions.json` and the command into the run folder."""
+def write_about(run: Run, folder: Path) -> None:
+    """Write `run.yaml` and `versions.json` into the run folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / RUN)
     write_whole(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
-    kept = [a for a in arguments if key_value(a)[0] not in ("resume", "mode")]
-    write_whole(folder / COMMAND, json.dumps(kept) + "\n")
 
 
 def command_name(command: str = "valkyrie-train") -> str:
@@ -103,46 +99,33 @@ def command_name(command: str = "valkyrie-train") -> str:
 def saved_config(folder: Path) -> DictConfig:
     """Return the settings in a run folder's `run.yaml`; ValueError where there is none, or it cannot be read."""
     file = folder / RUN
-    if not file.is_file():
+    if file.is_file():
+        return read_settings(file)
+    if latest_step(folder) is None:
         raise ValueError(f"{folder} is no run folder: it has no {RUN}.")
-    return read_settings(file)
+    raise ValueError(f"{folder} has checkpoints, and no {RUN} with the settings of its run. {_again(folder)}")
 
 
-def read_settings(file: Path) -> DictConfig:
-    """Return the settings in a `run.yaml`, or in a copy of one; ValueError where it cannot be read to its end."""
-    remedy = "Copy it from its run folder again."
-    if file.name == RUN:
-        folder = file.absolute().parent.name
-        remedy = f"Delete it and continue with {command_name()} resume={folder}, which writes it again."
+def _again(folder: Path) -> str:
+    name = shlex.quote(f"name={folder.absolute().name}")
+    return f"Copy it back, or go on with {command_name()} {name} and the settings that the run was trained with."
+
+
+def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
+    """Return the settings in a `run.yaml`, a copy of one, or, with `whole=False`, in what `--cfg job` has printed.
+
+    ValueError where it cannot be read to its end.
+    """
+    remedy = f"Delete it first. {_again(file.absolute().parent)}" if file.name == RUN else "Copy it again."
     try:
         config = OmegaConf.load(file)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
         raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}). {remedy}") from error
     last = OmegaConf.select(config, "hydra.hydra_logging") if isinstance(config, DictConfig) else None
-    whole = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
-    if not isinstance(config, DictConfig) or not whole:
+    ends_well = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
+    if not isinstance(config, DictConfig) or not (ends_well or not whole):
         raise ValueError(f"{file} is damaged (it ends too early). {remedy}")
     return config
-
-
-def saved_command(folder: Path) -> list[str]:
-    """Return the arguments of the last training in a run folder; none where it was given none, or has no such file.
-
-    ValueError where the file cannot be read.
-    """
-    file = folder / COMMAND
-    if not file.is_file():
-        return []
-    try:
-        arguments = json.loads(file.read_text())
-        if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
-            raise ValueError("not a list of arguments")
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged ({error}). Continue from the settings in {RUN}: {command_name()} --config-path "
-            f"{folder.resolve()} --config-name {Path(RUN).stem} runs={folder.resolve().parent} name={folder.name}"
-        ) from error
-    return arguments
 
 
 def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
@@ -155,7 +138,7 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
         return {}
     saved = OmegaConf.to_container(saved_config(folder))
     assert isinstance(saved, dict)
-    return _changed(OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True), saved)
+    return _changed(run.record(), saved)
 
 
 def schedule_change(run: Run, folder: Path, step: int) -> str | None:
@@ -209,44 +192,6 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def resumed_arguments(arguments: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of the run that `resume=` names, with the given ones in place of those they repeat.
-
-    `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without a `resume=`. Other arguments
-    come back as they are. Of the run's own, `runs` and the keys in `without` are left out.
-    ValueError where there is no such run, or where a training is given the `name` of another.
-    """
-    given = dict(key_value(a) for a in arguments)
-    resume = given.get("resume")
-    if resume in (None, "null"):
-        if not reads_run(given.get("mode")):
-            return list(arguments)
-        resume = given.get("name", "latest")
-    runs = Path(given.get("runs") or "runs")
-    folder = find_run(runs, resume)
-    name = given.get("name", "null")
-    if not reads_run(given.get("mode")) and name != "null" and (runs / name).resolve() != folder.resolve():
-        raise ValueError(
-            f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
-            f"with {folder.name}, or resume= to train {name}."
-        )
-    command = saved_command(folder)
-    if not command:
-        return list(arguments)
-    return with_saved(command, arguments, without)
-
-
-def with_saved(command: Sequence[str], arguments: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Return the arguments after those of a run's saved command that they do not repeat.
-
-    Of the command, what names a folder or a mode and the keys in `without` are left out.
-    """
-    saved_flags, saved = parts_of(command)
-    flags, overrides = parts_of(arguments)
-    dropped = {*(key_value(o)[0] for o in overrides), *without, "resume", "name", "mode", "runs"}
-    return [*saved_flags, *flags, *(a for a in saved if key_value(a)[0] not in dropped), *overrides]
-
-
 def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags among arguments with their values, and the overrides, which Hydra wants in one piece."""
     flags, overrides, takes_value = [], [], False
@@ -263,7 +208,8 @@ def key_value(argument: str) -> tuple[str, str]:
     return key.lstrip("+~"), value.strip("\"'")
 
 
-def _unused(folder: Path) -> Path:
+def unused(folder: Path) -> Path:
+    """Return a folder that does not exist yet: this one, or the first of FOLDER-2, FOLDER-3, ..."""
     candidate, number = folder, 2
     while candidate.exists():
         candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1

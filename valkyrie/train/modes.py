@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
 
 
-def train(run: Run, arguments: Sequence[str]) -> int:
+def train(run: Run) -> int:
     """Train, evaluate, print a sample, and say where the run is and what to do next; return the exit status."""
     folder = run_folder(run)
     console = make_console()
@@ -37,7 +36,7 @@ def train(run: Run, arguments: Sequence[str]) -> int:
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     try:
-        fitted = fit(run, *prepared, folder, console, arguments)
+        fitted = fit(run, *prepared, folder, console)
     except (DivergedError, FolderGoneError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
@@ -59,7 +58,7 @@ def train(run: Run, arguments: Sequence[str]) -> int:
     return 0
 
 
-def evaluate(run: Run, arguments: Sequence[str]) -> int:
+def evaluate(run: Run) -> int:
     """Print the task's evaluation of a trained run over its whole validation split; return the exit status."""
     folder, console = trained_folder(run), make_console()
     prepared = prepare_run(run, console)
@@ -75,7 +74,7 @@ def evaluate(run: Run, arguments: Sequence[str]) -> int:
     return 0
 
 
-def generate(run: Run, arguments: Sequence[str]) -> int:
+def generate(run: Run) -> int:
     """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
     folder = trained_folder(run)
     tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run)
@@ -86,7 +85,7 @@ def generate(run: Run, arguments: Sequence[str]) -> int:
     return 0
 
 
-def verify(run: Run, arguments: Sequence[str]) -> int:
+def verify(run: Run) -> int:
     """Print the checkpoints of a trained run and whether their files are as saved; exit status 1 if one is not."""
     folder, console, damaged = trained_folder(run), make_console(), False
     for step in saved_steps(folder):
@@ -99,7 +98,7 @@ def verify(run: Run, arguments: Sequence[str]) -> int:
     return int(damaged)
 
 
-def show(run: Run, arguments: Sequence[str]) -> int:
+def show(run: Run) -> int:
     """Print every parameter with its placement and bytes, the roles, and the memory expected; needs no device."""
     from valkyrie.train.show import show_run
 

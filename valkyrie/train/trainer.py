@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ def fit(
     tokenizer: Tokenizer,
     folder: Path,
     console: Console,
-    arguments: Sequence[str],
     signals: bool = True,
 ) -> Fitted:
     """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
@@ -85,7 +83,7 @@ def fit(
         stack.enter_context(only_writer(folder))
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         start, state = _begin(program, checkpoints, loader, folder, console)
-        write_about(run, folder, arguments)
+        write_about(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
         advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
