@@ -208,3 +208,12 @@ def test_half_of_the_settings_is_no_whole_configuration(tmp_path: Path):
         "trial, model are not in it. To set a few, move it to FOLDER/experiment/mine.yaml with the first line "
         "'# @package _global_', and use --config-dir FOLDER experiment=mine."
     )
+
+
+def test_a_key_of_what_is_null_is_refused():
+    with pytest.raises(ValueError) as refused:
+        valkyrie.compose("model=s5_tiny", "target.chip.hbm_gib=9")
+    told = (
+        "target.chip.hbm_gib=9: there is no target.chip to set it in. Name a target with a chip, such as target=v5e-8."
+    )
+    assert str(refused.value) == told

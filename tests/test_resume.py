@@ -177,10 +177,10 @@ def test_what_a_continued_run_does_otherwise_is_said_in_one_line(
     capfd.readouterr()
     unsaid = ("log_every=2", "sample_tokens=1")
     assert command(*tiny(tmp_path, "steps=7", *before, *unsaid)) == 0
-    assert "continuing" not in capfd.readouterr().out
+    assert "continuing run from step 6 to step 7: steps=7 (was 6)\n" in capfd.readouterr().out
     assert command(*tiny(tmp_path, "steps=8", "optimizer.weight_decay=0")) == 0
     said = [line for line in capfd.readouterr().out.splitlines() if "continuing" in line]
-    assert said == ["continuing run from step 7 with optimizer.learning_rate=0.024 (was 0.0001)"]
+    assert said == ["continuing run from step 7 to step 8: steps=8 (was 7), optimizer.learning_rate=0.024 (was 0.0001)"]
     assert max(records(tmp_path / "run")) == 8
 
 

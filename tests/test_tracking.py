@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ from wandb_files import wandb_log
 FIELDS = {"mesh": "4x4x2", "partition": "2d_tp", "model": "m", "target": "v4-64"}
 
 
-def tracker(folder: Path, mode: str = "off") -> Tracker:
-    return Tracker(TrackingConfig(wandb=WandbMode(mode)), folder, run_name="run", fields=FIELDS, group="g")
+def tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracker:
+    config = TrackingConfig(wandb=WandbMode(mode))
+    return Tracker(config, folder, run_name="run", fields=FIELDS, group="g", start=start)
 
 
 def test_records_are_lines_as_they_come(tmp_path: Path) -> None:
@@ -37,6 +39,20 @@ def test_a_line_torn_by_a_crash_does_not_swallow_what_a_resumed_run_adds(tmp_pat
     again.log({}, 2)
     again.close()
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_steps_that_are_done_again_are_dropped_from_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = [
+        {"step": 5, "loss": 2.0},
+        {"step": 6, "loss": 1.9},
+        {"step": 6, "eval_loss": 1.8},
+        {"summary": {"steps": 6}},
+    ]
+    later = [{"step": 7, "loss": float("nan")}, {"step": 8, "loss": 1.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in before + later))
+    tracker(tmp_path, start=6).close()
+    assert read_metrics(path) == before
 
 
 def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:

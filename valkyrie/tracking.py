@@ -10,6 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from valkyrie.paths import write_whole
+
 
 class WandbMode(Enum):
     """How W&B is used: `auto` obeys `WANDB_MODE`, else is online with an API key in the environment."""
@@ -40,12 +42,24 @@ class TrackingConfig:
 class Tracker:
     """Writes records to `metrics.jsonl` and to W&B, offline where its server does not answer.
 
-    A W&B that does not start at all is reported once and left out.
+    A W&B that does not start at all is reported once and left out. `start` is the step from which a run goes on:
+    records of later steps, which are done again, are dropped.
     """
 
-    def __init__(self, config: TrackingConfig, folder: Path, *, run_name: str, fields: dict[str, Any], group: str):
+    def __init__(
+        self,
+        config: TrackingConfig,
+        folder: Path,
+        *,
+        run_name: str,
+        fields: dict[str, Any],
+        group: str,
+        start: int | None = None,
+    ):
         self.file = folder / "metrics.jsonl"
         cut_torn_line(self.file)
+        if start is not None:
+            drop_after(self.file, start)
         self._file = self.file.open("a", buffering=1)
         self.note: str | None = None
         self._open_step: int | None = None
@@ -171,6 +185,15 @@ def cut_torn_line(path: Path) -> None:
     whole = path.read_bytes().rfind(b"\n") + 1
     if whole < path.stat().st_size:
         os.truncate(path, whole)
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove the records of steps beyond one: of steps that were done after the checkpoint from which a run goes on."""
+    if not path.is_file():
+        return
+    kept = [record for record in read_metrics(path) if record.get("step", step) <= step]
+    if len(kept) < len(path.read_text().splitlines()):
+        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

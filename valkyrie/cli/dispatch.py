@@ -25,7 +25,7 @@ from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
-from valkyrie.train.arguments import read_arguments
+from valkyrie.train.arguments import read_arguments, refuses_keys_of_null
 from valkyrie.train.saved import Primary, config_dirs, primary_of
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -89,7 +89,7 @@ def _compose(primary: Primary) -> DictConfig | None:
     os.environ[FULL_ERROR] = "1"  # so that Hydra raises, and the words of an error are ours
     try:
         folder = register()
-        with multirun_ends():
+        with multirun_ends(), refuses_keys_of_null(sys.argv[1:]):
             hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
     finally:
         os.environ.pop(FULL_ERROR) if given is None else os.environ.update({FULL_ERROR: given})

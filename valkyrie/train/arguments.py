@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,23 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
     typed = _as_typed(_plain(arguments), multirun)
     _refuse_unreadable_meshes(typed)
     return typed
+
+
+@contextmanager
+def refuses_keys_of_null(arguments: Sequence[str]) -> Iterator[None]:
+    """Raise ValueError for an argument such as `target.chip.hbm_gib=9` where the target has no chip.
+
+    OmegaConf has an AssertionError for it, which does not say of which.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if not re.match("Unexpected type( for root)?: None", str(error)):
+            raise
+        asked = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
+        parent = key_value(asked)[0].rpartition(".")[0]
+        chip = " Name a target with a chip, such as target=v5e-8." if parent.startswith("target.chip") else ""
+        raise ValueError(f"{asked}: there is no {parent} to set it in.{chip}") from error
 
 
 def run_of(arguments: Sequence[str]) -> Run:
@@ -87,7 +105,8 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
                 "command-line", f"file://{own}", anchor=SearchPathQuery(provider="schema")
             )
         loader.repository.initialize_sources(loader.config_search_path)
-        config = compose(primary.name, parts_of(primary.arguments)[1])
+        with refuses_keys_of_null(arguments):
+            config = compose(primary.name, parts_of(primary.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))
 
 

@@ -141,6 +141,14 @@ def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
     return _changed(run.record(), saved)
 
 
+def continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
+    """Return how a run goes on from a step: to which, and the settings that differ from before."""
+    config, was = run.config, saved_config(folder).steps if (folder / RUN).is_file() else run.config.steps
+    differs = {"steps": (str(config.steps), str(was))} if was != config.steps else {}
+    listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
+    return f"continuing {folder.name} from step {step} to step {config.steps}{': ' if listed else ''}{listed}"
+
+
 def schedule_change(run: Run, folder: Path, step: int) -> str | None:
     """Return how the learning rate jumps at `step` where a continued run has a schedule of another length; else None.
 

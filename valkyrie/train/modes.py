@@ -51,7 +51,7 @@ def train(run: Run) -> int:
         _print_sample(run, fitted.program.assembly, fitted.parameters, prepared.tokenizer, prepared.devices)
         console.rule()
     console.print(f"run folder: {folder}")
-    longer = 2 * run.config.steps
+    longer = 2 * max(run.config.steps, fitted.summary["steps"])
     rate = "" if run.config.optimizer.decay_steps else f"; the learning rate rises again, to decay over {longer} steps"
     console.print(f"next: {again} steps={longer}   continues training{rate}")
     console.print(f'      {again} mode=generate prompt="class "')

@@ -24,7 +24,7 @@ from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
-from valkyrie.train.folder import changed_settings, schedule_change, write_about
+from valkyrie.train.folder import changed_settings, continuation, schedule_change, write_about
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
@@ -87,7 +87,7 @@ def fit(
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
         advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
-        tracker = _tracker(run, devices, folder)
+        tracker = _tracker(run, devices, folder, start)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = stack.enter_context(Interrupt(signals))
@@ -197,17 +197,16 @@ def _begin(
 ) -> tuple[int, TrainState]:
     """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start.
 
-    Prints the settings of a continued run that differ from before, and how its learning rate jumps.
+    Prints to which step a continued run goes on, its settings that differ from before, and how its rate jumps.
     """
     run, changed = program.run, changed_settings(program.run, folder)
     if checkpoints.last_saved is None:
         return 0, program.init(run.config.seed)
     step, state, data = checkpoints.restore(program.abstract_state, changed=changed)
     loader.restore(data)
-    if changed:
-        differences = ", ".join(f"{key}={now} (was {was})" for key, (now, was) in changed.items())
-        console.print(f"continuing {folder.name} from step {step} with {differences}", markup=False)
-    if note := schedule_change(run, folder, step):
+    if step < run.config.steps:
+        console.print(continuation(run, folder, step, changed), markup=False)
+    if (note := schedule_change(run, folder, step)) and step < run.config.steps:
         console.print(note, markup=False)
     return step, state
 
@@ -266,9 +265,10 @@ def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
     }
 
 
-def _tracker(run: Run, devices: Devices, folder: Path) -> Tracker:
+def _tracker(run: Run, devices: Devices, folder: Path, start: int) -> Tracker:
     group = f"{run.model.name}-{run.config.target.name}"
-    return Tracker(run.config.tracking, folder, run_name=folder.name, fields=layout_fields(run, devices), group=group)
+    fields = layout_fields(run, devices)
+    return Tracker(run.config.tracking, folder, run_name=folder.name, fields=fields, group=group, start=start)
 
 
 def _record(values: dict[str, Any], meter: Meter, window: int) -> dict[str, Any]:
