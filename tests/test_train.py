@@ -342,9 +342,29 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> 
     assert job.returncode == 130
     assert err.strip() in (
         "valkyrie-train: stopped",
+        "valkyrie-train: stopped before a step was done: there is nothing to save",
         "stopping after this step, then saving; once more ends at once without saving",
     )
     assert "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("worth_saving", "status", "said"),
+    [
+        (False, 130, "valkyrie-train: stopped before a step was done: there is nothing to save"),
+        (True, 0, "stopping after this step, then saving; once more ends at once without saving"),
+    ],
+)
+def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
+    worth_saving: bool, status: int, said: str
+) -> None:
+    training = (
+        "import os, signal, time\nfrom valkyrie.interrupt import Interrupt\n"
+        f"with Interrupt() as interrupt:\n  interrupt.worth_saving = {worth_saving}\n"
+        "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
+    )
+    done = subprocess.run([sys.executable, "-c", training], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (status, said)
 
 
 def test_ctrl_c_is_heard_inside_a_finaliser() -> None:

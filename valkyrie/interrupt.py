@@ -72,11 +72,14 @@ class Listener:
 class Interrupt:
     """A context in which SIGINT, SIGTERM and SIGHUP set `requested`; the second of them ends the process.
 
+    Until `worth_saving` is set, the first one ends it: a first step that never ends, as where devices wait for each
+    other, could not be stopped otherwise.
     With `signals=False` nothing is taken over and nothing is ever requested: a notebook's own handler stays.
     """
 
     def __init__(self, signals: bool = True) -> None:
         self.requested = False
+        self.worth_saving = False
         self._listener = Listener(self._stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) if signals else None
 
     def __enter__(self) -> Interrupt:
@@ -91,7 +94,10 @@ class Interrupt:
             self._listener.__exit__(kind, error, trace)
 
     def _stop(self) -> None:
-        if self.requested:
+        if self.requested or not self.worth_saving:
+            if not self.requested:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nvalkyrie-train: stopped before a step was done: there is nothing to save\n")
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live bar hides it
             os._exit(EXIT_STATUS)

@@ -133,9 +133,10 @@ def _smaller(run: Run, available: int, count: int, training: bool) -> str:
     if run.config.partition.name != "fsdp" and not split.problems() and size(split) <= available:
         tries.append("partition=fsdp")
     largest = run.model.parameter_count() * available / now
-    fitting = [(count, name) for name, count in _family(run).items() if count <= largest]
+    kind = run.model.name.split("_")[0]
+    fitting = [(name.startswith(kind), n, name) for name, n in _family(run).items() if n <= largest]
     if fitting:
-        tries.append(f"model={max(fitting)[1]}")
+        tries.append(f"model={max(fitting)[-1]}")
     use = f"Use {' or '.join(tries)}. " if tries else ""
     return f"{use}{_ON_A_SLICE}."
 

@@ -174,6 +174,7 @@ class _Loop:
         config = self.program.run.config
         values = jax.device_get(metrics)
         self.meter.finished()
+        self.interrupt.worth_saving = True
         _refuse_divergence(self.program, values, step, self.checkpoints.last_saved)
         record = _record(values, self.meter, config.log_every)
         log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
