@@ -138,7 +138,7 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(OSError, match="file too large"):
             write_about(run.changed(steps=7), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

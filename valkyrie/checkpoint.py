@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checksums import damaged_file, write_checksums
+from valkyrie.paths import is_full, why
 from valkyrie.trees import flat, names_of
 
 FOLDER = "checkpoints"
@@ -48,35 +51,46 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every thread it starts
-        self._ocp, self._read_only = ocp, read_only
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every thread, and every failure at length
+        self._ocp, self._read_only, self._keep = ocp, read_only, config.keep
         self.path = (folder / FOLDER).resolve()
-        if read_only:  # another process may be saving here: its unfinished folders are not to be cleaned away
+        self._manager = self._open()
+        self.last_saved: int | None = self._manager.latest_step()
+
+    def _open(self) -> Any:
+        ocp = self._ocp
+        if self._read_only:  # another process may be saving here: its unfinished folders are not to be cleaned away
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=config.keep,
+                max_to_keep=self._keep,
                 create=True,
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
             )
-        self._manager = ocp.CheckpointManager(self.path, options=options)
-        self.last_saved: int | None = self._manager.latest_step()
+        return ocp.CheckpointManager(self.path, options=options)
 
-    def save(self, step: int, state: Any, data: Mapping[str, Any]) -> None:
-        """Begin to save the state after `step` steps with the position of its data; once a step."""
+    def save(self, step: int, state: Any, data: Mapping[str, Any]) -> str | None:
+        """Begin to save the state after `step` steps with the position of its data; once a step.
+
+        Returns why a save failed, this one or the one before it; None where none has. A failed save leaves nothing,
+        and the next one tries again.
+        """
+        failed = self.wait()
         if step == self.last_saved:
-            return
+            return failed
         args, tree = self._ocp.args, _tree(state)
         about = {"parameters": {path: list(shape) for path, shape in _shapes(tree["parameters"]).items()}}
-        self._manager.save(
-            step,
-            args=args.Composite(
-                state=args.StandardSave(tree), data=args.JsonSave(dict(data)), about=args.JsonSave(about)
-            ),
+        content = args.Composite(
+            state=args.StandardSave(tree), data=args.JsonSave(dict(data)), about=args.JsonSave(about)
         )
         self.last_saved = step
+        try:
+            self._manager.save(step, args=content)
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a disk that is full or gone
+            return self._failed(error)
+        return failed
 
     def restore(
         self, abstract_state: Any, step: int | None = None, *, changed: Mapping[str, tuple[str, str]] | None = None
@@ -136,13 +150,40 @@ class Checkpoints:
         for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
             write_checksums(unfinished, without=(_METADATA,))
 
-    def wait(self) -> None:
-        """Return when every save begun is on disk."""
-        self._manager.wait_until_finished()
+    def wait(self) -> str | None:
+        """Return when the save begun is on disk: None, or why it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # as in save
+            return self._failed(error)
+        return None
+
+    def poll(self) -> str | None:
+        """Return why a save failed that has ended by now, without waiting for one that has not."""
+        return None if self._manager.is_saving_in_progress() else self.wait()
 
     def close(self) -> None:
         """See saves through and let go of the folder."""
-        self._manager.close()
+        try:
+            self._manager.close()
+        except Exception as error:  # as in save
+            print(self._failed(error), file=sys.stderr)
+            self._manager.close()
+
+    def _failed(self, error: Exception) -> str:
+        """Return the line about a save that failed, with its unfinished folder removed and Orbax ready for another."""
+        step = self.last_saved
+        with contextlib.suppress(Exception):  # it raises the same error again
+            self._manager.close()
+        for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.last_saved = latest_step(self.path.parent)
+        if self.path.parent.is_dir():
+            with contextlib.suppress(OSError):
+                self._manager = self._open()
+        newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"
+        remedy = " Free some room there." if is_full(error) else ""
+        return f"the checkpoint of step {step} could not be saved in {self.path} ({why(error)}); {newest}.{remedy}"
 
     def _refuse_other_shapes(self, step: int, wanted: dict[str, Any]) -> None:
         saved = saved_shapes(self.path / str(step))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -11,6 +14,14 @@ from pathlib import Path
 from typing import TypeVar
 
 Schema = TypeVar("Schema")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PROBE = 4 * 2**20
+"""Bytes that a cache must have room for: a compiled step is one to ten MiB."""
+
+
+class DiskError(OSError):
+    """A file or folder that could not be written: the message has its path and what to do."""
 
 
 def conf_dir() -> Path:
@@ -29,6 +40,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     """Write a file in one piece, text as UTF-8, and return its path.
 
     Readers see the file before or this one, also after a kill, on a full disk, or when the machine goes down.
+    DiskError where it cannot be written.
     """
     body = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():  # a device or a pipe: nothing can take its place
@@ -36,14 +48,57 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         return path
     partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        with partial.open("wb") as file:
+        with writing(path), partial.open("wb") as file:
             file.write(body)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        with writing(path):
+            partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return path
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file or folder: DiskError with its path and the remedy, in place of the system's error."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        elsewhere = "VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR"
+        remedy = f"{'Free some room there, or write' if is_full(error) else 'Write'} elsewhere with {elsewhere}."
+        raise DiskError(f"{path} cannot be written ({why(error)}). {remedy}") from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error says that a disk or a quota is full, as the system or a library words it."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number in _FULL or os.strerror(errno.ENOSPC) in str(error)
+
+
+def why(error: BaseException) -> str:
+    """Return what an error about a file says in one short line: `no space left on device`."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    if is_full(error):
+        return os.strerror(errno.ENOSPC).lower()
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def cache_trouble(folder: Path) -> str | None:
+    """Return why a folder cannot serve as a cache, which needs room for a few files; None where it can."""
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(_PROBE))
+    except DiskError as error:
+        return str(error)
+    return None
 
 
 def source_digest(*names: str) -> str:

@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import write_whole
+from valkyrie.paths import is_full, why, write_whole
 
 
 class WandbMode(Enum):
@@ -60,17 +60,22 @@ class Tracker:
         cut_torn_line(self.file)
         if start is not None:
             drop_after(self.file, start)
-        self._file = self.file.open("a", buffering=1)
+        self._file = self.file.open("ab", buffering=0)
+        self._unwritten = b""
         self.note: str | None = None
         self._open_step: int | None = None
         self._wandb = self._start_wandb(config, folder, run_name, fields, group)
 
-    def log(self, record: dict[str, Any], step: int) -> None:
-        """Append one record of scalars, stamped with its step."""
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
+    def log(self, record: dict[str, Any], step: int) -> str | None:
+        """Append one record of scalars, stamped with its step.
+
+        Returns a line to show where the disk stops taking records, and one where it has taken those that waited.
+        """
+        line = self._write({"step": step, **record})
         if self._wandb is not None:
             self._wandb.log(_known(record), step=step)
             self._open_step = step
+        return line
 
     def summary(self, values: dict[str, Any]) -> None:
         """Set values of the whole run: in W&B's summary, and as a last JSON line without a step.
@@ -78,7 +83,7 @@ class Tracker:
         They outlast records of the same keys: W&B keeps a step open for more records, and puts them into the summary
         when it is closed, so the last step is closed first.
         """
-        self._file.write(json.dumps({"summary": values}) + "\n")
+        self._write({"summary": values})
         if self._wandb is not None:
             if self._open_step is not None:
                 self._wandb.log({}, step=self._open_step, commit=True)
@@ -90,6 +95,18 @@ class Tracker:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
+
+    def _write(self, values: dict[str, Any]) -> str | None:
+        """Append a line and those that a full disk did not take before; half a line is finished by the next."""
+        waited = bool(self._unwritten)
+        self._unwritten += json.dumps(values).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            remedy = "; free some room there" if is_full(error) else ""
+            return None if waited else f"{self.file} cannot be written ({why(error)}): its lines wait{remedy}"
+        return f"{self.file} is written again, with the lines that waited" if waited else None
 
     def _start_wandb(
         self, config: TrackingConfig, folder: Path, run_name: str, fields: dict[str, Any], group: str

@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from valkyrie.checkpoint import FOLDER, latest_step
 from valkyrie.optim import OptimizerConfig, learning_rate
-from valkyrie.paths import write_whole
+from valkyrie.paths import write_whole, writing
 from valkyrie.run import Run, as_written
 
 RUN = "run.yaml"
@@ -86,7 +86,8 @@ def run_folder(run: Run) -> Path:
 
 def write_about(run: Run, folder: Path) -> None:
     """Write `run.yaml` and `versions.json` into the run folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     run.save(folder / RUN)
     write_whole(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
 

@@ -32,12 +32,12 @@ def train(run: Run) -> int:
     folder = run_folder(run)
     console = make_console()
     prepared = prepare_run(run, console)
-    from valkyrie.train.trainer import DivergedError, FolderGoneError, fit
+    from valkyrie.train.trainer import DivergedError, FolderGoneError, NotSavedError, fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     try:
         fitted = fit(run, *prepared, folder, console)
-    except (DivergedError, FolderGoneError, FloatingPointError) as error:
+    except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
     name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,12 @@ from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.interrupt import Interrupt
 from valkyrie.locks import only_writer
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.paths import writing
 from valkyrie.run import Debug, Run
 from valkyrie.tracking import Tracker
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
-from valkyrie.train.folder import changed_settings, continuation, schedule_change, write_about
+from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
 from valkyrie.train.program import StepProgram
@@ -40,6 +42,10 @@ class DivergedError(RuntimeError):
 
 class FolderGoneError(RuntimeError):
     """The run folder was deleted while its run trains, or its disk is gone."""
+
+
+class NotSavedError(RuntimeError):
+    """The last state of a training could not be saved; the message names the newest good checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,9 @@ def fit(
     """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
 
     Metrics of a step are read while the next one runs. With `signals`, Ctrl-C saves before the training ends. Raises
-    DivergedError when loss or gradients stop being finite, FolderGoneError when the folder goes, and ValueError when
-    the checkpoint, the data or the memory of this machine do not fit.
+    DivergedError when loss or gradients stop being finite, FolderGoneError when the folder goes, NotSavedError when
+    the disk does not take the last state, DiskError when the folder cannot be written at all, and ValueError when the
+    checkpoint, the data or the memory of this machine do not fit.
     """
     config = run.config
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
@@ -80,8 +87,9 @@ def fit(
         loader = stack.enter_context(  # before the run has a folder: it refuses too little text
             program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
         )
-        stack.enter_context(only_writer(folder))
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
+        with writing(folder):
+            stack.enter_context(only_writer(folder))
+            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
         start, state = _begin(program, checkpoints, loader, folder, console)
         write_about(run, folder)
         if start < config.steps and not console.is_terminal:
@@ -112,6 +120,8 @@ def fit(
         summary = loop.summary() | {"compile_s": compile_s, "simulated": devices.simulated}
         summary["hbm_gib"] = None if peak is None else peak / GIB
         tracker.summary(summary)
+        if loop.unsaved:
+            raise NotSavedError(f"{loop.unsaved} {_next(checkpoints, folder)}")
     return Fitted(program, loop.state, summary, loop.stopping)
 
 
@@ -131,6 +141,7 @@ class _Loop:
     step: int
     state: TrainState
     evaluation: dict[str, float] = field(default_factory=dict)
+    unsaved: str | None = None
 
     def run(self) -> None:
         """Train to the last step, or until an interrupt; read the metrics of a step while the next one runs."""
@@ -147,14 +158,17 @@ class _Loop:
                 unread = None
                 with self.meter.paused():
                     if due or self.stopping or step == config.steps:
-                        self.checkpoints.save(step, self.state, self.loader.state())
+                        self._save()
                     if step % config.eval_every == 0 and step != config.steps and not self.stopping:
                         self._judge()
             if self.stopping:
                 break
         if self.step >= config.steps:
             self._judge()
-        self.checkpoints.wait()
+        self._say(self.checkpoints.wait())
+        if self.checkpoints.last_saved != self.step:  # once more: there may be room by now
+            failed = self.checkpoints.save(self.step, self.state, self.loader.state())
+            self.unsaved = failed or self.checkpoints.wait()
 
     @property
     def stopping(self) -> bool:
@@ -179,7 +193,8 @@ class _Loop:
         record = _record(values, self.meter, config.log_every)
         log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
         if log:
-            self.tracker.log(record, step)
+            self._say(self.tracker.log(record, step))
+            self._say(self.checkpoints.poll())
             if not self.tracker.file.is_file():
                 raise FolderGoneError(
                     f"step {step}: the run folder {self.tracker.file.parent} is gone, deleted or with its disk. "
@@ -187,9 +202,17 @@ class _Loop:
                 )
         self.screen.step(step, record, line=log)
 
+    def _save(self) -> None:
+        """Begin to save; a failure, of this save or the one before, is said, and the next save tries again."""
+        self._say(self.checkpoints.save(self.step, self.state, self.loader.state()))
+
+    def _say(self, trouble: str | None) -> None:
+        if trouble:
+            self.screen.say(trouble, style="yellow")
+
     def _judge(self) -> None:
         self.evaluation.update(self.evaluate(self.state.averaged, self.program.run.config.eval_batches))
-        self.tracker.log(self.evaluation, self.step)
+        self._say(self.tracker.log(self.evaluation, self.step))
         self.screen.say(f"step {self.step}: {self.program.task.describe(self.evaluation)}")
 
 
@@ -237,6 +260,13 @@ def _checked(step: Any) -> Any:
                 raise
 
     return advance
+
+
+def _next(checkpoints: Checkpoints, folder: Path) -> str:
+    """Return how a training goes on whose last state was not saved."""
+    if checkpoints.last_saved is None:
+        return "Train again where there is room: runs=DIR."
+    return f"Then go on from there: {command_name()} resume={shlex.quote(str(folder))}"
 
 
 def _opening(start: int, steps: int, compile_s: float | None) -> str:

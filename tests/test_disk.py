@@ -1,0 +1,127 @@
+"""Disks that are full, read-only or gone: said in one line with the path, and gone on without if possible."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import command, tiny
+from valkyrie import checkpoint
+from valkyrie.checkpoint import latest_step
+from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, writing
+from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_for(times: float) -> Callable[..., None]:
+    """A function that finds the disk full so many times, and then does nothing."""
+    left = [times]
+
+    def write(*_: Any, **__: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise FULL
+
+    return write
+
+
+@pytest.fixture
+def a_file(tmp_path: Path) -> Path:
+    """A file, under which there can be no folder, whoever asks."""
+    (tmp_path / "file").touch()
+    return tmp_path / "file"
+
+
+def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
+    for path, remedy in ((a_file / "run" / "x", "runs=DIR"), (cache_root() / "x", "VALKYRIE_CACHE=DIR")):
+        with pytest.raises(DiskError) as caught, writing(path):
+            raise FULL
+        assert str(caught.value) == (
+            f"{path} cannot be written (no space left on device). Free some room there, or write elsewhere with "
+            f"{remedy}."
+        )
+    with pytest.raises(DiskError) as caught:
+        write_whole(a_file / "run.yaml", "text")
+    assert (
+        str(caught.value)
+        == f"{a_file / 'run.yaml'} cannot be written (not a directory). Write elsewhere with runs=DIR."
+    )
+
+
+def test_runs_on_what_is_no_folder_are_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
+    assert command(*tiny(a_file / "runs", "steps=1")) == 2
+    err = capsys.readouterr().err
+    assert err == (
+        f"valkyrie-train: {a_file / 'runs' / 'run'} cannot be written (not a directory). "
+        "Write elsewhere with runs=DIR.\n"
+    )
+
+
+def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(checkpoint, "write_checksums", full_for(1))
+    assert command(*tiny(tmp_path, "steps=6", "checkpoint.every=2")) == 0
+    out, err = capfd.readouterr()
+    folder = tmp_path / "run" / "checkpoints"
+    said = f"the checkpoint of step 2 could not be saved in {folder} (no space left on device); no good one yet. "
+    assert out.count("could not be saved") == 1 and f"{said}Free some room there." in out
+    assert "Traceback" not in out + err and "ERROR" not in err
+    assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
+
+
+def test_a_last_state_that_is_not_saved_ends_the_command_with_the_newest_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    assert command(*tiny(tmp_path, "steps=2")) == 0
+    monkeypatch.setattr(checkpoint, "write_checksums", full_for(float("inf")))
+    capfd.readouterr()
+    assert command(*tiny(tmp_path, "steps=4")) == 1
+    out, err = capfd.readouterr()
+    assert "the checkpoint of step 4 could not be saved in " in err.splitlines()[-1]
+    assert "the newest good one is of step 2. Free some room there. Then go on from there: " in err
+    assert f"resume={tmp_path / 'run'}" in err and "Traceback" not in out + err
+    assert latest_step(tmp_path / "run") == 2
+    assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+
+
+def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Path):
+    tracker = Tracker(TrackingConfig(wandb=WandbMode.off), tmp_path, run_name="run", fields={}, group="g")
+    assert tracker.log({"loss": 1.0}, 1) is None
+    disk, takes = tracker._file, [0, 5]
+
+    class Full:
+        """A disk that takes half a line before it is full."""
+
+        def write(self, body: bytes) -> int:
+            if takes and (room := takes.pop()):
+                return disk.write(body[:room])
+            raise FULL
+
+        def close(self) -> None:
+            disk.close()
+
+    tracker._file = Full()
+    said = tracker.log({"loss": 2.0}, 2)
+    assert said == (
+        f"{tmp_path / 'metrics.jsonl'} cannot be written (no space left on device): its lines wait; "
+        "free some room there"
+    )
+    assert tracker.log({"loss": 3.0}, 3) is None
+    tracker._file = disk
+    assert tracker.log({"loss": 4.0}, 4) == f"{tmp_path / 'metrics.jsonl'} is written again, with the lines that waited"
+    tracker.close()
+    assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_cache_is_tried_before_it_is_used(tmp_path: Path, a_file: Path):
+    assert cache_trouble(tmp_path / "cache" / "xla") is None
+    assert list((tmp_path / "cache" / "xla").iterdir()) == []
+    trouble = cache_trouble(a_file / "cache")
+    assert trouble is not None and trouble.startswith(f"{a_file / 'cache'} cannot be written (not a directory).")
