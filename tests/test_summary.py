@@ -15,6 +15,7 @@ from helpers import compose_run
 from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.run import Run
+from valkyrie.search.alternatives import other_partitions
 from valkyrie.search.compile import Compiled
 from valkyrie.search.hints import hints
 from valkyrie.search.show import show
@@ -111,6 +112,31 @@ def test_hints_follow_from_the_numbers(run: Run, tmp_path: Path):
     faster = "4x4x2-1d_tp, compiled before for the same work, is 2.00x as fast: 500 ms a step."
     assert faster in hints(found, [other])
     assert faster not in hints(other, [found])
+
+
+def test_waiting_names_a_partition_that_removes_it_fits_and_sends_less(run: Run, tmp_path: Path):
+    known = other_partitions(run)
+    assert {entry["partition"] for entry in known} >= {"dp", "fsdp", "1d_tp"}
+    waiting = replay([use(("y",), 6e10, 0.5), use(("x",), 2e10, 0.2)])
+    found = summary(run, tmp_path, waiting, OUTCOME | {"partitions": known})
+    over_y, over_x, *_ = hints(found)
+    assert "y is MP2(embed). Instead, partition=dp splits the batch over y and sends about" in over_y
+    assert "a step, not 80 GB; it needs about" in over_y and "GiB of 30.8 GiB; partition=fsdp" in over_y
+    assert "partition=" not in over_x, "one partition is named once"
+    found["memory"]["usable"] = 8 * 2**30
+    assert "partition=fsdp" in hints(found)[0] and "partition=dp" not in hints(found)[0]
+    tried = summary(run, tmp_path, replay([], step=0.5))
+    tried["about"] |= {"partition": "fsdp", "layout": "4x4x2-fsdp"}
+    assert "partition=fsdp" not in hints(found, [tried])[0], "what came of it is known"
+    found["memory"]["usable"] = 2**30
+    assert "partition=" not in "".join(hints(found))
+
+
+def test_partitions_that_send_no_less_are_not_named(tmp_path: Path):
+    fsdp = compose_run("model=gpt_1b", "mesh=4x4x2", "partition=fsdp", "target=v4-64", "batch=64")
+    waiting = replay([use(("x", "y", "z"), 9e9, 0.5)])
+    found = summary(fsdp, tmp_path, waiting, OUTCOME | {"partitions": other_partitions(fsdp)})
+    assert "Instead" not in "".join(hints(found))
 
 
 def test_hints_about_copies_and_narrow_products(run: Run, tmp_path: Path):

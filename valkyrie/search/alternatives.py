@@ -1,9 +1,13 @@
-"""What to try where a layout does not fit: changes of the layout, with the bytes each should save."""
+"""What to try instead of a layout: changes of it, with the bytes that each should save, need or send."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax.numpy as jnp
+
+from valkyrie.axes import BATCH
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig, Remat
 from valkyrie.paths import read_group
@@ -46,6 +50,41 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
         if needs > 0:
             changes.append({"change": f"remat={remat.value}", "needs": needs})
     return sorted(changes, key=lambda entry: -entry["needs"])
+
+
+def other_partitions(run: Run) -> list[dict[str, Any]]:
+    """Return every other partition of `conf/partition` that is legal for this run as it is, the least memory first.
+
+    Each is {"partition": name, "roles": {"x": "DP(batch)", ...}, "needs": bytes on one device by the estimate of
+    `mode=show`, "sends": bytes of one device in a step}; `sends` is None where axes split more than data, which sends
+    activations too.
+    """
+    found = []
+    for partition in read_group("partition", PartitionConfig):
+        other = run.changed(partition=partition)
+        if partition.name == run.config.partition.name or other.problems():
+            continue
+        needs, sends = _expected(other), _sent_for_data(other)
+        found.append({"partition": partition.name, "roles": other.layout.roles, "needs": needs, "sends": sends})
+    return sorted(found, key=lambda entry: entry["needs"])
+
+
+def _sent_for_data(run: Run) -> int | None:
+    """Return the bytes that one device sends in a step where every axis splits data alone; None elsewhere.
+
+    A ring sends (n-1)/n of an array to gather it from n devices, and twice that to sum it on all of them, which the TPU
+    compiler does with split gradients too. Parameters are gathered for the forward and the backward pass of every
+    microbatch, gradients summed after it.
+    """
+    layout, policy = run.layout, run.config.precision
+    if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP")):
+        return None
+    gathered, summed = (jnp.dtype(kind.value).itemsize for kind in (policy.compute, policy.reduction))
+    shards, total = layout.shards(BATCH), 0.0
+    for spec in run.model.parameters().values():
+        split = math.prod(layout.parts(axes) for axes in layout.stored(spec.axes))
+        total += 2 * math.prod(spec.shape) * (gathered * (1 - 1 / split) + summed * (1 - 1 / shards))
+    return int(layout.microbatches * total)
 
 
 def _variants(run: Run) -> list[tuple[str, Run]]:

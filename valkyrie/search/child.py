@@ -30,7 +30,7 @@ OUTCOME = "outcome.json"
 
 KEYS = {
     "ok": ("status", "lower_s", "compile_s", "options", "memory", "parameters", "larger", "device_kind", "placement")
-    + ("positions", "axes", "module_sha256"),
+    + ("partitions", "positions", "axes", "module_sha256"),
     "does_not_fit": ("status", "needed", "usable", "largest", "reason", "savings"),
 }
 """The keys of the results that are kept in the cache, by their status."""
@@ -110,7 +110,7 @@ def _devices(run: Run) -> list[Any]:
 
 def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     from valkyrie.parallel.mesh import build_mesh
-    from valkyrie.search.alternatives import fuller_layouts
+    from valkyrie.search.alternatives import fuller_layouts, other_partitions
     from valkyrie.search.compiled import compiled_memory, serialised_module
     from valkyrie.train.options import refusals_in_plain_words
     from valkyrie.train.program import StepProgram
@@ -135,6 +135,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
         "memory": compiled_memory(program, compiled),
         "parameters": run.model.parameter_count(),
         "larger": fuller_layouts(run),
+        "partitions": other_partitions(run),
         "device_kind": devices[0].device_kind,
         "placement": _placement(run, mesh),
         "positions": [_position(device) for device in mesh.devices.flat],

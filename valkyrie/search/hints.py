@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from valkyrie.machine.timeline import COPIES
 from valkyrie.search.summary import short_cause, short_source
-from valkyrie.units import GIB, percent
+from valkyrie.units import GIB, gib, percent, sent
 
 WORTH_A_HINT = 0.15
 """The share of a step from which a cost is pointed out."""
 LOW_PRODUCT_RATE = 0.6
 """Below this share of peak, matrix products are called narrow; large ones reach 0.85 in the compiler's count."""
+
+MARGIN = 1.2
+"""How many times the estimated memory of another partition must be free: it is an estimate, by formulas."""
+WORTH_SENDING = 0.75
+"""Up to this share of the bytes that are sent now, another partition is named."""
 
 
 def hints(summary: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> list[str]:
@@ -23,7 +28,7 @@ def hints(summary: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> lis
     if summary["status"] != "ok" or "step" not in summary:
         return []
     own = (_reduction, _recomputation, _memory_bound, _copies, _narrow)
-    lines = [*_exposed(summary), *_faster(summary, others), *(line for about in own for line in about(summary))]
+    lines = [*_exposed(summary, others), *_faster(summary, others), *(line for about in own for line in about(summary))]
     return lines or [_largest(summary)]
 
 
@@ -67,8 +72,10 @@ def _reduction(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _exposed(summary: dict[str, Any]) -> list[str]:
+def _exposed(summary: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:
     step, lines = summary["step"]["step_s"], []
+    mesh = summary["about"]["mesh"]
+    known = {other["about"]["partition"] for other in others if other["about"]["mesh"] == mesh}
     roles = dict(part.split("=", 1) for part in summary["about"]["roles"].split(" · "))
     for bucket, seconds in sorted(summary["seconds"].items(), key=lambda item: -item[1]):
         axes = bucket.removeprefix("exposed ")
@@ -78,10 +85,40 @@ def _exposed(summary: dict[str, Any]) -> list[str]:
         worst = max(causes, key=lambda c: c["exposed_s"], default=None)
         by = f", {percent(worst['exposed_s'] / step)} for its largest cause, {_cause(worst)}" if worst else ""
         roles_text = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
-        lines.append(
-            f"Waiting for communication over {axes} is {percent(seconds / step)} of the step{by}. {roles_text}."
-        )
+        without = _partitions_without(summary, axes.split(","), known)
+        known |= without.keys()
+        text = f"Waiting for communication over {axes} is {percent(seconds / step)} of the step{by}. {roles_text}."
+        lines.append(text + (f" Instead, {'; '.join(without.values())}." if without else ""))
     return lines
+
+
+def _partitions_without(summary: dict[str, Any], axes: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """Return what to say of partitions that split only data over these axes, fit, and send less, by their names.
+
+    Those that send least come first. Partitions that are `known` for this mesh, compiled or named, are left out.
+    """
+    usable, degrees = summary["memory"]["usable"], summary["about"]["degrees"]
+    fitting = [
+        entry
+        for entry in summary.get("partitions", [])
+        if all(entry["roles"].get(axis, "").startswith(("DP", "FSDP", "unused")) for axis in axes)
+        and usable is not None
+        and MARGIN * entry["needs"] <= usable
+    ]
+    now, over = summary["communication"]["bytes"], " and ".join(axes)
+    less = [entry for entry in fitting if entry["sends"] is not None and entry["sends"] <= WORTH_SENDING * now]
+    if not less and degrees["MP1"] * degrees["MP2"] * degrees["SP"] > 1:
+        less = [entry for entry in fitting if entry["sends"] is None][:1]
+    told = {}
+    for entry in sorted(less, key=lambda entry: entry["sends"] or 0)[:2]:
+        if entry["partition"] in known:
+            continue
+        sends = "" if entry["sends"] is None else f" and sends about {sent(entry['sends'])} a step, not {sent(now)}"
+        told[entry["partition"]] = (
+            f"partition={entry['partition']} splits the batch over {over}{sends}; it needs about {gib(entry['needs'])} "
+            f"of {gib(usable)}"
+        )
+    return told
 
 
 def _faster(summary: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[str]:

@@ -51,6 +51,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     summary["parameters"] = outcome["parameters"]
     summary["memory"] = memory_split(run, outcome["memory"])
     summary["larger"] = outcome.get("larger", [])
+    summary["partitions"] = outcome.get("partitions", [])
     summary["options"] = outcome.get("options", [])
     summary["reduction"] = run.config.precision.reduction.value
     summary["communication"] = communication(uses, replay.sending_s if replay is not None else None)
