@@ -223,7 +223,7 @@ def test_every_problem_of_a_layout_is_told_at_once(command: Any):
     assert start == f"valkyrie-train: {len(problems)} problems"
     assert problems[0] == (
         "  - partition=2d_tp puts state (32) of s5.B, s5.C, s5.Lambda_re and 2 more on x=3: 32 is not divisible by "
-        "3. Use a mesh whose x divides it (1, 2, 4, 8, 16, 32), or set model.s5.state_size so that it is 30 or 33."
+        "3. Use a mesh with x=1, x=2, x=4, x=8, x=16 or x=32, or model.s5.state_size=48 or model.s5.state_size=72."
     )
     named = [problem.split(" puts ")[1].split(" of ")[0] for problem in problems if " puts " in problem]
     assert named == ["state (32)", "mlp (128)", "mlp (256)", "heads (4)"]

@@ -171,10 +171,10 @@ def test_an_indivisible_dimension_names_axis_tensor_dimension_and_what_divides()
         ("odd", Tensor(("state",), (3,), (None,))),
     )
     assert problems_of("4x1x2", YAMLS["2d_tp"], arrays=arrays) == [
-        "partition=2d_tp puts mlp (130) of up, other on x=4: 130 is not divisible by 4. Use a mesh whose x divides it "
-        "(1, 2, 5, 10, 13, 26), or set model.mlp so that it is 128 or 132.",
-        "partition=2d_tp puts state (3) of odd on x=4: 3 is not divisible by 4. Use a mesh whose x divides it (1, 3), "
-        "or make state 4.",
+        "partition=2d_tp puts mlp (130) of up, other on x=4: 130 is not divisible by 4. Use a mesh with x=1, "
+        "x=2, x=5, x=10, x=13 or x=26, or model.mlp=128 or model.mlp=132.",
+        "partition=2d_tp puts state (3) of odd on x=4: 3 is not divisible by 4. Use a mesh with x=1 or x=3, or 4 for "
+        "state.",
     ]
 
 
@@ -215,8 +215,8 @@ def test_an_axis_without_a_rule_is_whole_or_as_the_default_says():
     asked = legal("2x1x2", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays)
     assert asked.stored(("layers", "conv")) == ((), ("z",)) and asked.activation(("seq", "conv")) == ((), ("z",))
     assert problems_of("2x1x3", PartitionConfig("mine", {}, batch, default=["z"]), arrays=arrays) == [
-        "partition=mine puts conv (8) of filter on z=3: 8 is not divisible by 3. Use a mesh whose z divides it (1, 2, "
-        "4, 8), or make conv 6 or 9."
+        "partition=mine puts conv (8) of filter on z=3: 8 is not divisible by 3. Use a mesh with z=1, z=2, "
+        "z=4 or z=8, or 6 or 9 for conv."
     ]
 
 

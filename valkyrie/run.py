@@ -21,15 +21,17 @@ from valkyrie.hardware import TargetConfig
 from valkyrie.models import Model, config_class, folder_of, known_axes, let_import
 from valkyrie.modes import MODES, ModeConfig, reads_run
 from valkyrie.optim import OptimizerConfig
-from valkyrie.parallel.layout import Layout, derive_layout, make_layout
+from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.parallel.problems import Problem, nearest_legal
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
-from valkyrie.slices import parse_shape, shortened
+from valkyrie.slices import shortened
 from valkyrie.tasks import task_of
 from valkyrie.tracking import TrackingConfig
-from valkyrie.trees import flat
+from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
@@ -209,7 +211,7 @@ class Run:
         if too_large := _too_large(asdict(c)):
             return too_large
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
-        target_problems = self._target_problems()
+        of_target = target_problems(self.config.target, self.config.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
@@ -237,17 +239,18 @@ class Run:
         elif not MODES[c.mode.name].any_model:
             problems += self._task_problems()
         for key, value in flat(asdict(c)).items():
-            new = not any(key in problem for problem in (*problems, *target_problems))
+            new = not any(key in problem for problem in (*problems, *of_target))
             if new and isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{key}={value}: must be a finite number.")
         if not problems:
             problems += self._layout()[1]
-        return problems + target_problems
+        return problems + of_target
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
         partitions = read_group("partition", PartitionConfig)
-        return [partition.name for partition in partitions if not self._layout(partition)[1]]
+        runs = [self.changed(partition=partition) for partition in partitions]
+        return [run.config.partition.name for run in runs if not run.layout_problems()]
 
     def record(self) -> dict[str, Any]:
         """Return every setting as plain values, paths of what the run reads in full."""
@@ -269,18 +272,36 @@ class Run:
             head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
         write_whole(path, head + OmegaConf.to_yaml(body))
 
-    def _layout(self, partition: PartitionConfig | None = None) -> tuple[Layout | None, list[str]]:
+    def _layout(self) -> tuple[Layout | None, list[str]]:
+        return make_layout(**self._laid_out, nearest=self._nearest)
+
+    @property
+    def _laid_out(self) -> dict[str, Any]:
         c = self.config
-        return make_layout(
-            c.mesh,
-            partition or c.partition,
-            self.arrays,
-            microbatches=c.microbatches,
-            remat=c.remat,
-            batch=c.batch,
-            seq=c.seq,
-            known_axes=known_axes(),
-        )
+        asked = {key: getattr(c, key) for key in ("mesh", "partition", "microbatches", "remat", "batch", "seq")}
+        return asked | {"arrays": self.arrays, "known_axes": known_axes()}
+
+    def layout_problems(self) -> set[str]:
+        """Return what is wrong with the layout, without what would help."""
+        if problems := self.config.mesh.problems():
+            return set(problems)
+        return {problem.identity for problem in layout_with_problems(**self._laid_out)[1]}
+
+    def _nearest(self, key: str, problem: Problem) -> list[int]:
+        """Return the values of a key next to its own that remove a problem of the layout and make no other."""
+        known = self.layout_problems() - {problem.identity}
+
+        def legal(value: int) -> bool:
+            other = Run(config := with_value(self.config, key, value), config.model)
+            return (
+                not config.model.problems()
+                and problem.removed_by(value, other.arrays)
+                and (other.layout_problems() <= known)
+            )
+
+        value = at(self.config, key)
+        least = value if key == "model.vocab_size" else 1  # the tokenizer's ids are not fewer
+        return nearest_legal(value, problem.parts, legal, least)
 
     def _task_problems(self) -> list[str]:
         """Return why its task cannot train its model as asked."""
@@ -301,36 +322,6 @@ class Run:
             )
         return problems
 
-    def _target_problems(self) -> list[str]:
-        target, mesh = self.config.target, self.config.mesh
-        problems = target.problems()
-        if problems or target.devices is None:
-            return problems
-        if target.devices != mesh.size:
-            return [_wrong_size(target, mesh)]
-        if mesh.slices > 1 == target.slices and target.topology and mesh.placement is None:
-            return [
-                f"mesh={mesh.name} is {mesh.slices} slices joined by the data-centre network, and "
-                f"target={target.describe()} is one.{_as_slices(target, mesh)} In one slice, use a mesh such as "
-                f"mesh={_mesh_like(target)}."
-            ]
-        if 1 < target.slices != mesh.slices and mesh.placement is None:
-            return [
-                f"target.slices={target.slices}: slices are joined by the data-centre network, and mesh={mesh.name} "
-                f"does not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, "
-                "or set mesh.placement."
-            ]
-        return []
-
-
-def as_written(value: Any) -> str:
-    """Return a value as a person writes it on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(as_written, value))}]"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value.value if isinstance(value, Enum) else value)
-
 
 def _too_large(values: dict[str, Any]) -> list[str]:
     """Return the refusal of every whole number that no program could take, so that nothing is computed with it."""
@@ -341,44 +332,6 @@ def _too_large(values: dict[str, Any]) -> list[str]:
             if isinstance(number, int) and abs(number) > largest:
                 problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
     return problems
-
-
-def _wrong_size(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the refusal of a mesh of more or fewer devices than the target, with the target that has as many."""
-    chips, per_chip = (target.chips or 0) * target.slices, target.chip.devices if target.chip else 1
-    noun = "chips" if target.chip and per_chip == 1 else "devices"
-    has = f"{chips} chips, each of {per_chip} JAX devices" if per_chip > 1 else f"{chips} {noun}"
-    if target.chip and target.chip.units_in_name > 1 and target.name.endswith(f"-{mesh.size}"):
-        has += f" ({target.name} counts {target.chip.units_in_name} cores a chip)"
-    inner = f"{target.slices}s" if target.slices > 1 else ""
-    such_as = f", such as mesh={inner}{_mesh_like(target)}" if target.chip and target.topology else ""
-    resized = target.resized(mesh.size)
-    nearest = " and ".join(f"target={other.describe()}" for other in target.nearest(mesh.size))
-    fitting = f" No slice has {mesh.size} {noun}; the nearest are {nearest}." if nearest else ""
-    if resized is not None:
-        fitting = f" {mesh.size} {noun} are target={resized.describe()}."
-    return (
-        f"target={target.describe()} has {has}, but mesh={mesh.name} needs {mesh.size} devices."
-        f"{_as_slices(target, mesh) or fitting} Use a mesh of {target.devices} devices{such_as}"
-        f"{'' if resized is None else f', or a target of {mesh.size}'}."
-    )
-
-
-def _as_slices(target: TargetConfig, mesh: MeshConfig) -> str:
-    """Return the sentence that names the target of each slice of a mesh, empty where the target's slices are its."""
-    each = mesh.size // mesh.slices
-    resized = target.resized(each) if target.topology and mesh.slices not in (1, target.slices) else None
-    if resized is None:
-        return ""
-    return f" {mesh.slices} slices of {each} devices are target={resized.name} target.slices={mesh.slices}."
-
-
-def _mesh_like(target: TargetConfig) -> str:
-    """Return the mesh that follows the axes of a target's torus, its devices of a chip last."""
-    shape = list(parse_shape(target.topology) or (target.chips or 1,))
-    if target.chip and target.chip.devices > 1:
-        shape.append(target.chip.devices)
-    return "x".join(str(n) for n in shape + [1] * (3 - len(shape)))
 
 
 def unknown_key(full_key: str, parent: Any) -> str:

@@ -1,8 +1,10 @@
-"""Dotted names of the leaves of nested dicts, and of JAX's trees; JAX is imported only for the latter."""
+"""Dotted names: leaves of nested dicts, values of nested dataclasses, leaves of JAX's trees. JAX comes with those."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 
@@ -12,6 +14,28 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
+
+
+def at(config: Any, key: str) -> Any:
+    """Return the value of a dotted key of nested dataclasses."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """Return nested dataclasses with another value of a dotted key."""
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
+
+
+def as_written(value: Any) -> str:
+    """Return a value as a person writes it on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_written, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def names_of(tree: Any) -> list[str]:

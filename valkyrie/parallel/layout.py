@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis, Tensor
-from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
+from valkyrie.parallel.mesh import MeshConfig, resized
 from valkyrie.parallel.partition import Memory, PartitionConfig, Remat, Rules, resolve_rules, roles
+from valkyrie.parallel.problems import Nearest, Problem, layout_problems
 
 ROLES = ("DP", "FSDP", "MP1", "MP2", "SP")
 """The kinds of roles that a mesh axis of more than one device may have in a legal layout."""
@@ -135,29 +136,49 @@ def make_layout(
     batch: int,
     seq: int,
     known_axes: Collection[str],
+    nearest: Nearest | None = None,
 ) -> tuple[Layout | None, list[str]]:
     """Return the layout of a model's arrays, and every problem it has with them, this batch and this length.
 
     `batch` counts sequences of the global batch, `seq` tokens of a sequence; `known_axes` are logical axes of other
-    models, for which a partition may have rules. The layout is None when the mesh itself makes no sense.
+    models, for which a partition may have rules. `nearest` returns the values of a key next to its own that remove a
+    problem, by its statement, and make no other; without it the nearest that divide are told. The layout is None when
+    the mesh itself makes no sense.
     """
     problems = mesh.problems()
     if microbatches < 1:
         problems.append(f"microbatches={microbatches}: at least 1 is needed.")
     if problems:
         return None, problems
+
+    def on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
+        return layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, known_axes)
+
+    layout, found = on(mesh)
+    known = {problem.identity for problem in found}
+
+    def sizes_of(problem: Problem) -> list[int]:
+        """Return the sizes of the one mesh axis of a problem, up to 64, that remove it and make no other."""
+        (axis,), least = problem.mesh_axes, known - {problem.identity}
+        divisors = [n for n in range(1, 65) if problem.size % n == 0]
+        return [n for n in divisors if {p.identity for p in on(resized(mesh, axis, n))[1]} <= least]
+
+    return layout, list(dict.fromkeys(problem.text(nearest, sizes_of) for problem in found))
+
+
+def layout_with_problems(
+    mesh: MeshConfig,
+    partition: PartitionConfig,
+    arrays: Arrays,
+    microbatches: int,
+    remat: Remat,
+    batch: int,
+    seq: int,
+    known_axes: Collection[str],
+) -> tuple[Layout, list[Problem]]:
+    """Return the layout that a sound mesh has, as `make_layout` does, with its problems before they are words."""
     layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes=known_axes)
-    if not problems:
-        problems += _spent_twice(layout, arrays)
-        problems += _indivisible(layout, arrays)
-        problems += _batch_problems(layout, batch, seq)
-        problems += [
-            f"partition={partition.name} leaves mesh axis {axis}={mesh.axes[axis]} idle: its devices would repeat "
-            f"each other's work. Use a mesh with {axis}=1, or a partition that uses {axis}."
-            for axis, role in layout.roles.items()
-            if role == "idle"
-        ]
-    return layout, list(dict.fromkeys(problems))
+    return layout, [Problem(text) for text in problems] or layout_problems(layout, arrays, batch, seq)
 
 
 def derive_layout(
@@ -194,85 +215,6 @@ def _following(layout: Layout, arrays: Arrays) -> Layout:
                 notes.append(f"{axis} ({lengths}) cannot be split like {other}: whole over {whole}")
                 layout = replace(layout, **{kind: {**rules, axis: split}})
     return replace(layout, notes=tuple(dict.fromkeys(notes)))
-
-
-def _split(layout: Layout, arrays: Arrays) -> Iterator[tuple[list[str], Tensor, tuple[tuple[str, ...], ...]]]:
-    """Yield every different array: its names, itself, and the mesh axes of each of its dimensions."""
-    for tensor, names in arrays.parameters.items():
-        yield names, tensor, layout.stored(tensor.axes)
-    for tensor, names in arrays.activations.items():
-        yield names, tensor, layout.activation(tensor.axes)
-
-
-def _spent_twice(layout: Layout, arrays: Arrays) -> list[str]:
-    cases: dict[tuple[str, str, str], list[str]] = {}
-    for names, tensor, split in _split(layout, arrays):
-        seen: dict[str, str] = {}
-        for logical, mesh_axes in zip(tensor.axes, split, strict=True):
-            for mesh_axis in mesh_axes:
-                if mesh_axis in seen:
-                    cases.setdefault((mesh_axis, seen[mesh_axis], logical or ""), []).extend(names)
-                seen[mesh_axis] = logical or ""
-    return [
-        f"partition={layout.partition.name} spends mesh axis {mesh_axis} twice on {_listed(names)}: on {first} and on "
-        f"{second}. Give one of them another axis."
-        for (mesh_axis, first, second), names in cases.items()
-    ]
-
-
-def _indivisible(layout: Layout, arrays: Arrays) -> list[str]:
-    cases: dict[tuple[str, int, str | None, tuple[str, ...]], list[str]] = {}
-    for names, tensor, split in _split(layout, arrays):
-        for logical, size, key, mesh_axes in zip(tensor.axes, tensor.shape, tensor.keys, split, strict=True):
-            if logical is not None and size % layout.parts(mesh_axes):
-                cases.setdefault((logical, size, key, mesh_axes), []).extend(names)
-    problems = []
-    for (logical, size, key, mesh_axes), names in cases.items():
-        parts = layout.parts(mesh_axes)
-        setting = f"set {key} so that it is {_near(size, parts)}" if key else f"make {logical} {_near(size, parts)}"
-        problems.append(
-            f"partition={layout.partition.name} puts {logical} ({size}) of {_listed(names)} on "
-            f"{layout.sizes(mesh_axes)}: {size} is not divisible by {parts}. Use a mesh whose {'·'.join(mesh_axes)} "
-            f"divides it ({_divisors(size)}), or {setting}."
-        )
-    return problems
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names of a list, parameters alone where there are any."""
-    parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
-    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-    return ", ".join(parameters[:3]) + more
-
-
-def _near(size: int, parts: int) -> str:
-    lower, upper = size // parts * parts, -(-size // parts) * parts
-    return f"{lower} or {upper}" if lower else str(upper)
-
-
-def _batch_problems(layout: Layout, batch: int, seq: int) -> list[str]:
-    problems = []
-    rows = layout.shards(BATCH) * layout.microbatches
-    if batch % rows:
-        over = layout.sizes(layout.activations[BATCH]) or "one shard"
-        also = f" times microbatches={layout.microbatches}" if layout.microbatches > 1 else ""
-        problems.append(
-            f"batch={batch} is not divisible by {rows}: partition={layout.partition.name} splits it over {over}"
-            f"{also}. Use batch={_near(batch, rows).replace(' or ', ' or batch=')}."
-        )
-    parts = layout.shards(SEQ)
-    if seq % parts:
-        over = layout.sizes(layout.activations[SEQ])
-        problems.append(
-            f"seq={seq} is not divisible by {parts}: partition={layout.partition.name} splits it over {over}. "
-            f"Use seq={_near(seq, parts).replace(' or ', ' or seq=')}."
-        )
-    return problems
-
-
-def _divisors(n: int) -> str:
-    small = [d for d in range(1, min(n, 64) + 1) if n % d == 0]
-    return ", ".join(str(d) for d in small[:8])
 
 
 def fused(axes: Sequence[str], sizes: Mapping[str, int], rules: Sequence[tuple[str, ...]]) -> tuple[object, ...]:

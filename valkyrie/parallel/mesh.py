@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
@@ -61,6 +61,15 @@ class MeshConfig:
                 f"({', '.join(AXIS_NAMES[-len(self.shape) :])}): write one name for each, or null."
             )
         return problems
+
+
+def resized(mesh: MeshConfig, axis: str, size: int) -> MeshConfig:
+    """Return a mesh with another size of one axis, without a placement."""
+    if axis == SLICE_AXIS:
+        return replace(mesh, slices=size, placement=None)
+    place = AXIS_NAMES[-len(mesh.shape) :].index(axis)
+    shape = [size if i == place else n for i, n in enumerate(mesh.shape)]
+    return replace(mesh, shape=shape, placement=None)
 
 
 def parse_mesh(name: str) -> MeshConfig:

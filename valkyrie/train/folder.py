@@ -20,7 +20,8 @@ from yaml import YAMLError
 from valkyrie.checkpoint import FOLDER, latest_step
 from valkyrie.optim import OptimizerConfig, learning_rate
 from valkyrie.paths import write_whole, writing
-from valkyrie.run import Run, as_written
+from valkyrie.run import Run
+from valkyrie.trees import as_written
 
 RUN = "run.yaml"
 """The file of a run folder with every setting of its last training; `resume` begins with them."""

@@ -1,0 +1,69 @@
+"""What a refused layout advises: each value, applied alone, removes its problem and makes no other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from helpers import MODELS, compose_run
+from valkyrie.parallel.mesh import parse_mesh, resized
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.paths import read_group
+from valkyrie.run import Run
+from valkyrie.trees import at, with_value
+
+RUNS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}") for model in MODELS}
+PARTITIONS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
+
+
+def problems_of(run: Run) -> set[str]:
+    """Return problems by what they say, without numbers and without what would help."""
+    return {re.sub("[0-9]+", "#", problem) for problem in run.model.problems()} | run.layout_problems()
+
+
+def applied(run: Run, key: str, value: int) -> Run:
+    if "." not in key and key not in ("batch", "seq"):
+        return run.changed(mesh=resized(run.config.mesh, key, value))
+    config = with_value(run.config, key, value)
+    return Run(config, config.model)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(sorted(RUNS)),
+    partition=st.sampled_from(sorted(PARTITIONS)),
+    shape=st.lists(st.sampled_from([1, 1, 2, 3, 4, 5, 6, 8, 12]), min_size=3, max_size=3),
+    batch=st.integers(1, 50),
+    seq=st.integers(1, 300),
+    microbatches=st.sampled_from([1, 2, 3]),
+)
+def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: list[int], **asked: int):
+    mesh = parse_mesh("x".join(map(str, shape)))
+    run = RUNS[model].changed(mesh=mesh, partition=PARTITIONS[partition], **asked)
+    before = problems_of(run)
+    for problem in run.problems():
+        said, _, advice = problem.partition(" Use ")
+        for key, value in re.findall(r"([a-z][a-z0-9_.]*)=([0-9]+)", advice if " is not divisible " in said else ""):
+            event(f"advises {key}")
+            after = problems_of(applied(run, key, int(value)))
+            assert after <= before - {re.sub("[0-9]+", "#", said)}, (key, value, problem)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (("mesh=3x1x1", "partition=2d_tp"), "model.s5.state_size=48 or model.s5.state_size=72."),  # pairs, in blocks
+        (("mesh=3x1x1", "partition=2d_tp"), "model.attention.heads=12."),  # a multiple of the key heads
+        (("mesh=1x1x4", "partition=dp", "batch=10", "microbatches=3"), "Use batch=12."),
+    ],
+)
+def test_values_obey_what_else_the_key_must_be(wrong: tuple[str, ...], advice: str):
+    run = compose_run("model=valkyrie_tiny", "mesh=1x1x1", "partition=dp", "batch=12")
+    asked = dict(text.split("=") for text in wrong)
+    changes = {key: int(value) for key, value in asked.items() if key not in ("mesh", "partition")}
+    run = run.changed(mesh=parse_mesh(asked["mesh"]), partition=PARTITIONS[asked["partition"]], **changes)
+    assert any(problem.endswith(advice) for problem in run.problems()), run.problems()
+    assert at(run.config, "model.s5.state_size") == 64
