@@ -8,13 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
-from runs import command, tiny
+from helpers import compose_run
+from runs import TINY, command, tiny
 from valkyrie import checkpoint
 from valkyrie.checkpoint import latest_step
 from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, writing
+from valkyrie.search import compile
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics
+from valkyrie.train.devices import configure_jax
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -125,3 +129,30 @@ def test_a_cache_is_tried_before_it_is_used(tmp_path: Path, a_file: Path):
     assert list((tmp_path / "cache" / "xla").iterdir()) == []
     trouble = cache_trouble(a_file / "cache")
     assert trouble is not None and trouble.startswith(f"{a_file / 'cache'} cannot be written (not a directory).")
+
+
+def test_data_is_prepared_elsewhere_where_its_cache_cannot_be_written(
+    tmp_path: Path, a_file: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert command(*tiny(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
+    out = capsys.readouterr().out
+    said = (
+        f"{a_file / 'cache'} cannot be written (not a directory). Write elsewhere with data.cache_dir=DIR. The data is"
+    )
+    assert out.startswith(said) and "for this run alone" in out
+
+
+def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
+    a_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(a_file / "cache"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    before, lines = jax.config.jax_compilation_cache_dir, []
+    run = compose_run(*TINY, "mesh=1x1x1", "partition=dp")
+    configure_jax(run, lines.append)
+    assert jax.config.jax_compilation_cache_dir == before
+    assert len(lines) == 1 and lines[0].endswith("elsewhere with VALKYRIE_CACHE=DIR. Compiled programs are not kept.")
+    monkeypatch.setattr(compile, "_in_child", lambda *_: {"status": "failed", "reason": "it was not tried"})
+    compiled = compile.compile_layout(run, 1)
+    assert compiled.status == "failed" and compiled.note is not None
+    assert compiled.note.endswith("elsewhere with VALKYRIE_CACHE=DIR. This compile is not kept.")

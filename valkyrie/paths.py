@@ -61,14 +61,17 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Around what writes a file or folder: DiskError with its path and the remedy, in place of the system's error."""
+def writing(path: Path, elsewhere: str | None = None) -> Iterator[None]:
+    """Around what writes a file or folder: DiskError with its path and the remedy, in place of the system's error.
+
+    `elsewhere` is the setting that chooses another place; by default that of caches for a path in them, else `runs`.
+    """
     try:
         yield
     except DiskError:
         raise
     except OSError as error:
-        elsewhere = "VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR"
+        elsewhere = elsewhere or ("VALKYRIE_CACHE=DIR" if path.is_relative_to(cache_root()) else "runs=DIR")
         remedy = f"{'Free some room there, or write' if is_full(error) else 'Write'} elsewhere with {elsewhere}."
         raise DiskError(f"{path} cannot be written ({why(error)}). {remedy}") from error
 
@@ -89,10 +92,10 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def cache_trouble(folder: Path) -> str | None:
+def cache_trouble(folder: Path, elsewhere: str = "VALKYRIE_CACHE=DIR") -> str | None:
     """Return why a folder cannot serve as a cache, which needs room for a few files; None where it can."""
     try:
-        with writing(folder):
+        with writing(folder, elsewhere):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(bytes(_PROBE))

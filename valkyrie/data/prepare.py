@@ -28,6 +28,7 @@ from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 from valkyrie.locks import Lock, lock
+from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, writing
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text done so far, and with those of all files (None where there are no files)."""
@@ -40,7 +41,8 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
     """Return the dataset as token shards, from the cache if the same files, tokenizer and split were prepared before.
 
     Several processes may call it at once: one works, the others wait or come to the same result. A preparation that is
-    killed leaves nothing that is taken for a dataset. ValueError for every mistake in the configuration or the files.
+    killed leaves nothing that is taken for a dataset. ValueError for every mistake in the configuration or the files,
+    DiskError where the cache cannot be written.
     """
     ready = _given_directory(config, tokenizer)
     if ready is not None:
@@ -54,7 +56,8 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
     final = cache / f"{slug}-{key[:16]}"
     if final.is_dir():
         return open_prepared(final)
-    cache.mkdir(parents=True, exist_ok=True)
+    if trouble := cache_trouble(cache, _elsewhere(cache)):
+        raise DiskError(trouble)
     with _lock(cache / f".{final.name}.lock") as alone:
         if final.is_dir():
             return open_prepared(final)
@@ -66,9 +69,18 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
         try:
             _write(config, listing, load_tokenizer(tokenizer), key, partial, progress)
             _publish(partial, final)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            with writing(cache, _elsewhere(cache)):
+                raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return open_prepared(final)
+
+
+def _elsewhere(cache: Path) -> str:
+    return "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
 
 
 def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:

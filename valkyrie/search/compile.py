@@ -5,6 +5,7 @@ Imports no JAX: a layout compiled before is answered from the cache in about the
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -23,7 +24,7 @@ from typing import Any
 from valkyrie.hardware import Platform
 from valkyrie.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.parallel.topology import libtpu_missing
-from valkyrie.paths import cache_root, source_digest
+from valkyrie.paths import cache_root, cache_trouble, source_digest
 from valkyrie.run import Run
 from valkyrie.search.child import KEYS, OUTCOME
 from valkyrie.train.folder import versions
@@ -42,13 +43,15 @@ Progress = Callable[[str], None]
 class Compiled:
     """What became of a compile: `outcome` as the child wrote it, and the folder that holds it and the module.
 
-    `outcome["status"]` is `ok`, or `does_not_fit`, `refused`, `failed` or `timeout` with a `reason`.
+    `outcome["status"]` is `ok`, or `does_not_fit`, `refused`, `failed` or `timeout` with a `reason`. `note` says why it
+    is not kept; its folder then goes with this process.
     """
 
     outcome: dict[str, Any]
     folder: Path
     cached: bool
     seconds: float
+    note: str | None = None
 
     @property
     def status(self) -> str:
@@ -76,10 +79,15 @@ def compile_layout(
     outcome = kept_outcome(folder, run.config.mode.hlo) if use_cache else None
     if outcome is not None:
         return Compiled(outcome, folder, True, time.perf_counter() - began)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    progress = progress or (lambda line: None)
+    if trouble := cache_trouble(folder.parent):
+        scratch = Path(tempfile.mkdtemp(prefix="valkyrie-compile-"))
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        outcome = _in_child(run, scratch, limit_s, progress)
+        return Compiled(outcome, scratch, False, time.perf_counter() - began, f"{trouble} This compile is not kept.")
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        outcome = _in_child(run, scratch, limit_s, progress or (lambda line: None))
+        outcome = _in_child(run, scratch, limit_s, progress)
         if outcome["status"] in ("ok", "does_not_fit"):
             keep(scratch, folder, anew=not use_cache)
     finally:

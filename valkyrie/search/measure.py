@@ -16,7 +16,6 @@ import numpy as np
 
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import parse
-from valkyrie.data.prepare import prepare
 from valkyrie.modes import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Run
@@ -25,6 +24,7 @@ from valkyrie.search.profile import collective_times
 from valkyrie.search.summary import SCHEMA, communication, memory_split
 from valkyrie.train.devices import Devices
 from valkyrie.train.folder import versions
+from valkyrie.train.prepare import prepared_anywhere
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, out_of_memory
 
@@ -103,7 +103,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         yield itertools.repeat(program.place(batch))
         return
     with program.task.loader(
-        prepare(config.data, run.tokenizer),
+        prepared_anywhere(run),
         "train",
         batch=config.batch,
         seq=config.seq,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.hardware import Platform
 from valkyrie.machine.timeline import write_timeline
 from valkyrie.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
-from valkyrie.paths import cache_root, write_whole
+from valkyrie.paths import DiskError, cache_root, write_whole
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.compile import Compiled, compile_layout, program_digest
@@ -59,7 +59,8 @@ def compile_mode(run: Run) -> int:
 
 def measure_mode(run: Run) -> int:
     """Time the run's step on the devices at hand, print what it takes, and return the exit status."""
-    devices, console = prepare_devices(run), make_console()
+    console = make_console()
+    devices = prepare_devices(run, console.print)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     from valkyrie.search.measure import measure
     from valkyrie.search.show import show
@@ -92,11 +93,14 @@ def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[st
             from valkyrie.search.replayed import replayed  # needs NumPy; a report, which reads names here, does not
 
             replay, uses = replayed(run, compiled)
+    if compiled.note is not None:
+        console.print(compiled.note, soft_wrap=True)
     summary = summarise(run, compiled, replay, uses)
     summary["work"] = work_key(run)
     summary["hints"] = hints(summary, _others(run, compiled))
     if compiled.status in ("ok", "does_not_fit"):
-        write_whole(compiled.folder / KEPT_SUMMARY, json.dumps(summary))
+        with contextlib.suppress(DiskError):  # it only serves later hints
+            write_whole(compiled.folder / KEPT_SUMMARY, json.dumps(summary))
     return compiled, summary, replay
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -11,7 +13,7 @@ from typing import Any
 
 from valkyrie.compose import accelerators
 from valkyrie.hardware import ChipConfig, Platform, chip_of
-from valkyrie.paths import cache_root
+from valkyrie.paths import cache_root, cache_trouble
 from valkyrie.run import Run
 from valkyrie.train.host import too_many_simulated
 
@@ -90,22 +92,32 @@ def acquire(run: Run) -> Devices:
     return Devices(tuple(devices[: mesh.size]), platform, chip, simulated=platform == "cpu")
 
 
-def prepare_devices(run: Run) -> Devices:
+def prepare_devices(run: Run, say: Callable[[str], Any] | None = None) -> Devices:
     """Return the run's devices with JAX set up for it; ValueError says why this machine cannot give them."""
     if problems := missing_devices(run):
         raise ValueError("\n".join(problems))
-    configure_jax(run)
+    configure_jax(run, say)
     return acquire(run)
 
 
-def configure_jax(run: Run) -> None:
-    """Set the process-wide switches of JAX: the persistent compilation cache, and `debug=nans`."""
+def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:
+    """Set the process-wide switches of JAX: the persistent compilation cache, and `debug=nans`.
+
+    With `say`, give it a line where the cache cannot be written; it is gone without then.
+    """
     import jax
 
     if only_libtpu_without_a_tpu():
         jax.config.update("jax_platforms", "cpu")  # libtpu, asked for devices, complains at length on stderr
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(cache_root() / "xla"))
+    cache = cache_root() / "xla"
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")  # filled up meanwhile
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        pass  # the user's own
+    elif trouble := cache_trouble(cache):
+        if say is not None:
+            say(f"{trouble} Compiled programs are not kept.")
+    else:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_debug_nans", run.config.debug.value == "nans")

@@ -77,7 +77,7 @@ def evaluate(run: Run) -> int:
 def generate(run: Run) -> int:
     """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
     folder = trained_folder(run)
-    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run)
+    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr)
     program, step, parameters = restore(run, devices, folder)
     console.print(f"{folder.name} at step {step}", style="dim")
     with out_of_memory_in_plain_words(run, devices):
@@ -105,6 +105,10 @@ def show(run: Run) -> int:
     configure_jax(run)
     show_run(run, make_console())
     return 0
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer, devices: Devices) -> None:

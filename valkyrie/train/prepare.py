@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valkyrie.paths import DiskError
 from valkyrie.run import Run
 from valkyrie.train.devices import acquire, configure_jax, missing_devices
 from valkyrie.train.folder import changed_settings, find_run
@@ -31,13 +37,11 @@ def prepare_run(run: Run, console: Console) -> Inputs:
 
     ValueError where the devices are not of this machine, or where tokenizer and model do not fit.
     """
-    from valkyrie.data.prepare import prepare
-
     problems = missing_devices(run)
     if problems:
         raise ValueError("\n".join(problems))
     tokenizer = tokenizer_of(run)
-    data = prepare(run.config.data, run.tokenizer)
+    data = prepared_anywhere(run, console.print)
     console.print(
         f"data {data.name}: {data.train.tokens:,} training tokens, {data.validation.tokens:,} validation tokens "
         f"({data.tokenizer})",
@@ -45,10 +49,25 @@ def prepare_run(run: Run, console: Console) -> Inputs:
     )
     if note := uneven_split(data.train.tokens, data.validation.tokens, run.config.data.validation_fraction):
         console.print(note, style="yellow")
-    configure_jax(run)
+    configure_jax(run, console.print)
     devices = acquire(run)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return Inputs(devices, data, tokenizer)
+
+
+def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None) -> Prepared:
+    """Return the prepared data of a run; where the cache cannot be written, for this process alone, with a line."""
+    from valkyrie.data.prepare import prepare
+
+    try:
+        return prepare(run.config.data, run.tokenizer)
+    except DiskError as error:
+        folder = tempfile.mkdtemp(prefix="valkyrie-data-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        data = prepare(replace(run.config.data, cache_dir=folder), run.tokenizer)
+        if say is not None:
+            say(f"{error} The data is prepared in {folder}, for this run alone.")
+        return data
 
 
 def uneven_split(train: int, validation: int, wanted: float) -> str | None:
