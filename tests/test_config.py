@@ -357,3 +357,67 @@ def test_a_machine_without_accelerators_gets_eight_simulated_devices(monkeypatch
 def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("valkyrie.compose.accelerators", lambda: 4)
     assert default_mesh() == "1x1x4"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "asked", "told"),
+    [
+        (
+            "experiment/m.yaml",
+            "steps: 5\n",
+            "experiment=m",
+            "the file of experiment= must begin with the line '# @package _global_'; without it, its settings are "
+            "those of a group experiment, which there is not.",
+        ),
+        (
+            "partition/m.yml",
+            "name: m\n",
+            "partition=m",
+            "partition=m: own/partition/m.yml is not looked at, for its name ends in .yml. Rename it to m.yaml.",
+        ),
+        (
+            "experiment/m.yaml",
+            "steps: 5\n",
+            "experiment=own/experiment/m.yaml",
+            "experiment=own/experiment/m.yaml is a path, and a choice is a name. For FOLDER/experiment/m.yaml write "
+            "--config-dir FOLDER experiment=m, here --config-dir own.",
+        ),
+        (
+            "experiment/m.yaml",
+            "# @package _global_\ndefaults: [override /partiton: dp]\n",
+            "experiment=m",
+            "experiment/m.yaml: its defaults list overrides partiton, which is no group. Did you mean partition? "
+            f"Groups: {', '.join(('model', 'experiment', 'sweep', *SCHEMAS))}.",
+        ),
+        (
+            "experiment/m.yaml",
+            "# @package _global_\nmodel: gpt_tiny\n",
+            "experiment=m",
+            "experiment/m.yaml: gpt_tiny stands where the settings of a group belong. A choice is made in the defaults "
+            "list: defaults: ['override /GROUP: gpt_tiny'].",
+        ),
+    ],
+)
+def test_a_slip_in_a_file_of_ones_own_is_told_with_its_cure(
+    command: Any, tmp_path: Path, file: str, text: str, asked: str, told: str
+):
+    path = tmp_path / "own" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    refused = command("--config-dir", "own", asked)
+    assert (refused.status, refused.err.replace(f"{tmp_path}/", "")) == (2, f"valkyrie-train: {told}\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "ids"),
+    [("model.tokenizer=gpt2", 50257), ("data.tokenizer=cl100k_base", 100277), ("model.vocab_size=300", 300)],
+)
+def test_a_model_has_the_vocabulary_of_its_tokenizer(command: Any, asked: str, ids: int):
+    assert command("model=gpt_tiny", asked).run.model.vocab_size == ids
+
+
+def test_an_unknown_tokenizer_is_refused_where_the_model_is_composed(command: Any):
+    refused = command("model=gpt_tiny", "data.tokenizer=nope")
+    assert refused.status == 2 and refused.err.startswith(
+        "valkyrie-train: tokenizer=nope is not known. Use one of bytes,"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import math
 import os
@@ -12,16 +11,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-)
-from yaml import YAMLError
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.choices import Chips, files, target_named
@@ -33,7 +25,7 @@ from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.precision import PolicyConfig
-from valkyrie.run import RunConfig, unknown_key
+from valkyrie.run import RunConfig
 from valkyrie.slices import even_shape, parse_shape, shape_text
 from valkyrie.targets import parse_target
 from valkyrie.tracking import TrackingConfig
@@ -138,6 +130,7 @@ def register() -> Path:
     OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
     OmegaConf.register_new_resolver("default_remat", default_remat, replace=True)
     OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
+    OmegaConf.register_new_resolver("ids_of", ids_of, replace=True)
     OmegaConf.register_new_resolver("described_modes", described_modes, replace=True)
     return conf_dir_checked()
 
@@ -205,6 +198,18 @@ def default_precision(target: str = "auto") -> str:
     return "float32" if simulated else "bf16_mixed"
 
 
+def ids_of(tokenizer: str | None, default: str) -> int:
+    """Return how many ids a tokenizer has, or the default one where it is None; ValueError for an unknown name."""
+    from valkyrie.data.config import VOCAB_SIZES
+
+    name = tokenizer or default
+    if name in VOCAB_SIZES:
+        return VOCAB_SIZES[name]
+    from valkyrie.data.tokenizer import vocab_size_of
+
+    return vocab_size_of(name)
+
+
 def described_modes() -> str:
     """Return a line for each mode, as `--help` has it."""
     return "\n".join(f"  mode={mode.name:12} {mode.description}" for mode in MODES.values())
@@ -223,52 +228,6 @@ def accelerators() -> int:
         if files[kind] and any(importlib.util.find_spec(name) for name in names):
             return len(files[kind])
     return 0
-
-
-def explain(error: Exception) -> str:
-    """Return an error of Hydra, OmegaConf or YAML in a few plain lines: what was asked, and the choices."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
-        options = list(error.options or ())
-        near = difflib.get_close_matches(name, options, n=1)
-        hint = f" Did you mean {group}={near[0]}?" if near else ""
-        form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
-        return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
-    if isinstance(error, OverrideParseException):
-        return _unreadable(error)
-    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
-        return str(error)
-    refused = _refusal_behind(error)
-    if refused is not None:
-        return str(refused)
-    cause = error.__cause__ or error.__context__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return unknown_key(str(cause.full_key), cause.parent_node)
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return f"{cause.full_key}: {str(cause).splitlines()[0].rstrip('.')}."
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
-    return "; ".join(lines) or type(error).__name__
-
-
-def _unreadable(error: OverrideParseException) -> str:
-    """Return what Hydra's grammar made of an argument, and how a value of any text is written."""
-    key, sign, value = error.override.partition("=")
-    reason = str(error).splitlines()[0]
-    why = "some of its signs stand only in quotes" if reason.startswith("LexerNoViableAltException") else reason
-    if not sign:
-        return f"{key} cannot be read as KEY=VALUE."
-    quoted = "['...']" if value.startswith("[") else "'...'"
-    return f'{error.override} cannot be read as KEY=VALUE: {why}. Put text in quotes of its own: {key}="{quoted}".'
-
-
-def _refusal_behind(error: BaseException | None) -> ValueError | None:
-    """Return our own refusal, as a resolver raised it, that Hydra and OmegaConf have wrapped in their errors."""
-    while error is not None:
-        cause = error.__cause__ or error.__context__
-        if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
-            return cause
-        error = cause
-    return None
 
 
 def _open_rules(config: DictConfig) -> DictConfig:

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from valkyrie.axes import Arrays
 from valkyrie.checkpoint import CheckpointConfig
@@ -346,5 +351,8 @@ def unknown_key(full_key: str, parent: Any) -> str:
 def _explain(error: OmegaConfBaseException) -> str:
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
+        return str(cause)  # our own refusal, of a resolver
     where = f"{error.full_key}: " if error.full_key else ""
     return f"{where}{str(error).splitlines()[0].rstrip('.')}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +19,8 @@ from yaml import YAMLError
 
 from valkyrie.cli.mistakes import refuse_slips, version_text
 from valkyrie.cli.parser import leave_unread
-from valkyrie.compose import explain, register
+from valkyrie.compose import register
+from valkyrie.explain import explain
 from valkyrie.interrupt import EXIT_STATUS, raises
 from valkyrie.models import let_import
 from valkyrie.modes import MODES
@@ -63,7 +65,7 @@ def dispatch() -> None:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-        fail(explain(error))
+        fail(explain(error, config_dirs(sys.argv[1:])))
     except SweepEndError as error:
         if show_traceback:
             raise
@@ -91,6 +93,11 @@ def _compose(primary: Primary) -> DictConfig | None:
         folder = register()
         with multirun_ends(), refuses_keys_of_null(sys.argv[1:]):
             hydra.main(config_path=str(folder), config_name=primary.name, version_base="1.3")(task)()
+    except RuntimeError as error:
+        deepest = traceback.extract_tb(error.__traceback__)[-1].filename
+        if f"{os.sep}submitit{os.sep}" not in deepest:
+            raise
+        raise ValueError(f"hydra/launcher: {error} hydra/launcher=submitit_local runs on this machine.") from error
     finally:
         os.environ.pop(FULL_ERROR) if given is None else os.environ.update({FULL_ERROR: given})
     return composed[0] if composed else None

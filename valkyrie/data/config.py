@@ -6,6 +6,17 @@ import dataclasses
 import os
 from enum import Enum
 
+BYTES_VOCAB = 257
+"""The ids of the tokenizer `bytes`: 256 bytes, and one that begins a document."""
+VOCAB_SIZES = {
+    "bytes": BYTES_VOCAB,
+    "gpt2": 50257,
+    "r50k_base": 50257,
+    "p50k_base": 50281,
+    "cl100k_base": 100277,
+    "o200k_base": 200019,
+}
+"""How many ids the well-known tokenizers have; of others it is read from their vocabulary."""
 SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
 """The probabilities with which a state of the synthetic chain is followed by each of its four successors."""
 MAX_STATES = 224

@@ -18,20 +18,13 @@ import numpy as np
 import tiktoken
 from jaxtyping import Int32
 
+from valkyrie.data.config import BYTES_VOCAB, VOCAB_SIZES
+
 Ids = Sequence[SupportsIndex] | np.ndarray
 """Token ids, as a list of integers or an array."""
 
-BYTES_VOCAB = 257
 END_OF_TEXT = "<|endoftext|>"
 _GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-_VOCAB_SIZES = {
-    "bytes": BYTES_VOCAB,
-    "gpt2": 50257,
-    "r50k_base": 50257,
-    "p50k_base": 50281,
-    "cl100k_base": 100277,
-    "o200k_base": 200019,
-}
 PATTERNS = {
     "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
@@ -172,7 +165,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def vocab_size_of(name: str) -> int:
     """Return how many ids a tokenizer has; a well-known one is not loaded for it."""
-    return _VOCAB_SIZES[name] if name in _VOCAB_SIZES else load_tokenizer(name).vocab_size
+    return VOCAB_SIZES[name] if name in VOCAB_SIZES else load_tokenizer(name).vocab_size
 
 
 def fingerprint_of(name: str) -> str:
@@ -190,7 +183,7 @@ def fingerprint_of(name: str) -> str:
 
 def check_name(name: str) -> None:
     """Raise ValueError, with the choices, for a name that is neither known to tiktoken nor a file."""
-    if name in _VOCAB_SIZES:
+    if name in VOCAB_SIZES:
         return
     if _is_file_name(name):
         _file_and_pattern(name)

@@ -19,7 +19,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.compose import explain, register
+from valkyrie.compose import register
+from valkyrie.explain import explain
 from valkyrie.models import let_import
 from valkyrie.run import Run
 from valkyrie.train.folder import key_value, parts_of
@@ -61,7 +62,7 @@ def run_of(arguments: Sequence[str]) -> Run:
     try:
         return _composed(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(explain(error)) from error
+        raise ValueError(explain(error, config_dirs(arguments))) from error
 
 
 def run_in(folder: Path, overrides: Sequence[str]) -> Run:
