@@ -12,7 +12,7 @@ import pytest
 from machines import needs_libtpu
 from runs import SINGLE, TINY, command, start
 from valkyrie.train import devices
-from valkyrie.train.devices import Devices, acquire
+from valkyrie.train.devices import Devices, acquire, missing_devices
 
 
 def stand_in(size: int = 2, kind: str = "TPU v4", platform: str = "tpu") -> list[SimpleNamespace]:
@@ -132,3 +132,34 @@ def test_a_training_on_a_laptop_prints_nothing_to_stderr(tmp_path: Path) -> None
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and "SIMULATED" in out
     assert err == ""
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError(), RuntimeError("Unable to initialize backend 'x': no. (set JAX_PLATFORMS='')")]
+)
+def test_a_platform_of_the_environment_that_is_not_here_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(platform: str | None = None) -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ValueError) as caught:
+        acquire(some_run("mesh=1x1x1"))
+    assert str(caught.value).startswith("JAX_PLATFORMS=cuda is set in the environment, and JAX finds no device here")
+    assert "set JAX_PLATFORMS=cpu to simulate" in str(caught.value) and "(set" not in str(caught.value)
+
+
+def test_a_tpu_that_the_environment_asks_for_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(devices, "accelerators", lambda: 0)
+    assert "and this machine has no TPU that JAX can use" in missing_devices(some_run("mesh=1x1x1"))[0]
+
+
+def test_a_flag_that_would_end_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_nonsense=3 --xla_dump_to=x")
+    problems = missing_devices(some_run("mesh=1x1x1"))
+    assert len(problems) == 1 and problems[0].startswith("XLA_FLAGS has --xla_nonsense, which the XLA of jaxlib ")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
+    assert missing_devices(some_run("mesh=1x1x1")) == []

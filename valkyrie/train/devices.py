@@ -15,7 +15,7 @@ from valkyrie.compose import accelerators
 from valkyrie.hardware import ChipConfig, Platform, chip_of
 from valkyrie.paths import cache_root, cache_trouble
 from valkyrie.run import Run
-from valkyrie.train.host import too_many_simulated
+from valkyrie.train.host import too_many_simulated, unknown_flags
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Devices:
 def missing_devices(run: Run) -> list[str]:
     """Return why this machine cannot give the target's devices, as far as device files tell; no JAX is needed."""
     target, mesh = run.config.target, run.config.mesh
+    if unknown := unknown_flags(os.environ.get("XLA_FLAGS", "")):
+        return [unknown]
+    if os.environ.get("JAX_PLATFORMS") == "tpu" and not accelerators():
+        return [_not_here("this machine has no TPU that JAX can use")]
     if target.platform is Platform.cpu or (target.platform is Platform.any and not accelerators()):
         too_many = None if run.config.force else too_many_simulated(mesh.name, mesh.size)
         return [too_many] if too_many else []
@@ -57,6 +61,14 @@ def missing_devices(run: Run) -> list[str]:
         f"({os.cpu_count()} CPU cores). Run this where the chips are, use target=auto, or plan for them with mode=show "
         "or mode=compile."
     ]
+
+
+def _not_here(reason: str) -> str:
+    """Return the refusal of the platforms that the environment asks for."""
+    return (
+        f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} is set in the environment, and {reason}. Unset it to take the "
+        "devices that there are, or set JAX_PLATFORMS=cpu to simulate."
+    )
 
 
 def acquire(run: Run) -> Devices:
@@ -75,8 +87,14 @@ def acquire(run: Run) -> Devices:
     platform = None if target.platform is Platform.any else target.platform.value
     try:
         devices = jax.devices(platform)
-    except RuntimeError as error:
-        raise ValueError(f"target={target.describe()}: JAX finds no {platform} device ({error}).") from error
+    except (RuntimeError, AssertionError) as error:  # an AssertionError without words: no backend has come up
+        told = str(error).partition(" (set JAX_PLATFORMS")[0].splitlines()
+        reason = (
+            f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({told[0].rstrip(".")})' if told else ''}"
+        )
+        if os.environ.get("JAX_PLATFORMS"):
+            raise ValueError(_not_here(reason)) from error
+        raise ValueError(f"target={target.describe()}: {reason}.") from error
     kind, platform = devices[0].device_kind, devices[0].platform
     if target.chip is not None and kind not in target.chip.device_kinds:
         raise ValueError(

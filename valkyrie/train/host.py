@@ -1,9 +1,13 @@
-"""What this host has for simulated devices: the memory that is free, and how many devices its cores can play."""
+"""What this host has: the memory that is free, how many devices its cores can simulate, which flags its XLA knows."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 DEVICES_A_CORE = 128
@@ -27,6 +31,25 @@ def too_many_simulated(mesh: str, devices: int) -> str | None:
         f"core{'s' * (cores > 1)}. More than {most} simulated devices wait for each other there without end. Use a "
         "smaller mesh, or plan for this one with mode=show or mode=compile; force=true goes on regardless."
     )
+
+
+@cache
+def unknown_flags(flags: str) -> str | None:
+    """Return why XLA would end the process at the value of `XLA_FLAGS`; None where it knows all of its names.
+
+    Their names are looked for in its library, which takes 10 ms for one that it has.
+    """
+    names = [flag[2:].partition("=")[0] for flag in flags.split() if flag.startswith("--xla_")]
+    found = find_spec("jaxlib") if names else None
+    library = None if found is None or found.origin is None else Path(found.origin).parent / "libjax_common.so"
+    if library is None or not library.is_file():
+        return None
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        unknown = [name for name in dict.fromkeys(names) if content.find(name.encode() + b"\0") < 0]
+    if not unknown:
+        return None
+    listed = ", ".join(f"--{name}" for name in unknown)
+    return f"XLA_FLAGS has {listed}, which the XLA of jaxlib {version('jaxlib')} does not know. Take it out."
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:

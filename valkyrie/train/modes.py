@@ -100,9 +100,12 @@ def verify(run: Run) -> int:
 
 def show(run: Run) -> int:
     """Print every parameter with its placement and bytes, the roles, and the memory expected; needs no device."""
+    import jax
+
     from valkyrie.train.show import show_run
 
     configure_jax(run)
+    jax.config.update("jax_platforms", "cpu")  # whatever the environment asks for: no device is needed
     show_run(run, make_console())
     return 0
 
