@@ -6,15 +6,17 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
 
-from valkyrie.sweep.tracking import COLUMNS, REPORTED, SweepTracker, trial_id
+from helpers import compose_run
+from valkyrie.sweep.tracking import COLUMNS, REPORTED, SweepTracker, summary_of, trial_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.tracking import TrackingConfig, WandbMode
+from valkyrie.tracking import TrackingConfig, WandbMode, config_of
 from wandb_files import wandb_log, wandb_logs
 
 GIB = 2**30
@@ -105,7 +107,14 @@ def test_every_trial_and_their_parent_are_one_group(told: tuple[Path, dict[str, 
 
 def test_a_run_holds_its_layout_and_what_it_came_to(told: tuple[Path, dict[str, Any]]) -> None:
     log = told[1][OK.name]
-    assert OK.about.items() <= log["config"].items()
+    config = log["config"]
+    assert config["layout"] == "2x2x2-2d_tp" and config["degrees"] == OK.about["degrees"]
+    assert {key: config[key]["name"] for key in ("mesh", "partition", "model", "target")} == {
+        "mesh": "2x2x2",
+        "partition": "2d_tp",
+        "model": "m",
+        "target": "cpu8",
+    }
     assert log["config"]["overrides"] == ["mesh=2x2x2", "partition=2d_tp"]
     assert log["config"]["simulated"] is True
     assert list(log["run"].tags) == ["mesh=2x2x2", "partition=2d_tp", "model=m", "target=cpu8"]
@@ -123,6 +132,47 @@ def test_a_run_holds_its_layout_and_what_it_came_to(told: tuple[Path, dict[str, 
         "comm_bytes/x": 100.0,
         "comm_bytes/x,y": 200.0,
     }
+
+
+def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
+    ran = compose_run("model=gpt_tiny", "mesh=2x2x2", "partition=2d_tp", "optimizer.learning_rate=0.01", "seed=7")
+    (tmp_path / OK.name).mkdir()
+    ran.save(tmp_path / OK.name / "run.yaml")
+    refused = replace(REFUSED, values={"model.embed": "96", "optimizer.learning_rate": "0.5", "model.windows": "[64]"})
+    assert tell(tmp_path, [OK, refused]) == []
+    runs = {log["run"].display_name: log["config"] for log in wandb_logs(tmp_path)}
+    config = runs[OK.name]
+    assert (config["optimizer"]["learning_rate"], config["seed"]) == (0.01, 7)
+    assert config["data"]["name"] == ran.config.data.name and config["model"]["embed"] == ran.config.model.embed
+    assert config["trial"]["retry"] is False and config["trial_key"] == OK.key and "hydra" not in config
+    config = runs[REFUSED.name]
+    assert config["optimizer"]["learning_rate"] == 0.5 and config["model"]["windows"] == [64]
+    assert config["model"] == {"name": "m", "embed": 96, "windows": [64]}
+
+
+def test_bytes_of_no_known_axes_have_a_name() -> None:
+    sent = {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}
+    summary = summary_of(replace(OK, results={"communication": sent}))
+    assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
+
+
+def test_a_server_that_does_not_answer_leaves_the_sweep_offline_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = wandb.init
+
+    def refuse(**arguments: Any) -> Any:
+        if arguments["mode"] == "online":
+            raise wandb.errors.AuthenticationError("the key is wrong")
+        return init(**arguments)
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    said = tell(tmp_path, [OK, FASTER], wandb=WandbMode.online)
+    assert said == [
+        "W&B did not start online (AuthenticationError: the key is wrong); it is offline. Upload it later: "
+        f"wandb sync {tmp_path}/wandb/offline-run-*"
+    ]
+    assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {OK.name, FASTER.name, "laptop"}
 
 
 @pytest.mark.parametrize(("one", "code"), [(OK, 0), (REFUSED, 0), (LARGE, 0), (FAILED, 1)])
@@ -204,7 +254,7 @@ def test_a_wandb_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
 
     monkeypatch.setattr(wandb, "init", fail)
     said = tell(tmp_path, SWEEP)
-    assert said == ["W&B did not take the sweep (OSError: no service); trials.jsonl is written all the same."]
+    assert said == ["W&B did not start (OSError: no service); trials.jsonl is written all the same."]
     assert calls == [OK.name]
     assert len(TrialLog(tmp_path).read()) == len(SWEEP)
 
@@ -302,7 +352,7 @@ def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:
     from valkyrie.tracking import Tracker
 
     config = TrackingConfig(wandb=WandbMode.offline, group="laptop")
-    tracker = Tracker(config, tmp_path, run_name="run", fields=OK.about, group="m-cpu8")
+    tracker = Tracker(config, tmp_path, run_name="run", fields=config_of(OK.about, {}), group="m-cpu8")
     tracker.summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
     tracker.close()
     log = wandb_log(tmp_path)
@@ -329,5 +379,5 @@ def test_a_training_that_reports_itself_does_so_in_the_run_of_its_trial(tmp_path
     folder = tmp_path / "trial"
     folder.mkdir()
     config = TrackingConfig(wandb=WandbMode.offline, id=trial_id(TrackingConfig(), tmp_path, OK.key))
-    Tracker(config, folder, run_name="run", fields=OK.about, group="laptop").close()
+    Tracker(config, folder, run_name="run", fields=config_of(OK.about, {}), group="laptop").close()
     assert wandb_log(folder)["run"].run_id == config.id

@@ -14,7 +14,7 @@ from runs import trained
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics, resolve
 from wandb_files import wandb_log
 
-FIELDS = {"mesh": "4x4x2", "partition": "2d_tp", "model": "m", "target": "v4-64"}
+FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}
 
 
 def tracker(folder: Path, mode: str = "off", start: int | None = None) -> Tracker:
@@ -61,8 +61,11 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
     assert "wandb" not in captured.out + captured.err
     log, lines = wandb_log(folder), read_metrics(folder / "metrics.jsonl")
     config = log["config"]
-    expected = {"mesh": "1x1x1", "partition": "dp", "chips": 1, "target": "auto", "simulated": True, "model": "s5_tiny"}
-    assert expected.items() <= config.items()
+    assert {"layout": "1x1x1-dp", "chips": 1, "simulated": True, "seed": 0, "stage": "train"}.items() <= config.items()
+    names = {"mesh": "1x1x1", "partition": "dp", "target": "auto", "model": "s5_tiny", "precision": "float32"}
+    assert {key: config[key]["name"] for key in names} == names
+    assert config["optimizer"]["warmup_steps"] == 1 and config["optimizer"]["learning_rate"] > 0
+    assert config["data"]["name"] and config["model"]["embed"] > 0 and config["steps"] == 6
     assert config["roles"] == "x=1 unused · y=1 unused · z=1 unused"
     assert log["run"].run_group == "s5_tiny-auto"
     assert log["run"].display_name == "run"
@@ -121,7 +124,7 @@ from pathlib import Path
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode
 began = time.perf_counter()
 config = TrackingConfig(wandb=WandbMode({mode!r}), init_timeout=2)
-one = Tracker(config, Path("."), run_name="a:b#c", fields=dict(mesh="4x4x2"), group="g")
+one = Tracker(config, Path("."), run_name="a:b#c", fields=dict(mesh=dict(name="4x4x2")), group="g")
 one.log(dict(loss=1.0), 1)
 one.close()
 print("wandb" in sys.modules, time.perf_counter() - began, one.note)

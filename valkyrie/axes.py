@@ -32,6 +32,10 @@ Placed = tuple[Axis, ...]
 """The same where one dimension may be split over several logical axes."""
 
 
+UNATTRIBUTED = "unattributed"
+"""What stands in the place of mesh axes for bytes that go between devices whose groups no axes make."""
+
+
 class Size(NamedTuple):
     """The length of a logical axis, and the config key that sets it (None: no one key)."""
 

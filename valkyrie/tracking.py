@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -37,6 +38,10 @@ class TrackingConfig:
     group: str | None = None
     id: str | None = None
     init_timeout: int = 10
+
+
+_GROUPS = ("model", "mesh", "partition", "target", "precision")
+"""Groups whose names describe a run."""
 
 
 class Tracker:
@@ -114,30 +119,46 @@ class Tracker:
         mode = resolve(config.wandb)
         if mode is WandbMode.off:
             return None
-        notes: list[str] = []
         run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
-        for attempt in dict.fromkeys((mode, WandbMode.offline)):
-            try:
-                run = start_wandb(
-                    config,
-                    attempt,
-                    folder,
-                    name=run_name,
-                    run_id=f"{run_id}-offline" if notes else run_id,  # W&B keeps an id whose start has failed
-                    group=config.group or group,
-                    job_type="train",
-                    fields=fields,
-                    resume="allow" if attempt is WandbMode.online else None,
-                )
-            except Exception as error:  # a tracker must never end a run: report it, keep metrics.jsonl
-                online = " online" if attempt is WandbMode.online else ""
-                notes.append(f"W&B did not start{online} ({type(error).__name__}: {error})")
-            else:
-                if notes:
-                    self.note = f"{notes[0]}; it is offline. Upload it later: wandb sync {folder}/wandb/offline-run-*"
-                return run
-        self.note = f"{'; '.join(notes)}; metrics.jsonl is written all the same."
-        return None
+
+        def start(attempt: WandbMode, again: bool) -> Any:
+            return start_wandb(
+                config,
+                attempt,
+                folder,
+                name=run_name,
+                run_id=f"{run_id}-offline" if again else run_id,  # W&B keeps an id whose start has failed
+                group=config.group or group,
+                job_type="train",
+                fields=fields,
+                resume="allow" if attempt is WandbMode.online else None,
+            )
+
+        started, _, self.note = start_or_offline(mode, folder, start)
+        if started is None:
+            self.note = f"{self.note}; metrics.jsonl is written all the same."
+        return started
+
+
+def start_or_offline(
+    mode: WandbMode, folder: Path, start: Callable[[WandbMode, bool], Any]
+) -> tuple[Any, WandbMode, str | None]:
+    """Return a W&B run that `start` makes in a mode, else offline, with its mode and a line of what failed.
+
+    `start` gets the mode, and whether it is called again. The run is None where W&B does not start at all.
+    """
+    notes: list[str] = []
+    for attempt in dict.fromkeys((mode, WandbMode.offline)):
+        try:
+            run = start(attempt, bool(notes))
+        except Exception as error:  # a tracker must never end a run: report it, keep the run folder's records
+            online = " online" if attempt is WandbMode.online else ""
+            reason = " ".join(str(error).split())
+            notes.append(f"W&B did not start{online} ({type(error).__name__}: {reason})")
+        else:
+            later = f"; it is offline. Upload it later: wandb sync {folder}/wandb/offline-run-*"
+            return run, attempt, notes[0] + later if notes else None
+    return None, WandbMode.off, "; ".join(notes)
 
 
 def start_wandb(
@@ -154,6 +175,7 @@ def start_wandb(
 ) -> Any:
     """Return a W&B run that lies in `folder/wandb`, silent, with the tags that all our runs bear.
 
+    `fields` are its config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`.
     `more` goes to `wandb.init`, `settings` in it to `wandb.Settings`. Raises what W&B raises when it does not start.
     """
     import wandb
@@ -168,11 +190,22 @@ def start_wandb(
         id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B refuses these
         group=group,
         job_type=job_type,
-        tags=[f"{k}={fields[k]}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
+        tags=[f"{k}={fields[k]['name']}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
         config=fields,
         settings=wandb.Settings(**settings),
         **more,
     )
+
+
+def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return W&B's config of a run: all its settings, nested, and what they come to (layout, roles, chips, ...).
+
+    `about` has the names of groups (`mesh`: `4x4x2`), which stand inside them (`mesh.name`): a key is one thing.
+    """
+    names = {key: {"name": about[key]} for key in _GROUPS if key in about}
+    derived = {key: value for key, value in about.items() if key not in _GROUPS}
+    groups = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
+    return derived | dict(settings) | groups
 
 
 def compared(step: dict[str, Any]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from valkyrie.hardware import known_chips
 from valkyrie.report.varied import target_of, varied_of
+from valkyrie.sweep.results import bytes_by_axes
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
 
 DEPTH = 2
@@ -220,7 +221,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         peak=memory.get("peak") or memory.get("needed"),
         usable=memory.get("usable"),
         seconds=_numbers(results.get("seconds")) or _measured_parts(sent, step.get("step_s")),
-        sent=_numbers(sent.get("bytes_by_mesh_axes")),
+        sent=bytes_by_axes(sent),
         exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
         price=price,
         per_million=1e6 * price * chips / (3600 * rate) if price and chips and rate else None,

@@ -175,7 +175,7 @@ def sent(rows: Sequence[Row]) -> Values:
     largest = max((sum(row.sent.values()) for row in shown), default=0.0)
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
     taken = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown]
-    return _stacked(labels(rows), taken, order, {"?": "unknown axes"}, unit, scale)
+    return _stacked(labels(rows), taken, order, {}, unit, scale)
 
 
 def pairs(rows: Sequence[Row]) -> Values:

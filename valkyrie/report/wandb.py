@@ -158,7 +158,7 @@ def _panels() -> tuple[list[Any], list[Any], list[Any], list[Any]]:
 
     coordinates = [
         *((wr.Config(f"axes.{axis}"), axis) for axis in "xyz"),  # a run that lacks a column is not drawn at all
-        (wr.Config("partition"), "partition"),
+        (wr.Config("partition.name"), "partition"),
         (wr.Config("microbatches"), "microbatches"),
         (wr.SummaryMetric("hbm_gib"), "GiB of a device"),
         (wr.SummaryMetric("tokens_per_second_per_chip"), "tokens/s/chip"),

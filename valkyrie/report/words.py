@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from valkyrie.axes import UNATTRIBUTED
 from valkyrie.report.alike import counted_as, described, same_layout
 from valkyrie.report.rank import UNKNOWN, agreement, groups, predicted_and_measured
 from valkyrie.report.records import COLLECTIVES, REST, Group, Row, Work
@@ -256,7 +257,7 @@ def _differs(fast: Row, slow: Row) -> str:
 def _over(row: Row) -> str:
     whole = sum(row.sent.values())
     parts = sorted(((a, s) for a, s in row.sent.items() if s >= NEGLIGIBLE * whole), key=lambda item: -item[1])
-    listed = [f"{sent(size)} over {axes}" for axes, size in parts[:2]]
+    listed = [f"{sent(size)} {'' if axes == UNATTRIBUTED else 'over '}{axes}" for axes, size in parts[:2]]
     rest = sum(size for _, size in parts[2:])
     listed += [f"{sent(rest)} over others"] if rest else []
     return " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else "".join(listed) or "nothing"

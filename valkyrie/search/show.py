@@ -8,6 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from valkyrie.axes import UNATTRIBUTED
 from valkyrie.search.summary import short_cause, short_source
 from valkyrie.train.options import Option
 from valkyrie.units import GIB, duration, gib
@@ -128,7 +129,7 @@ def _communication(summary: dict[str, Any], console: Console) -> None:
     table = _table("what is sent, by cause", ("kind", "over", "sent", "calls", *waited, "cause", "source"))
     for use in sent["causes"][:10]:
         exposed = [f"{1e3 * use['exposed_s']:.2f}"] if timed else []
-        over = ",".join(use["mesh_axes"])
+        over = ",".join(use["mesh_axes"]) or UNATTRIBUTED
         cause, source = short_cause(use["cause"]), short_source(use["source"])
         table.add_row(use["kind"], over, sent_text(use["bytes"]), f"{use['calls']:,.0f}", *exposed, cause, source)
     console.print(table, soft_wrap=False)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.axes import UNATTRIBUTED
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.train.folder import versions
@@ -138,7 +139,7 @@ def communication(uses: Iterable[CollectiveUse], sending_s: float | None = None)
     by_kind: dict[str, float] = defaultdict(float)
     causes, exposed = [], 0.0
     for use in sorted(uses, key=lambda u: -u.bytes_sent):
-        by_mesh[",".join(use.mesh_axes) or "?"] += use.bytes_sent
+        by_mesh[",".join(use.mesh_axes) or UNATTRIBUTED] += use.bytes_sent
         by_kind[use.kind] += use.bytes_sent
         for axis, sent in use.bytes_by_torus_axis.items():
             by_torus[axis] += sent

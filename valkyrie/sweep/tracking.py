@@ -16,16 +16,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+from omegaconf import OmegaConf
+
 from valkyrie.locks import lock
 from valkyrie.modes import MODES
 from valkyrie.paths import write_whole
+from valkyrie.sweep.results import bytes_by_axes
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.tracking import TrackingConfig, WandbMode, compared, resolve, start_wandb
+from valkyrie.tracking import (
+    TrackingConfig,
+    WandbMode,
+    compared,
+    config_of,
+    resolve,
+    start_or_offline,
+    start_wandb,
+)
+from valkyrie.train.folder import RUN
 from valkyrie.units import GIB
 
 REPORTED = "reported.json"
 """The file of W&B's folder of a run with what the run was made of."""
 
+_AGAIN = "-offline"
+"""The end of the id of a run that did not start online."""
 _ENDED_BADLY = {Status.failed, Status.killed, Status.timeout}
 _QUICK = {
     "x_save_requirements": False,  # listing the packages takes most of the 0.2 s that a run begins with
@@ -92,15 +107,15 @@ class SweepTracker:
         if _trained(trial, self._folder):
             _remove_offline(self._runs(run_id))
             return
-        fields = {**trial.about, "stage": trial.stage, "sweep": self._sweep, "simulated": _simulated(trial)}
-        fields |= {"overrides": trial.overrides, "started": trial.started, "trial": trial.key}
+        about = {**trial.about, "stage": trial.stage, "sweep": self._sweep, "simulated": _simulated(trial)}
+        about |= {"overrides": trial.overrides, "started": trial.started, "trial_key": trial.key}
         self._log_run(
             run_id,
             trial.to_json(),
             lambda run: run.summary.update(summary_of(trial)),
             name=trial.name,
             job_type=trial.stage,
-            fields=fields,
+            fields=config_of(about, _settings(trial, self._folder)),
             notes=trial.reason,
             exit_code=int(trial.status in _ENDED_BADLY),
         )
@@ -132,26 +147,39 @@ class SweepTracker:
         if before and (before[-1] / REPORTED).is_file() and (before[-1] / REPORTED).read_text() == content:
             return
         _remove_offline(before)
-        run = start_wandb(
-            self._config,
-            self._mode,
-            self._folder,
-            run_id=run_id,
-            group=self._sweep,
-            reinit="create_new",
-            settings={**_QUICK, "finish_timeout": 6.0 * self._config.init_timeout},
-            **about,
-        )
+        run = self._start(run_id, about)
+        if run is None:
+            return
         try:
             fill(run)
         finally:
             run.finish(exit_code=exit_code)
         write_whole(Path(run.dir).parent / REPORTED, content)
 
+    def _start(self, run_id: str, about: dict[str, Any]) -> Any:
+        """Return a started run; from the first that does not start online, all are offline."""
+
+        def start(mode: WandbMode, again: bool) -> Any:
+            return start_wandb(
+                self._config,
+                mode,
+                self._folder,
+                run_id=f"{run_id}{_AGAIN}" if again else run_id,  # W&B keeps an id whose start has failed
+                group=self._sweep,
+                reinit="create_new",
+                settings={**_QUICK, "finish_timeout": 6.0 * self._config.init_timeout},
+                **about,
+            )
+
+        run, self._mode, note = start_or_offline(self._mode, self._folder, start)
+        if note:
+            self._say(note if run is not None else f"{note}; trials.jsonl is written all the same.")
+        return run
+
     def _runs(self, run_id: str) -> list[Path]:
         """Return the folders that W&B keeps of a run in this mode, the newest last."""
         offline = "offline-" if self._mode is WandbMode.offline else ""
-        return sorted(self._folder.glob(f"wandb/{offline}run-*-{run_id}"))
+        return sorted(file for end in ("", _AGAIN) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}"))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -186,9 +214,26 @@ def summary_of(trial: Trial) -> dict[str, Any]:
         "hbm_gib": None if peak is None else peak / GIB,
         "loss": trial.results.get("loss"),
         "comm_bytes/total": sent.get("bytes"),
-        **{f"comm_bytes/{axes}": count for axes, count in sent.get("bytes_by_mesh_axes", {}).items()},
+        **{f"comm_bytes/{axes}": count for axes, count in bytes_by_axes(sent).items()},
     }
     return {key: value for key, value in summary.items() if value is not None}
+
+
+def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
+    """Return all settings of a trial's run, nested; those of its record where it never ran."""
+    file = None if trial.folder is None else folder / trial.folder / RUN
+    if file is not None and file.is_file():
+        values = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items() if key != "hydra"}
+    nested: dict[str, Any] = {}
+    for key, text in trial.values.items():
+        *groups, last = key.split(".")
+        place = nested
+        for name in groups:
+            place = place.setdefault(name, {})
+        place[last] = yaml.safe_load(text)
+    return nested
 
 
 def _simulated(trial: Trial) -> bool:

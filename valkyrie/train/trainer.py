@@ -23,7 +23,7 @@ from valkyrie.locks import only_writer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import writing
 from valkyrie.run import Debug, Run
-from valkyrie.tracking import Tracker
+from valkyrie.tracking import Tracker, config_of
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
@@ -298,7 +298,7 @@ def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
 
 def _tracker(run: Run, devices: Devices, folder: Path, start: int) -> Tracker:
     group = f"{run.model.name}-{run.config.target.name}"
-    fields = layout_fields(run, devices)
+    fields = config_of(layout_fields(run, devices), run.record())
     return Tracker(run.config.tracking, folder, run_name=folder.name, fields=fields, group=group, start=start)
 
 
