@@ -88,10 +88,8 @@ def acquire(run: Run) -> Devices:
     try:
         devices = jax.devices(platform)
     except (RuntimeError, AssertionError) as error:  # an AssertionError without words: no backend has come up
-        told = str(error).partition(" (set JAX_PLATFORMS")[0].splitlines()
-        reason = (
-            f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({told[0].rstrip(".")})' if told else ''}"
-        )
+        told = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".").splitlines()
+        reason = f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({told[0]})' if told else ''}"
         if os.environ.get("JAX_PLATFORMS"):
             raise ValueError(_not_here(reason)) from error
         raise ValueError(f"target={target.describe()}: {reason}.") from error
