@@ -118,6 +118,7 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
         "free some room there"
     )
     assert tracker.log({"loss": 3.0}, 3) is None
+    assert tracker.lost == f"{tmp_path / 'metrics.jsonl'} lacks its last 2 lines: the disk did not take them"
     tracker._file = disk
     assert tracker.log({"loss": 4.0}, 4) == f"{tmp_path / 'metrics.jsonl'} is written again, with the lines that waited"
     tracker.close()

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ class Checkpoints:
     def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every thread, and every failure at length
+        for name in ("absl", "asyncio"):  # Orbax reports every thread, and every part of a failure at length
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _drop_late_callbacks()
         self._ocp, self._read_only, self._keep = ocp, read_only, config.keep
         self.path = (folder / FOLDER).resolve()
         self._manager = self._open()
@@ -223,6 +226,19 @@ class Checkpoints:
             f"the checkpoint of step {step} in {self.path} is sound, but of another optimizer: {differs}. "
             f"Use {again} (resume={self.path.parent.name} takes its settings), or another name=."
         )
+
+
+@cache
+def _drop_late_callbacks() -> None:
+    """Keep off the screen that the loop to which the other writes of a failed save report is gone."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def latest_step(folder: Path) -> int | None:

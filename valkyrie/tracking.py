@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.paths import is_full, why, write_whole
+from valkyrie.paths import cache_trouble, is_full, why, write_whole
 
 
 class WandbMode(Enum):
@@ -94,6 +94,12 @@ class Tracker:
                 self._wandb.log({}, step=self._open_step, commit=True)
                 self._open_step = None
             self._wandb.summary.update(_known(values) | compared(values))
+
+    @property
+    def lost(self) -> str | None:
+        """What is missing in the file because the disk has not taken it; None where nothing is."""
+        lines = self._unwritten.count(b"\n")
+        return f"{self.file} lacks its last {lines} lines: the disk did not take them" if lines else None
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close both sinks."""
@@ -178,6 +184,7 @@ def start_wandb(
     `fields` are its config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`.
     `more` goes to `wandb.init`, `settings` in it to `wandb.Settings`. Raises what W&B raises when it does not start.
     """
+    _keep_logs_off_the_screen(folder)
     import wandb
 
     settings = {"silent": True, "init_timeout": config.init_timeout, "console": "off", **more.pop("settings", {})}
@@ -206,6 +213,14 @@ def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str
     derived = {key: value for key, value in about.items() if key not in _GROUPS}
     groups = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
     return derived | dict(settings) | groups
+
+
+def _keep_logs_off_the_screen(folder: Path) -> None:
+    """Let W&B's process log beside its runs where its cache cannot be written: else it logs to our stderr."""
+    if "WANDB_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
+        if cache_trouble(cache):
+            os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")
 
 
 def compared(step: dict[str, Any]) -> dict[str, float]:

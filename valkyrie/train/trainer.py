@@ -120,6 +120,8 @@ def fit(
         summary = loop.summary() | {"compile_s": compile_s, "simulated": devices.simulated}
         summary["hbm_gib"] = None if peak is None else peak / GIB
         tracker.summary(summary)
+        if tracker.lost:
+            screen.say(tracker.lost, style="yellow")
         if loop.unsaved:
             raise NotSavedError(f"{loop.unsaved} {_next(checkpoints, folder)}")
     return Fitted(program, loop.state, summary, loop.stopping)
