@@ -12,7 +12,7 @@ import wandb
 
 from runs import trained
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics, resolve
-from wandb_files import wandb_log
+from wandb_files import read_wandb, wandb_log
 
 FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}
 
@@ -109,6 +109,18 @@ def test_a_wandb_that_fails_is_reported_and_left_out(tmp_path: Path, monkeypatch
     one.summary({})
     one.close()
     assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"step": 1, "loss": 1.0}
+
+
+def test_records_are_in_the_file_of_wandb_before_the_run_ends(tmp_path: Path) -> None:
+    one = tracker(tmp_path, "offline")
+    for step in range(3):
+        one.log({"loss": 1.0}, step)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 10
+    while not (found := read_wandb(file)["history"]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert [entry["_step"] for entry in found] == [0, 1], "the last stays open for more of its step"
+    one.close()
 
 
 def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:

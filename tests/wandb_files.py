@@ -24,12 +24,13 @@ def wandb_logs(folder: Path) -> list[dict[str, Any]]:
 
 def _finished(path: Path) -> dict[str, Any]:
     end = time.monotonic() + 20
-    while "exit" not in (found := _read(path)) and time.monotonic() < end:
+    while "exit" not in (found := read_wandb(path)) and time.monotonic() < end:
         time.sleep(0.1)
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_wandb(path: Path) -> dict[str, Any]:
+    """Return what a W&B log holds by now."""
     from wandb.proto import wandb_internal_pb2 as pb
 
     def pairs(items: Any) -> dict[str, Any]:

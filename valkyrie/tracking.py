@@ -43,6 +43,9 @@ class TrackingConfig:
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
 """Groups whose names describe a run."""
 
+FLUSH_S = 1.0
+"""Seconds after which a record is in W&B's file: a run that is killed loses no more than that, and its last record."""
+
 
 class Tracker:
     """Writes records to `metrics.jsonl` and to W&B, offline where its server does not answer.
@@ -187,7 +190,8 @@ def start_wandb(
     _keep_logs_off_the_screen(folder)
     import wandb
 
-    settings = {"silent": True, "init_timeout": config.init_timeout, "console": "off", **more.pop("settings", {})}
+    settings = {"silent": True, "init_timeout": config.init_timeout, "console": "off"}
+    settings |= {"x_transaction_log_flush_interval": FLUSH_S, **more.pop("settings", {})}
     return wandb.init(
         mode=mode.value,  # pyright: ignore[reportArgumentType]
         project=config.project,
