@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -108,3 +109,37 @@ def test_tab_completion_can_be_installed(tmp_path: Path, shell: str):
     )
     assert done.returncode == 0, done.stderr
     assert "valkyrie-train" in done.stdout
+
+
+def shell(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What `/bin/sh` makes of a line in which `$command` is `valkyrie-train`."""
+    return subprocess.run(
+        ["/bin/sh", "-c", line.replace("$command", f"{sys.executable} -m valkyrie.cli.train")],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    done = shell("cd gone; rmdir ../gone; $command --version", tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "valkyrie-train: the current folder is gone: somebody deleted it. cd to another.\n",
+    )
+
+
+def test_closed_streams_and_poor_encodings_are_no_mistakes(tmp_path: Path) -> None:
+    ascii_only = (
+        "from valkyrie.interrupt import usable_streams; usable_streams(); print('a \\u00b7 b'); "
+        "print(open('x', 'w').fileno() > 2)"
+    )
+    python = f'{sys.executable} -c "{ascii_only}"'
+    for closed in ("", "<&-", "2>&-"):
+        done = shell(f"{python} {closed}", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+        assert (done.returncode, done.stdout) == (0, "a ? b\nTrue\n"), (closed, done.stderr)
+    assert shell(f"{python} >&-", tmp_path).returncode == 0
+    assert shell("$command --version >&-", tmp_path).stderr == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from rich.console import Console
 
 from helpers import compose_run
 from runs import TINY, command, tiny
@@ -19,6 +21,7 @@ from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, wr
 from valkyrie.search import compile
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics
 from valkyrie.train.devices import configure_jax
+from valkyrie.train.screen import Screen
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -157,3 +160,15 @@ def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
     compiled = compile.compile_layout(run, 1)
     assert compiled.status == "failed" and compiled.note is not None
     assert compiled.note.endswith("elsewhere with VALKYRIE_CACHE=DIR. This compile is not kept.")
+
+
+def test_a_full_disk_under_the_output_does_not_stop_a_training(capfd: pytest.CaptureFixture[str]):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise FULL
+
+    screen = Screen(Console(file=Full()), 2, 0, simulated=True)
+    screen.say("one")
+    screen.say("two")
+    assert not screen.unread
+    assert capfd.readouterr().err == "the output cannot be written (no space left on device): training goes on\n"

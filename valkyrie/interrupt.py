@@ -9,6 +9,7 @@ finaliser it is printed and lost, and JAX has both: here a thread hears the sign
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -105,6 +106,24 @@ class Interrupt:
         with contextlib.suppress(OSError):  # the terminal may be gone
             sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
             sys.stderr.flush()
+
+
+def usable_streams() -> None:
+    """Make the standard streams such that printing cannot fail for their sake.
+
+    A closed one becomes /dev/null: else the next file that is opened takes its number, and what libraries print goes
+    into that file. What the encoding of a terminal lacks is printed as `?`.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.dup(number), mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def ends_at_once(command: str) -> Listener:

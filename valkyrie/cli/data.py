@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from valkyrie.cli.parser import OneLineParser
 from valkyrie.data.config import DataConfig, Source
+from valkyrie.interrupt import usable_streams
 from valkyrie.paths import cache_root
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
+    usable_streams()
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)

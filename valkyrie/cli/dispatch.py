@@ -42,6 +42,10 @@ def dispatch() -> None:
     """Carry out the arguments of the process; a user's mistake is a message and exit status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
     arguments = sys.argv[1:]
+    try:
+        os.getcwd()
+    except OSError:
+        fail("the current folder is gone: somebody deleted it. cd to another.")
     let_import(config_dirs(arguments))
     try:
         if "--version" in arguments:

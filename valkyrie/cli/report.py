@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, leave_unread
+from valkyrie.interrupt import usable_streams
 from valkyrie.report.wandb import add_arguments, main_wandb
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
+    usable_streams()
     arguments = _parser().parse_args(argv)
     try:
         _refuse_ignored(arguments)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from valkyrie.interrupt import ends_at_once
+from valkyrie.interrupt import ends_at_once, usable_streams
 
 
 def main() -> None:
     """Run `valkyrie-train` with the arguments of the process."""
+    usable_streams()
     with ends_at_once("valkyrie-train"):
         from valkyrie.cli.dispatch import dispatch
 

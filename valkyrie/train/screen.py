@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from valkyrie.paths import is_full
+
 
 def make_console() -> Console:
     """Return the console of a command; in a file or a pipe tables are 140 columns wide, and lines come one by one."""
@@ -36,7 +38,7 @@ class Screen:
 
     def __init__(self, console: Console, steps: int, done: int, simulated: bool) -> None:
         self.console, self._steps, self._simulated = console, steps, simulated
-        self.unread = False
+        self.unread, self._full = False, False
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -76,7 +78,17 @@ class Screen:
     def _unread_is_noted(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # a closed pipe (EPIPE) or a terminal that is gone (EIO): what is being trained is saved first
+        except (
+            OSError
+        ) as error:  # a closed pipe (EPIPE) or a terminal that is gone (EIO): what is being trained is saved first
+            if is_full(error):  # the file that the output goes to: what is trained is worth more
+                if not self._full:
+                    with contextlib.suppress(OSError):
+                        print(
+                            "the output cannot be written (no space left on device): training goes on", file=sys.stderr
+                        )
+                self._full = True
+                return
             self.unread = True
             with contextlib.suppress(OSError):
                 print("nobody reads the output any more: stopping after this step, then saving", file=sys.stderr)
