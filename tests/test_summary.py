@@ -141,7 +141,7 @@ def test_partitions_that_send_no_less_are_not_named(tmp_path: Path):
 
 def test_hints_about_copies_and_narrow_products(run: Run, tmp_path: Path):
     found = summary(run, tmp_path, replay([])) | {"seconds": {"matmul": 0.6, "copies": 0.4}}
-    assert "Waits for copies between memories are 40% of the step" in hints(found)[0] and "host" not in hints(found)[0]
+    assert "Waiting for copies between memories is 40% of the step" in hints(found)[0] and "host" not in hints(found)[0]
     offloads = found | {"about": {**found["about"], "remat": "offload"}}
     offloads["step"] = {**found["step"], "executed_flops": 2e13, "model_flops": 1e13}
     assert not any("recomputation" in hint for hint in hints(offloads)), "an offload is not blamed for it"
@@ -213,7 +213,7 @@ def test_the_report_says_every_part(run: Run, tmp_path: Path):
         "waiting for communication over y",
         "sent by mesh axes: y 7 GB",
         "50% of the time in which anything is sent is hidden",
-        "the 10 dearest operations",
+        "the 10 slowest operations",
         "assumed: a kernel was guessed",
         "hint: do [tpu] this",
     ):

@@ -103,7 +103,7 @@ def test_two_sweeps_into_one_folder_share_the_trials(tmp_path: Path):
     started = stage.started()
     assert len(started) == len(set(started)) == 5
     assert all("10 trials: 5 ok, 5 refused" in said for said in ended), ended
-    assert any("left, which another sweep is carrying out: waiting for it" in said for said in ended), ended
+    assert any("left, which another sweep is running: waiting for it" in said for said in ended), ended
     names = [trial.name for trial in stage.trials().values() if trial.status is Status.ok]
     assert sorted(names) == sorted(started)
 

@@ -131,6 +131,7 @@ def _indivisible(layout: Layout, arrays: Arrays) -> list[Problem]:
     problems = []
     for (logical, size, key, mesh_axes), names in cases.items():
         parts = layout.parts(mesh_axes)
+        mesh_axes = tuple(axis for axis in mesh_axes if layout.mesh.axes[axis] > 1)
         statement = (
             f"partition={layout.partition.name} puts {logical} ({size}) of {_listed(names)} on "
             f"{layout.sizes(mesh_axes)}: {size} is not divisible by {parts}."
@@ -143,7 +144,8 @@ def _batch_problems(layout: Layout, batch: int, seq: int) -> list[Problem]:
     problems, name = [], layout.partition.name
     rows = layout.shards(BATCH) * layout.microbatches
     if batch % rows:
-        over = layout.sizes(layout.activations[BATCH]) or "one shard"
+        split = [axis for axis in layout.activations[BATCH] if layout.mesh.axes[axis] > 1]
+        over = layout.sizes(split) or "one shard"
         also = f" times microbatches={layout.microbatches}" if layout.microbatches > 1 else ""
         statement = f"batch={batch} is not divisible by {rows}: partition={name} splits it over {over}{also}."
         problems.append(Problem(statement, BATCH, batch, rows))

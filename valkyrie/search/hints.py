@@ -154,7 +154,7 @@ def _memory_bound(summary: dict[str, Any]) -> list[str]:
     if share < 2 * WORTH_A_HINT:
         return []
     return [
-        f"Operations bound by memory are {percent(share)} of the step: each chip works on few tokens for the bytes it "
+        f"Memory-bound operations are {percent(share)} of the step: each chip works on few tokens for the bytes it "
         "moves. A larger batch, or fewer splits of the batch, spreads them."
     ]
 
@@ -163,7 +163,7 @@ def _copies(summary: dict[str, Any]) -> list[str]:
     share = summary["seconds"].get(COPIES, 0.0) / summary["step"]["step_s"]
     if share < WORTH_A_HINT:
         return []
-    text = f"Waits for copies between memories are {percent(share)} of the step"
+    text = f"Waiting for copies between memories is {percent(share)} of the step"
     if summary["about"]["remat"] != "offload":
         return [f"{text}: what products need is not on the chip in time."]
     text += ": remat=offload sends saved activations to the host and back"

@@ -153,7 +153,7 @@ def _collective_times(summary: dict[str, Any], console: Console) -> None:
 
 def _costs(summary: dict[str, Any], console: Console) -> None:
     table = _table(
-        f"the {len(summary['costs'])} dearest operations", ("ms", "%", "calls", "what", "operation", "source")
+        f"the {len(summary['costs'])} slowest operations", ("ms", "%", "calls", "what", "operation", "source")
     )
     total = summary["step"]["step_s"]
     for cost in summary["costs"]:

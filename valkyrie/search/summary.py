@@ -23,7 +23,7 @@ SCHEMA = 1
 """The version of `compile.json`; it grows when a key changes its meaning."""
 
 TOP_COSTS = 10
-"""How many of a step's dearest operations are listed."""
+"""How many of a step's slowest operations are listed."""
 
 _EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 

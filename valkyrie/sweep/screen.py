@@ -49,7 +49,7 @@ class Lines:
         """Print how many needed no process, and that another sweep carries out what is left."""
         self._print_counts()
         if waiting and not processes and not self._others:
-            line = f"{waiting} trial{'s' * (waiting > 1)} left, which another sweep is carrying out: waiting for it"
+            line = f"{waiting} trial{'s' * (waiting > 1)} left, which another sweep is running: waiting for it"
             self.console.print(line, style="dim", markup=False, highlight=False)
         self._others = bool(waiting and not processes)
 

@@ -152,8 +152,8 @@
   // ---- one layout
   const NAMES = {
     seen: "speed is", status: "status", reason: "reason", per_chip: "tokens/s/chip", step: "step", peak: "peak memory",
-    roles: "what each mesh axis does", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
-    memory: "memory holds", reported: "devices report a peak of", compiled: "compiled in", placement: "on the torus", hints: "hints",
+    roles: "role of each mesh axis", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
+    memory: "memory by use", reported: "peak the devices report", compiled: "compiled in", placement: "placement on the torus", hints: "hints",
   };
   const textAt = (place) => (Array.isArray(place) ? place.map(textAt) : data.texts[place]);
   const fact = (name, value) => {
