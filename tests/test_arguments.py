@@ -105,7 +105,7 @@ def test_values_are_read_by_the_grammar_of_the_command(folder: Path):
         ("steps=8,9", "steps=8,9 names several values, and a run has one. Write steps=VALUE."),
         ("~steps", "~steps removes a key, which a run cannot do without. Write steps=null, or leave it out."),
         ("steps", "steps cannot be read as KEY=VALUE."),
-        ("steps=abc", "steps: Value 'abc'"),
+        ("steps=abc", "steps=abc: a whole number is needed."),
     ],
 )
 def test_what_load_cannot_do_is_refused_in_words(folder: Path, override: str, message: str):

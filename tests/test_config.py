@@ -220,7 +220,7 @@ def test_a_composed_file_takes_keys_and_choices(command: Any, tmp_path: Path):
     folder = tmp_path / "runs" / "a"
     write_about(command("mesh=1x1x1", "partition=dp", "model=s5_tiny").run, folder)
     asked = ["--config-path", "runs/a", "--config-name", "run"]
-    assert command(*asked, "mode.name=show").run.config.mode.name == "show"
+    assert command(*asked, "mode=show").run.config.mode.name == "show"
     config = command(*asked, "partition=fsdp", "mode=show", "model.layers=3").run.config
     assert (config.partition.name, config.mode.name, config.model.name, config.model.layers) == (
         "fsdp",

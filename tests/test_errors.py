@@ -60,7 +60,7 @@ ONE_LINE = {
     "a sweep that is none": (["+sweep=nix"], f"sweep=nix is not a choice. Choices: {', '.join(names('sweep'))}."),
     "a key with two letters exchanged": (["modle=gpt_tiny"], f"modle is not a key. Did you mean model? {TOP}"),
     "a key with dashes": (["--steps=5"], "--steps=5: settings are written without dashes: steps=5."),
-    "a key with dashes and a blank": (["--steps", "5"], "--steps: settings are written without dashes: steps=VALUE."),
+    "a key with dashes and a blank": (["--steps", "5"], "--steps: settings are written without dashes: steps=5."),
     "a key with a blank": (["steps", "5"], "steps has no value. Write steps=5, with = and without blanks."),
     "a mesh with commas": (["mesh=2,2,2"], "mesh=2,2,2: the sizes of a mesh are joined by x: mesh=2x2x2."),
     "several values without -m": (
@@ -82,7 +82,7 @@ ONE_LINE = {
     "a key that is none, appended": (["+foo.bar=3"], f"foo is not a key. {TOP}"),
     "a key of a group": (
         ["optimizer.lr=3"],
-        "optimizer.lr is not a key. Known in optimizer: beta1, beta2, clip_norm, decay_steps, ema_decay, epsilon, "
+        "optimizer.lr is not a key. Did you mean optimizer.learning_rate? Known in optimizer: beta1, beta2, clip_norm, decay_steps, ema_decay, epsilon, "
         "final_ratio, learning_rate, name, ssm_learning_rate_ratio, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
@@ -90,18 +90,18 @@ ONE_LINE = {
         "model.attention.head is not a key. Did you mean model.attention.heads? Known in model.attention: causal, "
         "dilations, global_tokens, head_dim, heads, impl, kv_heads, rope_theta, windows.",
     ),
-    "a word for a number": (["steps=abc"], "steps: Value 'abc' of type 'str' could not be converted to Integer."),
+    "a word for a number": (["steps=abc"], "steps=abc: a whole number is needed."),
     "a number for a list": (
         ["partition.parameters.embed=3"],
-        "partition.parameters.embed: Invalid value assigned: int is not a ListConfig, list or tuple.",
+        "partition.parameters.embed: a list is needed, as partition.parameters.embed=[...].",
     ),
     "a word that is no choice of an enum": (
         ["remat=some"],
-        "remat: Invalid value 'some', expected one of [none, dots, full, offload].",
+        "remat=some: use one of none, dots, full, offload.",
     ),
     "a dtype that is none": (
         ["precision.compute=float16"],
-        "precision.compute: Invalid value 'float16', expected one of [float32, bfloat16].",
+        "precision.compute=float16: use one of float32, bfloat16.",
     ),
     "an argument that cannot be read": (
         ["steps=[3"],
@@ -202,6 +202,35 @@ ONE_LINE = {
         "resume=latest found no run with a checkpoint under runs=runs. Train one first.",
     ),
 }
+
+SLIPS = {
+    "train": "train: write mode=train.",
+    "model==gpt_tiny": "model==gpt_tiny: a setting is written KEY=VALUE, without blanks: model=gpt_tiny.",
+    "model = gpt_tiny": "model = gpt_tiny: a setting is written KEY=VALUE, without blanks: model=gpt_tiny.",
+    "model:gpt_tiny": "model:gpt_tiny: a setting is written KEY=VALUE, without blanks: model=gpt_tiny.",
+    "--steps=5": "--steps=5: settings are written without dashes: steps=5.",
+    "--model gpt_tiny": "--model: settings are written without dashes: model=gpt_tiny.",
+    "steps 5": "steps has no value. Write steps=5, with = and without blanks.",
+    "lr=1e-3": f"lr is not a key. Did you mean optimizer.learning_rate? {TOP}",
+    "heads=3": f"heads is not a key. Did you mean model.attention.heads? {TOP}",
+    "batch_size=4": f"batch_size is not a key. Did you mean batch? {TOP}",
+    "STEPS=4": f"STEPS is not a key. Did you mean steps? {TOP}",
+    "batch=4.5": "batch=4.5: a whole number is needed.",
+    "steps=": "steps= has no value: a variable that is not set?",
+    "seq=null": "seq=null: a value is needed.",
+    "optimizer.learning_rate=1,0": "optimizer.learning_rate=1,0 names several values, and a run has one. For a sweep "
+    "over them add -m: valkyrie-train -m optimizer.learning_rate=1,0",
+    "mesh=2,2,2": "mesh=2,2,2: the sizes of a mesh are joined by x: mesh=2x2x2.",
+    "mesh=[2,2,2]": "mesh=[2,2,2]: mesh= takes one choice, not a list: mesh=2x2x2.",
+    "partition=null": "partition=null: every run has a partition. Leave it out for the default, or choose one.",
+    "mesh.name=4x4x2": "mesh.name=4x4x2 changes a name and none of the settings. Write mesh=4x4x2.",
+    "partition.name=dp": "partition.name=dp changes a name and none of the settings. Write partition=dp.",
+    "model.block_pattern=s5": "model.block_pattern: a list is needed, as model.block_pattern=[...].",
+    "model.attention=3": "model.attention=3: model.attention is a group of settings. Set one of them, "
+    "model.attention.KEY=VALUE.",
+    "model.tie_embeddings=maybe": "model.tie_embeddings=maybe: true or false is needed.",
+}
+ONE_LINE |= {typed: (typed.split(" ") if "= " not in typed else [typed], told) for typed, told in SLIPS.items()}
 
 
 @pytest.mark.parametrize("case", ONE_LINE)

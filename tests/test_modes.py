@@ -86,12 +86,12 @@ def test_what_cannot_be_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]
     ("change", "message"),
     [
         (
-            "data.tokenizer=gpt2",
+            "data.tokenizer=gpt2 model.vocab_size=257",
             "data.tokenizer=gpt2 has 50,257 ids, but model.vocab_size=257 is all that the model has. Use "
             "model.vocab_size=50257 or above, or a tokenizer of at most 257 ids.",
         ),
         (
-            "model.tokenizer=gpt2",
+            "model.tokenizer=gpt2 model.vocab_size=257",
             "model.tokenizer=gpt2 has 50,257 ids, but model.vocab_size=257 is all that the model has. Use "
             "model.vocab_size=50257 or above, or a tokenizer of at most 257 ids.",
         ),
@@ -107,7 +107,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_before_any_data(
 ) -> None:
     where = tiny(tmp_path) if mode == "train" else reading(trained())
     capfd.readouterr()
-    assert command(*where, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", change) == 2
+    assert command(*where, f"mode={mode}", f"data.cache_dir={tmp_path / 'cache'}", *change.split()) == 2
     assert capfd.readouterr() == ("", f"valkyrie-train: {message}\n")
     assert list(tmp_path.iterdir()) == []
 

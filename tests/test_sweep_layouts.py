@@ -263,7 +263,7 @@ WRONG = {
     ),
     "a word that is none": (
         ["hydra.sweeper.space.same=all"],
-        "hydra.sweeper.space.same: Invalid value 'all', expected one of [none, sharding, roles].",
+        "hydra.sweeper.space.same=all: use one of none, sharding, roles.",
     ),
     "a mesh that no devices make": (
         ["hydra.sweeper.space.meshes=[Ax3xB]"],
@@ -285,7 +285,7 @@ WRONG = {
     "an interval": (["seq=interval(1,9)"], "seq=interval(1,9): a space is made of single values."),
     "no microbatches": (["microbatches=two,1"], "microbatches=two,1: Value 'two' of type 'str' could not be converted"),
     "no such partition": (["partition=2dtp,dp"], "partition=2dtp is not a choice. Did you mean partition=2d_tp?"),
-    "no such value": (["seq=64,abc"], "seq=abc: seq: Value 'abc' of type 'str' could not be converted to Integer."),
+    "no such value": (["seq=64,abc"], "seq=abc: seq=abc: a whole number is needed."),
     "one of what goes together": (
         ["sweep=partition_by_length", "seq=64"],
         "seq=64: this sweep varies seq,batch together.",

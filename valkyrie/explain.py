@@ -17,7 +17,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from valkyrie.compose import SCHEMAS
-from valkyrie.run import unknown_key
+from valkyrie.refusals import refusal_of
 
 _GROUPS = ("model", "experiment", "sweep", *SCHEMAS)
 _EXTRAS = {
@@ -33,6 +33,9 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> str:
         return _no_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
+    if isinstance(error, ConfigCompositionException) and str(error).startswith("Ambiguous value for argument"):
+        argument = str(error).partition("'")[2].partition("\n")[0].rstrip("'")
+        return f"{argument} names several values, and a run has one. For a sweep over them add -m."
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
     refused = _refusal_behind(error)
@@ -45,9 +48,9 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> str:
                 f"the file of {cause.full_key}= must begin with the line '# @package _global_'; without it, its "
                 f"settings are those of a group {cause.full_key}, which there is not."
             )
-        return unknown_key(str(cause.full_key), cause.parent_node)
+        return refusal_of(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return f"{cause.full_key}: {str(cause).splitlines()[0].rstrip('.')}."
+        return refusal_of(cause)
     if isinstance(error, ConfigCompositionException) and (told := _wrong_file(str(error))):
         return told
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]

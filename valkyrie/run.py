@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 from dataclasses import asdict, dataclass, field, replace
@@ -12,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie.axes import Arrays
 from valkyrie.checkpoint import CheckpointConfig
@@ -33,6 +27,7 @@ from valkyrie.parallel.partition import PartitionConfig, Remat
 from valkyrie.parallel.problems import Problem, nearest_legal
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
+from valkyrie.refusals import refusal_of
 from valkyrie.slices import shortened
 from valkyrie.tasks import task_of
 from valkyrie.tracking import TrackingConfig
@@ -203,7 +198,7 @@ class Run:
             OmegaConf.resolve(merged)
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
-            raise ValueError(_explain(error)) from error
+            raise ValueError(refusal_of(error)) from error
         assert isinstance(typed, RunConfig)
         folder = folder_of(family)
         if folder is not None and str(folder) not in typed.modules:
@@ -337,22 +332,3 @@ def _too_large(values: dict[str, Any]) -> list[str]:
             if isinstance(number, int) and abs(number) > largest:
                 problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
     return problems
-
-
-def unknown_key(full_key: str, parent: Any) -> str:
-    """Return the refusal of a key that the schema does not have, with the ones it has and the nearest."""
-    prefix, _, last = full_key.rpartition(".")
-    known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
-    near = [key for key in known if sorted(key) == sorted(last)] or difflib.get_close_matches(last, known, n=1)
-    hint = f" Did you mean {f'{prefix}.' if prefix else ''}{near[0]}?" if near else ""
-    return f"{full_key} is not a key.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
-
-
-def _explain(error: OmegaConfBaseException) -> str:
-    if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return unknown_key(str(error.full_key), error.parent_node)
-    cause = error.__cause__ or error.__context__
-    if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
-        return str(cause)  # our own refusal, of a resolver
-    where = f"{error.full_key}: " if error.full_key else ""
-    return f"{where}{str(error).splitlines()[0].rstrip('.')}."

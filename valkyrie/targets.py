@@ -93,6 +93,8 @@ def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Seque
     near = near or difflib.get_close_matches(name, files, n=1)
     if word.startswith("cpu"):
         near = ["cpu8"]
+    if word.lower() in ("gpu", "tpu", "cuda"):
+        near = ["auto"]
     hint = f" Did you mean {' or '.join(f'target={other}' for other in near)}?" if near else ""
     return (
         f"target={name} is not known.{hint} Known chips: {', '.join(chips)}. A target is CHIP-N as its cloud names it "

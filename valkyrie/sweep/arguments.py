@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from valkyrie.run import unknown_key
+from valkyrie.refusals import refusal_of, unknown_key
 from valkyrie.search.space import SPACE, Shape, SpaceConfig
 from valkyrie.sweep.composer import Composer
 
@@ -46,7 +46,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise ValueError(unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)) from error
     except OmegaConfBaseException as error:
-        raise ValueError(f"{SPACE}.{error.full_key}: {str(error).splitlines()[0].rstrip('.')}.") from error
+        raise ValueError(f"{SPACE}.{refusal_of(error)}") from error
     vary: dict[str, Any] = {
         str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in typed.vary.items()
     }

@@ -1,0 +1,120 @@
+"""What OmegaConf refuses of a configuration, in plain words: unknown keys and values of the wrong type."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+
+_ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "warmup": "optimizer.warmup_steps",
+    "grad_clip": "optimizer.clip_norm",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "epochs": "steps",
+    "bs": "batch",
+    "batch_size": "batch",
+    "global_batch_size": "batch",
+    "grad_accum": "microbatches",
+    "accumulation": "microbatches",
+    "gradient_accumulation_steps": "microbatches",
+    "seq_len": "seq",
+    "sequence_length": "seq",
+    "max_length": "seq",
+    "block_size": "seq",
+    "n_layer": "model.layers",
+    "n_layers": "model.layers",
+    "num_layers": "model.layers",
+    "d_model": "model.embed",
+    "n_embd": "model.embed",
+    "hidden_size": "model.embed",
+    "n_head": "model.attention.heads",
+    "num_heads": "model.attention.heads",
+    "dtype": "precision",
+    "activation_checkpointing": "remat",
+    "save_every": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "out_dir": "runs",
+    "output_dir": "runs",
+    "run_name": "name",
+    "project": "tracking.project",
+    "wandb": "tracking",
+    "devices": "mesh",
+    "gpus": "mesh",
+    "dataset": "data",
+    "tokenizer": "data.tokenizer",
+}
+"""Names that other frameworks have for a key, and where it is here."""
+
+
+def refusal_of(error: OmegaConfBaseException) -> str:
+    """Return what OmegaConf refuses, in a line that names the key, and says what is needed."""
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(str(error.full_key), error.parent_node)
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
+        return str(cause)  # our own refusal, of a resolver
+    return _wrong_value(error.full_key, str(error).splitlines()[0].rstrip("."))
+
+
+def unknown_key(full_key: str, parent: Any) -> str:
+    """Return the refusal of a key that the schema does not have, with the ones it has and the nearest."""
+    prefix, _, last = full_key.rpartition(".")
+    inside = f"{prefix}." if prefix else ""
+    known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
+    near = [key for key in known if sorted(key) == sorted(last)]
+    near = near or [key for key in known if key.lower() == last.lower()]
+    near = [f"{inside}{key}" for key in near] or _elsewhere(last, parent, prefix)
+    near = near or [f"{inside}{key}" for key in difflib.get_close_matches(last, known, n=1)]
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{full_key} is not a key.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
+
+
+def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
+    """Return the key of another place that is meant by a name: that of other frameworks, or the same one in a group."""
+    meant = _ELSEWHERE.get(name.lower())
+    if meant is not None and (not prefix or meant.startswith(f"{prefix}.")):
+        return [meant]
+    if prefix or not isinstance(parent, DictConfig):
+        return []
+    found = [key for key in _keys(parent) if key.rpartition(".")[2] == name]
+    return found if len(found) == 1 else []
+
+
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        node = config._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation()):
+            yield from _keys(node, f"{prefix}{key}.")
+
+
+def _wrong_value(key: str | None, told: str) -> str:
+    """Return the refusal of a value by OmegaConf's own sentence about it."""
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", told):
+        if match[1] == "":
+            return f"{key}= has no value: a variable that is not set?"
+        needed = {"Integer": "a whole number", "Float": "a number"}.get(match[2], match[2])
+        return f"{key}={match[1]}: {needed} is needed."
+    if match := re.match(r"Value '(.*)' is not a valid bool", told):
+        return f"{key}={match[1]}: true or false is needed."
+    if re.search(r"is not Optional", told):
+        return f"{key}=null: a value is needed."
+    if match := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", told):
+        return f"{key}={match[1]}: use one of {match[2]}."
+    if re.search(r"is not a ListConfig, list or tuple", told):
+        return f"{key}: a list is needed, as {key}=[...]."
+    if match := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", told):
+        return f"{key}={match[1]}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
+    return f"{key}: {told}." if key else f"{told}."
