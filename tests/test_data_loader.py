@@ -211,7 +211,7 @@ def test_another_batch_may_continue_where_it_divides_the_place(counted: Prepared
     [
         ({"seed": 1}, "saved with data.shuffle_seed=1, this run has 0: its rows come in another order."),
         ({"seq": 8}, "saved with seq=8, this run has 16"),
-        ({"content": "x"}, "saved with data (hash of its tokens)=x, this run has "),
+        ({"content": "x"}, "the data are not those that the run was trained on: other files, other text in them, "),
         ({"split": "validation"}, "saved with split=validation, this run has train"),
         ({"version": 2}, "the data position has version 2; this program reads version 1"),
     ],

@@ -308,7 +308,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "wrong", "message"),
     [
-        ({"a.txt": ""}, {}, "data=text has no text: 1 files with 0 bytes, all of them empty."),
+        ({"a.txt": ""}, {}, "data=text has no text: 1 file with 0 bytes."),
         (
             {"a.jsonl": '{"text": "x"}'},
             {},

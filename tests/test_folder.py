@@ -9,6 +9,7 @@ import pytest
 
 import valkyrie
 from helpers import compose_run
+from valkyrie.modes import ModeConfig
 from valkyrie.search import child as compile_child
 from valkyrie.sweep import child as trial_child
 from valkyrie.train.folder import (
@@ -185,3 +186,32 @@ def test_what_is_printed_to_be_typed_begins_as_the_command_did(monkeypatch: pyte
     assert command_name() == "valkyrie-train"
     monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")  # as uv sets it
     assert command_name("valkyrie-report") == "uv run valkyrie-report"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("two", "resume=two is no run with a checkpoint under runs={runs}. Newest there: one."),
+        (
+            "ONE",
+            "resume=ONE is no run with a checkpoint under runs={runs}. Did you mean resume=one? Newest there: one.",
+        ),
+        ("{runs}/one/checkpoints/5", "resume={runs}/one/checkpoints/5 lies in a run folder. Write resume={runs}/one."),
+        ("{runs}/one/run.yaml", "resume={runs}/one/run.yaml lies in a run folder. Write resume={runs}/one."),
+    ],
+)
+def test_a_run_that_is_nearly_named_is_told(tmp_path: Path, asked: str, told: str) -> None:
+    make_run(tmp_path, "one")
+    with pytest.raises(ValueError) as caught:
+        find_run(tmp_path, asked.format(runs=tmp_path))
+    assert str(caught.value) == told.format(runs=tmp_path)
+
+
+@pytest.mark.parametrize("how", ["resume=one", "name=one"])
+def test_a_compile_of_a_trained_run_leaves_its_settings_alone(tmp_path: Path, how: str) -> None:
+    make_run(tmp_path, "one")
+    run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}", how)
+    assert run_folder(run) == tmp_path / "one"
+    compiled = run.changed(mode=ModeConfig(name="compile"))
+    assert run_folder(compiled) == tmp_path / "one-compile"
+    assert run_folder(run.changed(mode=ModeConfig(name="eval"))) == tmp_path / "one"

@@ -155,7 +155,7 @@ def test_another_optimizer_is_refused_by_the_option_that_differs(
     [
         ("seed=1", "the data position was saved with data.shuffle_seed=0, this run has 1"),
         ("seq=8", "the data position was saved with seq=16, this run has 8"),
-        ("data.documents=61", "the data position was saved with data (hash of its tokens)="),
+        ("data.documents=61", "the data are not those that the run was trained on: other files, "),
     ],
 )
 def test_other_data_are_refused_with_both_values(

@@ -64,9 +64,8 @@ def second_threshold(config: DataConfig, listing: Listing, census: Census, thres
     """
     name = f"data={config.name}"
     if census.documents == 0:
-        raise ValueError(
-            f"{name} has no text: {len(listing.files)} files with {listing.bytes:,} bytes, all of them empty."
-        )
+        noun = "file" if len(listing.files) == 1 else "files"
+        raise ValueError(f"{name} has no text: {len(listing.files)} {noun} with {listing.bytes:,} bytes.")
     if is_single_text(config, listing):
         return threshold
     if census.documents == 1:

@@ -155,6 +155,11 @@ class Loader(Iterator[Batch]):
                 f"the data position has version {state.get('version')}; this program reads version {STATE_VERSION}."
             )
         for name, mine in self._identity.items():
+            if state[name] != mine and name == "content":
+                raise ValueError(
+                    "the data are not those that the run was trained on: other files, other text in them, another "
+                    "tokenizer or another split. Use the same data, or another name=."
+                )
             if state[name] != mine:
                 raise ValueError(
                     f"the data position was saved with {_WORDS[name]}={state[name]}, this run has {mine}: its rows "
@@ -185,7 +190,7 @@ class Loader(Iterator[Batch]):
         self.close()
 
 
-_WORDS = {"split": "split", "seq": "seq", "seed": "data.shuffle_seed", "content": "data (hash of its tokens)"}
+_WORDS = {"split": "split", "seq": "seq", "seed": "data.shuffle_seed"}
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:

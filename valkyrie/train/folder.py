@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import shlex
@@ -18,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.checkpoint import FOLDER, latest_step
+from valkyrie.modes import reads_run
 from valkyrie.optim import OptimizerConfig, learning_rate
 from valkyrie.paths import write_whole, writing
 from valkyrie.run import Run
@@ -61,18 +63,27 @@ def find_run(runs: Path, resume: str) -> Path:
     for folder in (runs / resume, Path(resume)):
         if latest_step(folder) is not None:
             return folder
+    for folder in Path(resume).absolute().parents:
+        if Path(resume).exists() and latest_step(folder) is not None:
+            raise ValueError(f"resume={resume} lies in a run folder. Write resume={folder}.")
     known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
-    raise ValueError(f"resume={resume} is no run with a checkpoint under runs={runs}. Newest there: {known}.")
+    names = {f.name.lower(): f.name for f in candidates}
+    near = difflib.get_close_matches(resume.lower(), names, n=1, cutoff=0.75)
+    hint = f" Did you mean resume={names[near[0]]}?" if near else ""
+    raise ValueError(f"resume={resume} is no run with a checkpoint under runs={runs}.{hint} Newest there: {known}.")
 
 
 def run_folder(run: Run) -> Path:
     """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time.
 
-    ValueError for a name that is not one folder under `runs`: `resume=latest` would not find it.
+    A compile or a measurement of a trained run lies beside it, so that it is resumed with its own settings. ValueError
+    for a name that is not one folder under `runs`: `resume=latest` would not find it.
     """
-    runs = Path(run.config.runs)
+    runs, mode = Path(run.config.runs), run.config.mode.name
+    belongs = mode == "train" or reads_run(mode)
     if run.config.resume is not None:
-        return find_run(runs, run.config.resume)
+        folder = find_run(runs, run.config.resume)
+        return folder if belongs else folder.with_name(f"{folder.name}-{mode}")
     name = run.config.name
     if name is not None:
         if len(Path(name).parts) > 1:
@@ -81,7 +92,8 @@ def run_folder(run: Run) -> Path:
                 f"name={name} is a folder in a folder: a run lies right under runs={runs}, where resume=latest looks. "
                 f"Use runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
             )
-        return runs / name
+        beside = not belongs and latest_step(runs / name) is not None
+        return runs / (f"{name}-{mode}" if beside else name)
     return unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
