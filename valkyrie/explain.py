@@ -77,7 +77,8 @@ def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> st
     other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
     if other is not None:
         return f"{group}={name}: {other} is not looked at, for its name ends in .yml. Rename it to {name}.yaml."
-    near = difflib.get_close_matches(name, options, n=1)
+    begun = [option for option in options if name and option.startswith(name)]
+    near = difflib.get_close_matches(name, options, n=1) or begun
     hint = f" Did you mean {group}={near[0]}?" if near else ""
     form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."

@@ -1,0 +1,302 @@
+"""A stranger's day: commands typed at the real program, and faults while it runs.
+
+Each is held to how it ends, in what time, with which words, without a traceback, and to what it leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from runs import SINGLE, TINY, copied, records, start
+from valkyrie.checkpoint import saved_steps
+from valkyrie.tracking import read_metrics
+
+pytestmark = pytest.mark.slow
+
+TRAINING = (*TINY, *SINGLE, "sample_tokens=0", "tracking=off", "checkpoint.every=3")
+REFUSED_S, TRAINED_S = 15.0, 90.0
+"""Seconds that a refusal and a tiny training may take on a busy machine; on a quiet one they take 1 and 8."""
+
+
+class Ended(NamedTuple):
+    """How a command ended: exit status and everything it printed."""
+
+    status: int
+    text: str
+
+
+def typed(*arguments: str, cwd: Path, limit_s: float = TRAINED_S, **environment: str) -> Ended:
+    """Return how `valkyrie-train` ends, which must be in time and without a traceback."""
+    began = time.monotonic()
+    process = start(*arguments, cwd=cwd, **environment)
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"{arguments} did not end within {limit_s} s: {process.communicate()}") from None
+    text = out + err
+    assert "Traceback" not in text, text
+    assert time.monotonic() - began < limit_s
+    return Ended(process.returncode, text)
+
+
+def until(process: subprocess.Popen[str], words: str) -> str:
+    """Return what a command printed up to a line with these words."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"ended before {words!r}: {lines} {process.communicate()}")
+
+
+MISTAKES: dict[str, Sequence[str]] = {
+    "modle=gpt_tiny": ("modle is not a key. Did you mean model?",),
+    "--steps=5": ("settings are written without dashes: steps=5",),
+    "steps 5": ("Write steps=5, with = and without blanks",),
+    "mesh=2,2,2": ("mesh=2x2x2",),
+    "mesh=2*2*2": ("sizes joined by x",),
+    "mesh=[2,2,2]": ("mesh=2x2x2",),
+    "model=gpt_tiny,s5_tiny": ("For a sweep over them add -m",),
+    "batch=0": ("batch=0: at least 1 is needed",),
+    "batch=7 mesh=2x2x2": ("batch=7 is not divisible by 8",),
+    "name=.": ("names no folder",),
+    "name=latest": ("Use another name",),
+    "name=a/b": ("is a folder in a folder",),
+    "resume=": ("resume= is empty",),
+    "resume=latest": ("Train one first",),
+    "resume=nothing": ("is no run with a checkpoint",),
+    "lr=3e-4": ("Did you mean optimizer.learning_rate?",),
+    "optimizer=sgd": ("Choices: adamw",),
+    "optimizer.learning_rate=fast": ("a number is needed",),
+    "optimizer.learning_rate=-1": ("must be above 0",),
+    "model=gpt2": ("model=gpt2 is not a choice",),
+    "model=gpt_tiny model.attention.heads=3": ("model.attention.heads=3 is not a multiple of",),
+    "partition=2d": ("Did you mean partition=2d_tp?",),
+    "partition.name=dp": ("Write partition=dp",),
+    "partition=null": ("every run has a partition",),
+    "precision=fp16": ("Choices: bf16, bf16_mixed, float32",),
+    "remat=yes": ("use one of none, dots, full, offload",),
+    "data=text": ("data=text needs files",),
+    "data=text data.paths=nofile.txt": ("there is no file or directory nofile.txt",),
+    "data.tokenizer=nope": ("tokenizer=nope is not known",),
+    "data=wikitext": ("data=wikitext is not a choice",),
+    "target=gpu": ("Did you mean target=auto?",),
+    "target=v4-63": ("is not a multiple of 2",),
+    "target=v5e-8 mesh=2x4x1": ("is not this machine",),
+    "target.chip.hbm_gib=9": ("there is no target.chip to set it in",),
+    "mesh=1000x1x1 partition=dp batch=1000": ("1,000 simulated CPU devices", "force=true"),
+    "model=llama_8b mesh=1x1x1 partition=dp": ("GiB", "mode=compile", "force=true"),
+    "experiment=no_header --config-dir own": ("must begin with the line '# @package _global_'",),
+    "experiment=short --config-dir own": ("Rename it to short.yaml",),
+    "experiment=own/experiment/no_header.yaml --config-dir own": ("--config-dir own",),
+    "--config-dir nowhere": ("nowhere", "not found"),
+    "--config-path own --config-name partial": ("has no defaults list, so it must hold every setting",),
+    "-m seed=0,1 hydra/launcher=nope": ("hydra/launcher=nope is not a choice",),
+    "-m partition=dp,nope": ("partition=nope is not a choice",),
+    "-m +sweep=nope": ("sweep=nope is not a choice",),
+    "train": ("write mode=train",),
+}
+"""What a stranger types, and the words that matter in the answer."""
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_answered_at_once_with_what_to_write(tmp_path: Path, line: str):
+    own = tmp_path / "own" / "experiment"
+    own.mkdir(parents=True)
+    (own / "no_header.yaml").write_text("steps: 5\n")
+    (own / "short.yml").write_text("# @package _global_\nsteps: 5\n")
+    (tmp_path / "own" / "partial.yaml").write_text("steps: 5\n")
+    ended = typed(*line.split(), cwd=tmp_path, limit_s=REFUSED_S)
+    assert ended.status == 2
+    for words in MISTAKES[line]:
+        assert words in ended.text
+    if not line.startswith("-m"):  # Hydra begins a sweep's folder before it composes the jobs
+        assert not (tmp_path / "runs").exists(), "a refusal leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("JAX_PLATFORMS", "cuda", "JAX_PLATFORMS=cuda"),
+        ("JAX_PLATFORMS", "tpu", "JAX_PLATFORMS=tpu"),
+        ("JAX_PLATFORMS", "gpux", "JAX_PLATFORMS=gpux"),
+        ("XLA_FLAGS", "--xla_no_such_flag=1", "--xla_no_such_flag"),
+        ("TPU_MESH_CONFIG", "2x2x2", "write sizes joined by commas"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_named(tmp_path: Path, variable: str, value: str, words: str):
+    ended = typed(*TRAINING[:-1], "steps=1", cwd=tmp_path, **{variable: value})
+    if variable == "TPU_MESH_CONFIG":  # not read beside a mesh
+        ended = typed(cwd=tmp_path, **{variable: value})
+    assert ended.status != 0 and words in ended.text
+    assert len([line for line in ended.text.splitlines() if line.startswith("valkyrie-train:")]) == 1
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with two checkpoints, as the command leaves it."""
+    folder = tmp_path_factory.mktemp("day")
+    ended = typed(*TRAINING, "steps=6", "name=live", cwd=folder)
+    assert ended.status == 0, ended.text
+    assert "valkyrie-train resume=live steps=12" in ended.text
+    return folder / "runs" / "live"
+
+
+@pytest.fixture
+def live(made: Path, tmp_path: Path) -> Path:
+    """A copy of that run, in the `runs` of an empty directory."""
+    (tmp_path / "runs").mkdir()
+    return copied(made, tmp_path / "runs")
+
+
+def test_a_run_is_repeated_resumed_evaluated_and_moved_from_anywhere(live: Path, tmp_path: Path):
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    line = (live / "run.yaml").read_text().splitlines()[0]
+    command, *again = shlex.split(line.removeprefix("# "))
+    assert command == "valkyrie-train"
+    repeated = typed(*again, cwd=elsewhere)
+    assert repeated.status == 0 and (elsewhere / "runs" / "live").is_dir(), "the name is free there"
+    losses = {step: record["loss"] for step, record in records(live).items()}
+    assert {step: record["loss"] for step, record in records(elsewhere / "runs" / "live").items()} == losses
+    beside = typed(*again, cwd=tmp_path)
+    assert beside.status == 0 and (tmp_path / "runs" / "live-2").is_dir() and len(saved_steps(live)) == 2
+    for arguments, words in {
+        ("resume=live-2", "steps=7"): "training steps 7 to 7",
+        ("resume=live-2", "steps=8", "mesh=2x1x1", "partition=fsdp"): "mesh.name=2x1x1 (was 1x1x1)",
+        ("mode=eval", "resume=live-2"): "validation loss",
+        ("mode=generate", "resume=live-2", "sample_tokens=3"): "live-2 at step 8",
+        (*again, "mode=eval"): "live at step 6",
+    }.items():
+        ended = typed(*arguments, cwd=tmp_path)
+        assert ended.status == 0 and words in ended.text, ended.text
+    ended = typed(f"resume={live}", "steps=7", cwd=elsewhere)
+    assert ended.status == 0 and "continuing live from step 6 to step 7: steps=7 (was 6)" in ended.text
+
+
+def test_settings_that_are_lost_are_named_and_nothing_is_made_up(live: Path, tmp_path: Path):
+    text = (live / "run.yaml").read_text()
+    for damaged in (text[:300], text[: len(text) // 2], ""):
+        (live / "run.yaml").write_text(damaged)
+        ended = typed("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+        assert ended.status == 2 and "run.yaml is damaged" in ended.text and "name=live" in ended.text
+    (live / "run.yaml").unlink()
+    ended = typed("resume=live", "steps=8", cwd=tmp_path, limit_s=REFUSED_S)
+    assert ended.status == 2 and "no run.yaml" in ended.text
+    ended = typed(*TRAINING, "name=live", "steps=8", cwd=tmp_path)
+    assert ended.status == 0 and "training steps 7 to 8" in ended.text
+
+
+def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(live: Path, tmp_path: Path):
+    files = [file for file in (live / "checkpoints" / "6").rglob("*") if file.is_file() and file.stat().st_size > 200]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 4
+    largest.write_bytes(content)
+    looked = typed("mode=checkpoints", "resume=live", cwd=tmp_path)
+    assert looked.status == 1 and "step 6" in looked.text and "damaged" in looked.text and "as saved" in looked.text
+    ended = typed("resume=live", "steps=6", cwd=tmp_path)
+    assert ended.status == 0 and "damaged" in ended.text and "training steps 4 to 6" in ended.text
+    steps = [record["step"] for record in read_metrics(live / "metrics.jsonl") if "loss" in record]
+    assert steps == sorted(set(steps)), "steps that are done again are not in the record twice"
+
+
+@pytest.fixture
+def running(tmp_path: Path):
+    """A training without end in an empty directory, once it takes steps."""
+    process = start(*TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path)
+    try:
+        until(process, "step 25/")
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_path: Path):
+    for how in (["resume=latest"], [*TRAINING, "name=live", "steps=9"]):
+        ended = typed(*how, cwd=tmp_path)
+        assert ended.status != 0 and str(running.pid) in ended.text, ended.text
+    running.send_signal(signal.SIGTERM)
+    out, _ = running.communicate(timeout=60)
+    assert running.returncode == 130 and "Go on with: valkyrie-train resume=live" in out
+    assert typed("resume=latest", "steps=2", cwd=tmp_path).status == 0, "it is free again"
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(running: subprocess.Popen[str], tmp_path: Path):
+    while not saved_steps(tmp_path / "runs" / "live"):
+        time.sleep(0.1)
+    running.kill()
+    running.communicate()
+    last = saved_steps(tmp_path / "runs" / "live")[-1]
+    ended = typed("resume=latest", f"steps={last + 2}", cwd=tmp_path)
+    assert ended.status == 0 and f"training steps {last + 1} to {last + 2}" in ended.text
+    steps = [
+        record["step"] for record in read_metrics(tmp_path / "runs" / "live" / "metrics.jsonl") if "loss" in record
+    ]
+    assert steps == list(range(1, last + 3))
+
+
+def test_a_run_folder_that_goes_ends_the_training_in_words(running: subprocess.Popen[str], tmp_path: Path):
+    shutil.rmtree(tmp_path / "runs" / "live")
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 1 and "is gone" in err and "Traceback" not in out + err
+    assert "resume=" not in err, "there is nothing to resume"
+
+
+def test_a_reader_that_goes_and_a_terminal_that_goes_are_saved(tmp_path: Path):
+    arguments = shlex.join([*TRAINING, "steps=1000000", "log_every=1"])
+    command = f"{shlex.quote(sys.executable)} -m valkyrie.cli.train {arguments}"
+    piped = f"set -o pipefail; {command} name=piped | head -n 12"
+    began = subprocess.run(["bash", "-c", piped], cwd=tmp_path, capture_output=True, text=True, timeout=TRAINED_S)
+    assert began.returncode == 130 and "Traceback" not in began.stderr
+    assert saved_steps(tmp_path / "runs" / "piped")
+    process = start(*TRAINING, "steps=1000000", "log_every=1", "name=ssh", cwd=tmp_path)
+    until(process, "step 3/")
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and saved_steps(tmp_path / "runs" / "ssh")
+
+
+def test_wandb_that_cannot_be_reached_is_offline(tmp_path: Path):
+    nobody = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": "online"}
+    arguments = [argument for argument in TRAINING if argument != "tracking=off"]
+    ended = typed(*arguments, "steps=3", "name=a", "tracking.init_timeout=2", cwd=tmp_path, **nobody)
+    assert ended.status == 0 and "wandb sync" in ended.text and "offline" in ended.text
+    assert list((tmp_path / "runs" / "a" / "wandb").glob("offline-run-*"))
+
+
+def test_text_of_ones_own_as_readme_has_it(tmp_path: Path):
+    books = tmp_path / "books" / "more"
+    books.mkdir(parents=True)
+    for name in ("one", "two", "three"):
+        (books / f"{name}.txt").write_text(f"The book {name} is about a run that never ended.\n" * 40)
+    asked = [argument for argument in TRAINING if not argument.startswith("data")]
+    for paths in ("data.paths=[~/books/**/*.txt]", "data.paths=~/books", "data.paths=books/**/*.txt"):
+        ended = typed(*asked, "data=text", paths, "steps=2", cwd=tmp_path, HOME=str(tmp_path))
+        assert ended.status == 0 and re.search(r"data text: [\d,]+ training tokens", ended.text), ended.text
+
+
+def test_a_disk_that_is_full_and_a_home_that_is_read_only_are_said(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    blocked = typed(*TRAINING, "steps=3", f"runs={tmp_path}/file/runs", cwd=tmp_path)
+    assert blocked.status != 0 and f"{tmp_path}/file/runs" in blocked.text and "runs=" in blocked.text
+    cache = {"VALKYRIE_CACHE": f"{tmp_path}/file/cache", "HOME": f"{tmp_path}/file/home"}
+    ended = typed(*TRAINING, "steps=3", "name=a", cwd=tmp_path, **cache)
+    assert ended.status == 0 and "VALKYRIE_CACHE" in ended.text, ended.text
+    assert os.listdir(tmp_path / "runs" / "a" / "checkpoints")
