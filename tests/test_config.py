@@ -142,6 +142,7 @@ def test_what_cfg_job_prints_composes_to_the_same_run(command: Any, tmp_path: Pa
     (tmp_path / "saved" / "mine.yaml").write_text(printed.out)
     asked = command(*arguments).run
     assert asked is not None
+    OmegaConf.clear_resolvers()  # as in a process of its own, which reads the file before there are any
     assert command("--config-path", str(tmp_path / "saved"), "--config-name", "mine").run == asked
     again = command("--config-path", str(tmp_path / "saved"), "--config-name", "mine", "steps=9").run
     assert again.config.steps == 9

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -72,7 +73,9 @@ def test_what_is_printed_says_simulated_and_what_to_do_next(tmp_path: Path, capf
     rates = [line for line in out.splitlines() if "tokens/s" in line]
     assert rates and all("simulated" in line for line in rates)
     assert f"run folder: {tmp_path / 'run'}" in out
-    assert f"valkyrie-train resume={tmp_path / 'run'} steps=12" in out
+    following = re.findall(r"next: (.*)", out)[0]
+    assert shlex.split(following, comments=True) == ["valkyrie-train", f"resume={tmp_path / 'run'}", "steps=12"]
+    assert "# continues training, its learning rate rises again" in following and ";" not in following
     assert "step 6: validation loss" in out
 
 

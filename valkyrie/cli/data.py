@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from valkyrie.cli.parser import OneLineParser
+from valkyrie.cli.parser import OneLineParser, without_comment
 from valkyrie.data.config import DataConfig, Source
 from valkyrie.interrupt import usable_streams
 from valkyrie.paths import cache_root
@@ -16,7 +16,7 @@ from valkyrie.paths import cache_root
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
     usable_streams()
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
     try:
         arguments.run(arguments)
     except (ValueError, OSError) as error:

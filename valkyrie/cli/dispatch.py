@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from valkyrie.cli.mistakes import refuse_slips, version_text
-from valkyrie.cli.parser import leave_unread
+from valkyrie.cli.parser import leave_unread, without_comment
 from valkyrie.compose import register
 from valkyrie.explain import explain
 from valkyrie.interrupt import EXIT_STATUS, raises
@@ -41,7 +41,7 @@ OUR_ERROR = 1
 def dispatch() -> None:
     """Carry out the arguments of the process; a user's mistake is a message and exit status 2."""
     show_traceback = os.environ.get(FULL_ERROR) == "1"
-    arguments = sys.argv[1:]
+    arguments = without_comment(sys.argv[1:])
     try:
         os.getcwd()
     except OSError:

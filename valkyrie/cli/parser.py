@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import NoReturn
 
 NOBODY_READS = 141
 """Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
+
+
+def without_comment(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments before a lone `#`: zsh hands on the comment behind a pasted command as words."""
+    return list(takewhile(lambda argument: argument != "#", arguments))
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, leave_unread
+from valkyrie.cli.parser import OneLineParser, leave_unread, without_comment
 from valkyrie.interrupt import usable_streams
 from valkyrie.report.wandb import add_arguments, main_wandb
 
@@ -15,7 +15,7 @@ from valkyrie.report.wandb import add_arguments, main_wandb
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
     usable_streams()
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
     try:
         _refuse_ignored(arguments)
         if arguments.wandb is not None:

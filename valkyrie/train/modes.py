@@ -52,8 +52,8 @@ def train(run: Run) -> int:
         console.rule()
     console.print(f"run folder: {folder}")
     longer = 2 * max(run.config.steps, fitted.summary["steps"])
-    rate = "" if run.config.optimizer.decay_steps else f"; the learning rate rises again, to decay over {longer} steps"
-    console.print(f"next: {again} steps={longer}   continues training{rate}")
+    rate = "" if run.config.optimizer.decay_steps else f", its learning rate rises again, to decay over {longer} steps"
+    console.print(f"next: {again} steps={longer}   # continues training{rate}")
     console.print(f'      {again} mode=generate prompt="class "')
     return 0
 

@@ -125,8 +125,8 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     """Return the settings in a file: of a `run.yaml` those of a new run, which does not take the name of that one."""
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
-    missing = [] if is_record else [f.name for f in fields(RunConfig) if OmegaConf.select(values, f.name) is None]
-    missing = [name for name in missing if name not in values]
+    written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
+    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written]
     wrong = [group for group in _GROUPS if group not in missing and not isinstance(values.get(group), DictConfig)]
     if missing or wrong:
         raise ValueError(

@@ -1,0 +1,196 @@
+"""README: its commands compose, and its figures are those of the code, of a table beside it, and of each other."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+import valkyrie
+from helpers import PARTITIONS, compose_config, compose_run, names
+from sweeps import play
+from test_folder import make_run
+from valkyrie.cli.data import _parser as data_parser
+from valkyrie.cli.parser import without_comment
+from valkyrie.cli.report import _parser as report_parser
+from valkyrie.run import Run
+from valkyrie.sweep.trial import Status, TrialLog
+from valkyrie.targets import parse_target
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+WITHOUT_LISTINGS = re.sub(r"^```\w+\n.*?^```\n", "", README, flags=re.DOTALL | re.MULTILINE)
+FENCED = "\n".join(re.findall(r"^```\n(.*?)^```", WITHOUT_LISTINGS, re.DOTALL | re.MULTILINE))
+SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", WITHOUT_LISTINGS, flags=re.DOTALL | re.MULTILINE))
+TYPED = [
+    m[1] for m in re.finditer(r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data)(?: .*)?)$", FENCED, re.MULTILINE)
+]
+WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span]
+"""What stands in a sentence; the folder of one's own is that of `test_own_block`."""
+
+
+def arguments_of(line: str) -> list[str]:
+    """The arguments that zsh makes of a line, its comment among them."""
+    typed, _, comment = line.partition(" #")
+    return [*shlex.split(typed)[1:], *(["#", *comment.split()] if comment else [])]
+
+
+TRAIN = [line for line in TYPED + WITHIN if line.startswith("valkyrie-train")]
+
+
+def test_the_commands_are_found():
+    assert len(TRAIN) >= 14 and len([line for line in TRAIN if " -m " in line]) == 3
+    assert any("resume=latest" in line for line in TRAIN) and any("~/books" in line for line in TRAIN)
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.slow] if " -m " in line else []) for line in TRAIN]
+)
+def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str):
+    arguments = arguments_of(line)
+    if "-m" in arguments:
+        monkeypatch.setattr("valkyrie.sweep.plan.libtpu_missing", lambda target: None)
+        play(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
+        ended, sweeps = command("tracking=off", *arguments), (tmp_path / "runs").iterdir()
+        trials = [trial.status for sweep in sweeps for trial in TrialLog(sweep).read()]
+        assert ended.status == 0 and trials.count(Status.ok) >= 8, ended.err
+        return
+    make_run(tmp_path / "runs", "mine", "model=gpt_tiny", "mesh=2x2x2")
+    composed = command(*arguments)
+    assert (composed.status, composed.err) == (0, "")
+    assert composed.run is not None or composed.out.startswith("valkyrie-train trains a model")
+
+
+@pytest.mark.parametrize("line", [line for line in TYPED + WITHIN if not line.startswith("valkyrie-train")])
+def test_the_other_commands_have_these_arguments(line: str):
+    parser = report_parser() if line.startswith("valkyrie-report") else data_parser()
+    parser.parse_args(without_comment(arguments_of(line)))
+
+
+SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z][\w./]*=[^ ,=]\S*", span) and "NAME" not in span]
+
+
+KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
+
+
+@pytest.mark.parametrize("key", sorted(key for key in KEYS if not key.startswith("hydra")))
+def test_every_setting_has_its_key_and_its_choice(key: str):
+    chosen = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
+    for setting in dict.fromkeys(chosen):
+        Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", setting))
+
+
+def test_a_comment_behind_a_command_can_be_pasted_into_any_shell():
+    """Zsh, which macOS has, takes no comments where one types: words and signs of a comment reach the command."""
+    for line in FENCED.splitlines():
+        head, sign, comment = line.partition(" #")
+        if sign:
+            assert head.startswith("valkyrie-"), f"{line}: pip and uv do not know that # begins a comment"
+            assert not re.search(r"""[;&|<>()$`\\"'*?\[\]{}!~]""", comment), line
+
+
+NUMBERS = dict(zip(["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen"], range(12, 18), strict=True))
+
+
+def test_counts_are_those_of_the_code():
+    (parameters,) = re.findall(r"model of ([\d,]+) parameters", README.replace("\n", " "))
+    assert int(parameters.replace(",", "")) == compose_run("mesh=2x2x2").model.parameter_count()
+    (word,) = re.findall(r"(\w+) names of `valkyrie`", README)
+    assert NUMBERS[word] == len(valkyrie.__all__)
+    (minutes,) = re.findall(r"CI_SLOW_MINUTES:-(\d+)", (ROOT / ".ci" / "run").read_text())
+    assert ("half an hour" in README.replace("\n", " ")) == (minutes == "30")
+
+
+def test_the_lists_of_choices_are_those_of_the_files():
+    table = README.split("### Partitions")[1].split("###")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == PARTITIONS
+    models = README.split("### Models")[1].split("###")[0]
+    sizes = re.findall(r"`(tiny|\d+[mb])`", models)
+    named = [f"{family}{size}" for family in re.findall(r"`(\w+_)\*`", models) for size in sizes]
+    named += [name for name in re.findall(r"`(\w+)`", models) if "_" in name and not name.endswith("_")]
+    assert sorted(named) == names("model")
+
+
+def test_the_slices_that_are_named_have_the_chips_that_are_said():
+    targets = README.split("### Targets")[1].split("###")[0].replace("\n", " ")
+    counted = re.search(r"\(([\w, ]+) and (\w+) count cores, (\w+) and (\w+) chips;", targets)
+    assert counted is not None
+    by_cores = [*counted[1].split(", "), counted[2]]
+    for chip, cores in [*((chip, 2) for chip in by_cores), (counted[3], 1), (counted[4], 1)]:
+        assert parse_target(f"{chip}-32").chips == 32 // cores, chip
+    for name in re.findall(r"`([a-z]\w*[-:][\dx]+|cpu\d+)`", targets):
+        assert parse_target(name)
+
+
+REPORT = README.split("reports whether it fits")[1].split("```")[1]
+LAYOUTS = README.split("| `partition=` on `mesh=4x4x2`, v4-64 |")[1].split("\n\n")[0]
+ROWS = {
+    name: tuple(float(value.replace(",", "")) for value in values)
+    for name, *values in re.findall(
+        r"^\| `(\w+)`.*?\| ([\d.]+) \| ([\d,]+) ms \| ([\d,]+) \| ([\d.]+)% \|$", LAYOUTS, re.MULTILINE
+    )
+}
+"""Of every partition in README's table: peak GiB, milliseconds a step, tokens a second a chip, percent of MFU."""
+
+
+def layout(partition: str) -> Run:
+    """The run of README's example under a partition."""
+    line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+    return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
+
+
+def test_the_report_is_of_the_run_and_agrees_with_itself():
+    run = layout("2d_tp")
+    assert REPORT.strip().splitlines()[0] == f"valkyrie_1b under {run.layout.name} on {run.config.target.describe()}"
+    assert f"roles: {run.layout.describe_roles()}\n" in REPORT
+    step, rate, each, mfu = (
+        float(found.replace(",", ""))
+        for found in re.findall(r"step: ([\d.]+) s, ([\d,]+) tokens/s, ([\d,]+) tokens/s/chip, MFU ([\d.]+)%", REPORT)[
+            0
+        ]
+    )
+    assert ROWS["2d_tp"] == (float(re.findall(r"fits: ([\d.]+) GiB", REPORT)[0]), 1000 * step, each, mfu)
+    assert rate == pytest.approx(32 * each, rel=1e-3)
+    chip = run.config.target.chip
+    assert chip is not None and chip.usd_per_hour is not None
+    (millions,) = re.findall(r"([\d.]+) million tokens per dollar", REPORT)
+    assert float(millions) == pytest.approx(rate * 3600 / (32 * chip.usd_per_hour) / 1e6, abs=0.005)
+    waits = re.findall(r"([\d.]+) ms +([\d.]+)%", REPORT)
+    assert len(waits) == 4
+    for milliseconds, percent in waits:
+        assert float(percent) == pytest.approx(float(milliseconds) / step / 10, abs=0.06)
+
+
+def test_the_table_of_partitions_agrees_with_itself_and_with_what_is_said_of_it():
+    assert len(ROWS) == 6
+    for partition, (_, milliseconds, rate, mfu) in ROWS.items():
+        run = layout(partition)
+        assert rate == pytest.approx(64 * 2048 / 32 / (milliseconds / 1000), rel=2e-3), partition
+        assert mfu == pytest.approx(100 * run.step_flops / (32 * 275e12) / (milliseconds / 1000), abs=0.06), partition
+    (fastest, *_), (said,) = (
+        sorted(row[1] for row in ROWS.values()),
+        re.findall(r"within (\d+)% of the fastest", README),
+    )
+    assert ROWS["fsdp"][1] <= fastest * (1 + int(said) / 100)
+    assert ROWS["dp"][1] == fastest and ROWS["dp"][0] / ROWS["fsdp"][0] == pytest.approx(8, abs=0.5)
+    assert "in an eighth of its memory" in README
+
+
+def test_the_summary_of_the_published_runs_is_that_of_its_rows():
+    rows = re.findall(
+        r"^\| .*, (?:\d+ x )?(v\w+)-\d+ \|.*\| ([+-][\d.]+)% \|.*\| ([+-][\d.]+)% \|$",
+        (ROOT / "experiments" / "published" / "results.md").read_text(),
+        re.MULTILINE,
+    )
+    said = re.findall(r"^\| (\w+) \| (\d+) \| ([\d.]+)%, ([\d.]+)% \| ([\d.]+)%, ([\d.]+)% \|$", README, re.MULTILINE)
+    assert [row[0] for row in said] == ["v4", "v5e", "v5p", "v6e", "all"]
+    for chip, count, *errors in said:
+        of_chip = [row[1:] for row in rows if chip in (row[0], "all")]
+        assert len(of_chip) == int(count), chip
+        found = [[abs(float(row[column])) for row in of_chip] for column in (0, 1)]
+        expected = [value for column in found for value in (median(column), max(column))]
+        assert [float(error) for error in errors] == pytest.approx(expected, abs=0.11), chip
