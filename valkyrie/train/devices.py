@@ -38,7 +38,7 @@ class Devices:
         count = len(self.devices)
         if self.simulated:
             return (
-                f"SIMULATED: {count} CPU device{'s' * (count > 1)} on {os.cpu_count()} cores stand in for the mesh. "
+                f"SIMULATED: {count} CPU device{'s' * (count > 1)} on {os.cpu_count()} cores stand{'s' * (count == 1)} in for the mesh. "
                 "Losses are real; speeds are not those of any accelerator."
             )
         return f"{count} x {self.devices[0].device_kind}"
