@@ -37,9 +37,11 @@ class Devices:
         """The loud line about what the run runs on."""
         count = len(self.devices)
         if self.simulated:
+            devices = f"{count} CPU devices" if count > 1 else "1 CPU device"
+            stand = "stand in" if count > 1 else "stands in"
             return (
-                f"SIMULATED: {count} CPU device{'s' * (count > 1)} on {os.cpu_count()} cores stand{'s' * (count == 1)} in for the mesh. "
-                "Losses are real; speeds are not those of any accelerator."
+                f"SIMULATED: {devices} on {os.cpu_count()} cores {stand} for the mesh. Losses are real; speeds are not "
+                "those of any accelerator."
             )
         return f"{count} x {self.devices[0].device_kind}"
 
