@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,11 +15,14 @@ import pytest
 
 import valkyrie
 from helpers import PARTITIONS, compose_config, compose_run, names
+from machines import needs_libtpu
 from sweeps import play
+from test_compile_tpu import compile_command
 from test_folder import make_run
 from valkyrie.cli.data import _parser as data_parser
 from valkyrie.cli.parser import without_comment
 from valkyrie.cli.report import _parser as report_parser
+from valkyrie.compose import default_partition
 from valkyrie.run import Run
 from valkyrie.sweep.trial import Status, TrialLog
 from valkyrie.targets import parse_target
@@ -177,7 +183,11 @@ def test_the_table_of_partitions_agrees_with_itself_and_with_what_is_said_of_it(
     )
     assert ROWS["fsdp"][1] <= fastest * (1 + int(said) / 100)
     assert ROWS["dp"][1] == fastest and ROWS["dp"][0] / ROWS["fsdp"][0] == pytest.approx(8, abs=0.5)
-    assert "in an eighth of its memory" in README
+    assert (
+        "in an eighth of its memory" in README
+        and "| `fsdp` (the default) |" in README
+        and default_partition() == "fsdp"
+    )
 
 
 def test_the_summary_of_the_published_runs_is_that_of_its_rows():
@@ -194,3 +204,59 @@ def test_the_summary_of_the_published_runs_is_that_of_its_rows():
         found = [[abs(float(row[column])) for row in of_chip] for column in (0, 1)]
         expected = [value for column in found for value in (median(column), max(column))]
         assert [float(error) for error in errors] == pytest.approx(expected, abs=0.11), chip
+
+
+COMPILER = re.findall(r"All by libtpu ([\d.]+\d)", README)[0]
+needs_the_same_libtpu = pytest.mark.skipif(
+    find_spec("libtpu") is not None and version("libtpu") != COMPILER,
+    reason=f"README's predictions are by libtpu {COMPILER}: another compiler predicts others",
+)
+
+
+def flat(text: str) -> str:
+    """A text without its line breaks and columns, and without the units that a table has in its head."""
+    return " ".join(text.replace("%", "").replace(" ms ", " ").split())
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A function from README's arguments to what the command prints."""
+    folder = tmp_path_factory.mktemp("compiled")
+
+    def call(line: str) -> str:
+        return flat(compile_command(folder, *arguments_of(line)).stdout)
+
+    return call
+
+
+@pytest.mark.slow
+@needs_libtpu
+@needs_the_same_libtpu
+@pytest.mark.timeout(900)
+def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
+    line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+    printed, shown = compiled(line), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
+    lines, hint = shown.split("hint: ")
+    for part in [*lines.splitlines(), f"hint: {hint}"]:
+        assert flat(part) in printed, part
+
+
+@pytest.mark.slow
+@needs_libtpu
+@needs_the_same_libtpu
+@pytest.mark.timeout(900)
+def test_the_row_of_the_default_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
+    line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+    printed, (peak, milliseconds, rate, mfu) = compiled(line.replace("2d_tp", "fsdp")), ROWS["fsdp"]
+    assert f"fits: {peak} GiB of" in printed
+    assert float(re.findall(r"predicted step: ([\d.]+) ms,", printed)[0]) == pytest.approx(milliseconds, abs=0.6)
+    assert f"{rate:,.0f} tokens/s/chip, MFU {mfu} of" in printed
+
+
+@pytest.mark.slow
+@needs_libtpu
+@needs_the_same_libtpu
+def test_what_does_not_fit_is_told_as_shown(compiled: Callable[[str], str]):
+    line = next(line for line in TRAIN if "target=v5e-4" in line)
+    printed, shown = compiled(line), FENCED.split(line)[1].split("\nvalkyrie-train")[0]
+    assert flat(shown.replace(", ...", "")) in printed

@@ -203,7 +203,9 @@ def test_the_verdict_of_a_layout_that_does_not_fit(run: Run, tmp_path: Path):
 
 def test_the_report_says_every_part(run: Run, tmp_path: Path):
     found = summary(run, tmp_path, replay([use(("y",), 7e9, 0.41)]))
-    said = printed(found | {"hints": ["do [tpu] this"]})
+    wait = {"seconds": 0.41, "calls": 2, "category": "exposed y", "op_name": "f/dot", "source": None}
+    said = printed(found | {"hints": ["do [tpu] this"], "costs": [*found["costs"][:9], wait]})
+    assert "waiting over y" in said and "exposed" not in said
     for part in (
         "gpt_1b under 4x4x2-2d_tp-remat_full on v4-64 (32 v4 chips",
         "placement: x=4 on torus b",

@@ -159,7 +159,8 @@ def _costs(summary: dict[str, Any], console: Console) -> None:
     for cost in summary["costs"]:
         share = f"{100 * cost['seconds'] / total:.1f}"
         where = short_cause(cost["op_name"]), short_source(cost["source"])
-        table.add_row(f"{1e3 * cost['seconds']:.2f}", share, f"{cost['calls']:,.0f}", cost["category"], *where)
+        what = cost["category"].replace("exposed ", "waiting over ")
+        table.add_row(f"{1e3 * cost['seconds']:.2f}", share, f"{cost['calls']:,.0f}", what, *where)
     console.print(table, soft_wrap=False)
 
 
