@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import valkyrie
+from helpers import MODELS
 from runs import TINY
 
 README = Path(__file__).parent.parent / "README.md"
@@ -90,6 +92,20 @@ def test_nothing_is_imported_before_it_is_used():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_showing_a_run_leaves_the_devices_for_its_training():
+    """JAX's first use fixes how many CPU devices there are: a table that started it left one, and training refused."""
+    code = f"""
+import jax, valkyrie
+for model in {MODELS}:
+    valkyrie.show(valkyrie.compose(f"model={{model}}", "mesh=2x2x2"))
+jax.config.update("jax_num_cpu_devices", 8)
+print(jax.device_count())
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.endswith("\n8\n"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ class Assembly:
 
     def __init__(self, model: Model, numerics: Numerics) -> None:
         self._make = lambda key: model.build(numerics=numerics, key=key)
-        self._graph, self._state = nnx.split(jax.eval_shape(self._make, jax.random.key(0)))
+        self._graph, self._state = nnx.split(jax.eval_shape(lambda: self._make(jax.random.key(0))))
         self.abstract_parameters = nnx.to_pure_dict(self._state)
         """Shapes and dtypes of the parameters."""
         self.specs = model.parameters()
