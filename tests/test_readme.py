@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -109,6 +111,25 @@ def test_counts_are_those_of_the_code():
     assert NUMBERS[word] == len(valkyrie.__all__)
     (minutes,) = re.findall(r"CI_SLOW_MINUTES:-(\d+)", (ROOT / ".ci" / "run").read_text())
     assert ("half an hour" in README.replace("\n", " ")) == (minutes == "30")
+
+
+def test_extras_and_layers_are_those_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = re.findall(r"extras? `([\w-]+)`", README) + re.findall(
+        r"`(\w+)`", README.split("Extras:")[1].split(". ")[0]
+    )
+    assert {*extras, "dev"} == {*project["project"]["optional-dependencies"]}
+    chain = re.split(r" → |, ", README.split("### Developing")[1].split(": a module imports")[0].replace("\n", " "))
+    named = [word.strip(" `") for word in chain if "`" in word]
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    rows = [next(i for i, row in enumerate(layers) if name in row.split(" | ")) for name in named]
+    assert rows == sorted(rows) and len(named) >= 15
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="README speaks of the JAX of Python 3.11")
+def test_python_3_11_has_the_jax_that_is_said():
+    (said,) = re.findall(r"Python 3\.11\s+gets JAX ([\d.]*\d)", README)
+    assert version("jax").startswith(f"{said}.")
 
 
 def test_the_lists_of_choices_are_those_of_the_files():
