@@ -89,7 +89,8 @@ KEYS = {setting.split("=")[0] for setting in SETTINGS} - {"quiet"}
 def test_every_setting_has_its_key_and_its_choice(key: str):
     chosen = [setting for setting in SETTINGS if setting.split("=")[0] == key and "mine" not in setting]
     for setting in dict.fromkeys(chosen):
-        Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", setting))
+        Run.from_config(compose_config("target=v4-64", "mesh=2x2x2", *shlex.split(setting)))
+        assert not re.search(r"[\[*?]", re.sub(r"'.*?'", "", setting)), "zsh looks for files of such a name"
 
 
 def test_a_comment_behind_a_command_can_be_pasted_into_any_shell():
