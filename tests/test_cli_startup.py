@@ -58,7 +58,7 @@ def test_help_and_configuration_need_no_jax(tmp_path: Path, arguments: list[str]
     ended = start(tmp_path, *arguments)
     assert (ended.status, ended.err, ended.loaded) == (0, "", [])
     assert shown in ended.out
-    assert ended.seconds < 5
+    assert ended.seconds < 10
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ def test_a_refusal_needs_no_jax(tmp_path: Path, arguments: list[str], message: s
     assert message in ended.err
     assert "Traceback" not in ended.err
     assert ended.loaded == []
-    assert ended.seconds < 5
+    assert ended.seconds < 10
     assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"
 
 
@@ -95,7 +95,7 @@ def test_a_missing_file_and_missing_chips_are_refused_before_jax(tmp_path: Path,
     assert message in ended.err
     assert "Traceback" not in ended.err
     assert "jax" not in ended.loaded
-    assert ended.seconds < 5
+    assert ended.seconds < 10
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -81,6 +81,7 @@ def sound(run: Run, mesh: MeshConfig, partition: PartitionConfig, microbatches: 
         known_axes=known_axes(),
         batch=c.batch,
         seq=c.seq,
+        advise=False,
     )
     return None if problems else layout
 

@@ -205,8 +205,11 @@ class Run:
             typed.modules.append(str(folder))
         return Run(typed, typed.model)
 
-    def problems(self) -> list[str]:
-        """Return everything wrong with this run that can be known without JAX and without a device."""
+    def problems(self, *, advise: bool = True) -> list[str]:
+        """Return everything wrong with this run that can be known without JAX and without a device.
+
+        With `advise=False` without the values that would do, which take longer to find than the problem.
+        """
         c = self.config
         if too_large := _too_large(asdict(c)):
             return too_large
@@ -243,7 +246,7 @@ class Run:
             if new and isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{key}={value}: must be a finite number.")
         if not problems:
-            problems += self._layout()[1]
+            problems += self._layout(advise)[1]
         return problems + of_target
 
     def legal_partitions(self) -> list[str]:
@@ -272,8 +275,8 @@ class Run:
             head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
         write_whole(path, head + OmegaConf.to_yaml(body))
 
-    def _layout(self) -> tuple[Layout | None, list[str]]:
-        return make_layout(**self._laid_out, nearest=self._nearest)
+    def _layout(self, advise: bool = True) -> tuple[Layout | None, list[str]]:
+        return make_layout(**self._laid_out, nearest=self._nearest, advise=advise)
 
     @property
     def _laid_out(self) -> dict[str, Any]:

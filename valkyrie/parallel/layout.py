@@ -137,13 +137,14 @@ def make_layout(
     seq: int,
     known_axes: Collection[str],
     nearest: Nearest | None = None,
+    advise: bool = True,
 ) -> tuple[Layout | None, list[str]]:
     """Return the layout of a model's arrays, and every problem it has with them, this batch and this length.
 
     `batch` counts sequences of the global batch, `seq` tokens of a sequence; `known_axes` are logical axes of other
     models, for which a partition may have rules. `nearest` returns the values of a key next to its own that remove a
-    problem, by its statement, and make no other; without it the nearest that divide are told. The layout is None when
-    the mesh itself makes no sense.
+    problem, by its statement, and make no other; without it the nearest that divide are told. With `advise=False` no
+    values are looked for: thousands of layouts are tried so. The layout is None when the mesh itself makes no sense.
     """
     problems = mesh.problems()
     if microbatches < 1:
@@ -155,6 +156,8 @@ def make_layout(
         return layout_with_problems(mesh, partition, arrays, microbatches, remat, batch, seq, known_axes)
 
     layout, found = on(mesh)
+    if not advise:
+        return layout, list(dict.fromkeys(problem.statement for problem in found))
     known = {problem.identity for problem in found}
 
     def sizes_of(problem: Problem) -> list[int]:

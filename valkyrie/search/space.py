@@ -201,7 +201,7 @@ def _variants(
                 overrides.append(f"remat={remat.value}")
                 changes["remat"] = remat
             run = shape.run.changed(**changes)
-            yield Cell((*shape.overrides, *overrides), run, tuple(run.problems()))
+            yield Cell((*shape.overrides, *overrides), run, tuple(run.problems(advise=False)))
 
 
 def _meshes(

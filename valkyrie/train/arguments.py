@@ -85,6 +85,17 @@ def run_in(folder: Path, overrides: Sequence[str]) -> Run:
         raise ValueError(explain(error)) from error
 
 
+@contextmanager
+def _beside_hydra() -> Iterator[None]:
+    """Let a run be composed while Hydra composes the jobs of a multirun."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
 def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     """Return the run of arguments as Hydra takes them, on top of a run folder's settings where one is given.
 
@@ -96,7 +107,7 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     folders, conf = config_dirs(flags), register()
     let_import(folders)
     primary = primary_of(arguments, folder=folder)
-    with initialize_config_dir(primary.folder or str(conf), version_base="1.3"):
+    with _beside_hydra(), initialize_config_dir(primary.folder or str(conf), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
         for own in folders:
