@@ -217,3 +217,27 @@ def test_a_key_of_what_is_null_is_refused():
         "target.chip.hbm_gib=9: there is no target.chip to set it in. Name a target with a chip, such as target=v5e-8."
     )
     assert str(refused.value) == told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("learning_rate: 0.024", "optimizer.learning_rate=fast: a number is needed."),
+        ("  embed: 16", "model.embd is not a key. Did you mean model.embed? Known in model: "),
+    ],
+)
+def test_a_run_yaml_that_was_edited_wrongly_is_named(folder: Path, wrong: str, told: str):
+    text = (folder / "run.yaml").read_text()
+    assert wrong in text
+    typo = wrong.replace("0.024", "fast").replace("embed:", "embd:")
+    (folder / "run.yaml").write_text(text.replace(wrong, typo))
+    with pytest.raises(ValueError) as refused:
+        valkyrie.compose(f"resume={folder}")
+    assert str(refused.value).startswith(f"{folder}/run.yaml: {told}")
+
+
+def test_a_setting_that_run_yaml_has_not_is_the_default(folder: Path):
+    text = (folder / "run.yaml").read_text()
+    (folder / "run.yaml").write_text(text.replace("force: false\n", "").replace("log_every: ", "log_every: 3 # "))
+    config = valkyrie.compose(f"resume={folder}", "steps=9").config
+    assert (config.force, config.log_every, config.model.embed) == (False, 3, 16)

@@ -50,8 +50,11 @@ def test_steps_that_are_done_again_are_dropped_from_the_record(tmp_path: Path) -
         {"summary": {"steps": 6}},
     ]
     later = [{"step": 7, "loss": float("nan")}, {"step": 8, "loss": 1.0}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in before + later))
+    damaged = b'{"step": 5, "lo\xff\n'
+    written = [json.dumps(line).encode() + b"\n" for line in before + later]
+    path.write_bytes(damaged + b"".join(written))
     tracker(tmp_path, start=6).close()
+    assert path.read_bytes() == damaged + b"".join(written[: len(before)]), "a damaged line takes no other with it"
     assert read_metrics(path) == before
 
 

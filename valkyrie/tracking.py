@@ -260,17 +260,26 @@ def drop_after(path: Path, step: int) -> None:
     """Remove the records of steps beyond one: of steps that were done after the checkpoint from which a run goes on."""
     if not path.is_file():
         return
-    kept = [record for record in read_metrics(path) if record.get("step", step) <= step]
-    if len(kept) < len(path.read_text().splitlines()):
-        write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line, step) <= step]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(kept))
+
+
+def _step_of(line: bytes, otherwise: int) -> int:
+    """Return the step of a record; another number for one without a step, and for a damaged one, which is kept."""
+    try:
+        return int(json.loads(line).get("step", otherwise))
+    except (ValueError, AttributeError, TypeError):
+        return otherwise
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, oldest first; a last line torn by a crash is left out."""
+    """Return the records of a `metrics.jsonl`, oldest first; a damaged line, or one torn by a crash, is left out."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            break
+            continue
     return records

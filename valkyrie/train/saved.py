@@ -22,8 +22,8 @@ from valkyrie.compose import AS_SAVED, SCHEMAS, saved_groups
 from valkyrie.models import let_import
 from valkyrie.modes import reads_run
 from valkyrie.paths import conf_dir
-from valkyrie.run import HEADER, RunConfig
-from valkyrie.train.folder import find_run, key_value, parts_of, read_settings, saved_config, unused
+from valkyrie.run import HEADER, Run, RunConfig
+from valkyrie.train.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config, unused
 
 CONFIG_PATH = ("--config-path", "-cp")
 """The flags whose value is the folder of the whole configuration."""
@@ -61,10 +61,8 @@ def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bo
     folder = folder or (run_to_read(arguments) if read else None)
     if folder is None:
         return Primary(config_name(arguments), config_path(arguments), list(arguments))
-    values = saved_config(folder)
-    values = OmegaConf.merge(values, {"resume": str(folder), "mode": None})
-    assert isinstance(values, DictConfig)
-    values.mode = {"name": "train"}
+    values = _whole(saved_config(folder), folder / RUN)
+    values.resume, values.mode = str(folder), {"name": "train"}
     _offer(values, None)
     flags, overrides = parts_of(arguments)
     return Primary(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
@@ -127,8 +125,8 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     values = read_settings(file, whole=is_record)
     written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
     missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written]
-    wrong = [group for group in _GROUPS if group not in missing and not isinstance(values.get(group), DictConfig)]
-    if missing or wrong:
+    wrong = [group for group in _GROUPS if group in written and not isinstance(values.get(group), DictConfig)]
+    if missing or (wrong and not is_record):
         raise ValueError(
             f"{file} has no defaults list, so it must hold every setting, and {', '.join([*missing, *wrong])} "
             f"{'is' if len(missing + wrong) == 1 else 'are'} not in it. To set a few, move it to FOLDER/experiment/"
@@ -136,6 +134,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
             f"experiment={file.stem}."
         )
     if is_record:
+        values = _whole(values, file)
         given = dict(key_value(a) for a in parts_of(arguments)[1])
         values.resume = None
         if reads_run(given.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
@@ -143,6 +142,14 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
         elif values.name is not None and "name" not in given:
             values.name = unused(Path(given.get("runs") or values.runs) / values.name).name
     return values
+
+
+def _whole(values: DictConfig, file: Path) -> DictConfig:
+    """Return every setting of a `run.yaml`, those that it has not by default; ValueError names the file and the key."""
+    try:
+        return OmegaConf.create(Run.from_config(values).record())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _offer(values: DictConfig, file: Path | None) -> None:
