@@ -241,3 +241,9 @@ def test_a_setting_that_run_yaml_has_not_is_the_default(folder: Path):
     (folder / "run.yaml").write_text(text.replace("force: false\n", "").replace("log_every: ", "log_every: 3 # "))
     config = valkyrie.compose(f"resume={folder}", "steps=9").config
     assert (config.force, config.log_every, config.model.embed) == (False, 3, 16)
+
+
+def test_a_home_directory_is_known_in_runs_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert valkyrie.compose("model=s5_tiny", "runs=~/mine").config.runs == f"{folder.parent}/mine"
+    assert run_folder(valkyrie.compose("resume=~/one", "steps=8")) == folder

@@ -217,6 +217,8 @@ SLIPS = {
     "batch_size=4": f"batch_size is not a key. Did you mean batch? {TOP}",
     "STEPS=4": f"STEPS is not a key. Did you mean steps? {TOP}",
     "batch=4.5": "batch=4.5: a whole number is needed.",
+    "steps=1e3": "steps=1000.0: a whole number is needed. Write steps=1000.",
+    "name=a$b": "name=a$b: a name with $ could not be typed after resume=. Use letters, digits, ., _ or -.",
     "steps=": "steps= has no value: a variable that is not set?",
     "seq=null": "seq=null: a value is needed.",
     "optimizer.learning_rate=1,0": "optimizer.learning_rate=1,0 names several values, and a run has one. For a sweep "

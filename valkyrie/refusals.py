@@ -106,7 +106,8 @@ def _wrong_value(key: str | None, told: str) -> str:
         if match[1] == "":
             return f"{key}= has no value: a variable that is not set?"
         needed = {"Integer": "a whole number", "Float": "a number"}.get(match[2], match[2])
-        return f"{key}={match[1]}: {needed} is needed."
+        whole = re.fullmatch(r"(\d+)\.0", match[1])  # 1e6 is a float to YAML
+        return f"{key}={match[1]}: {needed} is needed.{f' Write {key}={whole[1]}.' if whole else ''}"
     if match := re.match(r"Value '(.*)' is not a valid bool", told):
         return f"{key}={match[1]}: true or false is needed."
     if re.search(r"is not Optional", told):

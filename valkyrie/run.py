@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -235,6 +236,11 @@ class Run:
             problems.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
         if c.name is not None and (not c.name.strip() or {".", ".."} & {c.name, *Path(c.name).parts}):
             problems.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
+        if c.name is not None and (strange := re.search(r"[^\w .+@/-]", c.name)):
+            problems.append(
+                f"name={c.name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
+                "or -."
+            )
         if c.name == "latest" and not reads_run(c.mode.name):
             problems.append("name=latest could never be resumed: resume=latest means the newest run. Use another name.")
         if c.mode.name not in MODES:

@@ -151,6 +151,8 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
     """Return the arguments with `prompt=` and the paths of `data.paths=` in quotes, so that Hydra takes them as typed.
 
+    A home directory's `~` in `runs=` and `resume=` is written out.
+
     Unquoted, Hydra strips its blanks and refuses most signs. `null`, what is quoted or escaped for Hydra already, and
     in a multirun the several prompts of a sweep, stay as they are. `${KEY}` means in it what it does in any value.
     """
@@ -161,6 +163,8 @@ def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
         elif key.lstrip("+") == "data.paths":
             argument = f"{key}={_list_of_paths(value, multirun)}"
+        elif key in ("runs", "resume") and value.startswith("~"):  # which a shell leaves behind a sign of equality
+            argument = f"{key}={os.path.expanduser(value)}"
         typed.append(argument)
     return typed
 
