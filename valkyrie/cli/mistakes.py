@@ -48,7 +48,7 @@ def _refuse_dashes(flag: str, following: str) -> None:
 
 
 def _refuse_no_assignment(here: str, following: str) -> None:
-    match = re.fullmatch(r"([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)
+    match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
         raise ValueError(f"{here}: a setting is written KEY=VALUE, without blanks: {match[1]}={match[3]}.")
     if here in MODES:
