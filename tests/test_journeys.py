@@ -221,6 +221,9 @@ def running(tmp_path: Path):
     process = start(*TRAINING, "steps=1000000", "name=live", "log_every=1", "checkpoint.every=20", cwd=tmp_path)
     try:
         until(process, "step 25/")
+        while not saved_steps(tmp_path / "runs" / "live"):
+            assert process.poll() is None
+            time.sleep(0.1)
         yield process
     finally:
         if process.poll() is None:
@@ -239,8 +242,6 @@ def test_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(running: subprocess.Popen[str], tmp_path: Path):
-    while not saved_steps(tmp_path / "runs" / "live"):
-        time.sleep(0.1)
     running.kill()
     running.communicate()
     last = saved_steps(tmp_path / "runs" / "live")[-1]
