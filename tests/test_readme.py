@@ -127,10 +127,9 @@ def test_extras_and_layers_are_those_of_the_project():
     assert rows == sorted(rows) and len(named) >= 15
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="README speaks of the JAX of Python 3.11")
-def test_python_3_11_has_the_jax_that_is_said():
+def test_python_3_11_alone_has_the_jax_that_is_said():
     (said,) = re.findall(r"Python 3\.11\s+gets JAX ([\d.]*\d)", README)
-    assert version("jax").startswith(f"{said}.")
+    assert version("jax").startswith(f"{said}.") == (sys.version_info[:2] == (3, 11))
 
 
 def test_the_lists_of_choices_are_those_of_the_files():
@@ -228,7 +227,11 @@ def test_the_summary_of_the_published_runs_is_that_of_its_rows():
         assert [float(error) for error in errors] == pytest.approx(expected, abs=0.11), chip
 
 
+REPORTED = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
+"""The command whose report README shows."""
 COMPILER = re.findall(r"All by libtpu ([\d.]+\d)", README)[0]
+# Kept, because the wheel that pip takes differs by Python and by day, and each predicts other times: what README shows
+# can be held to its own compiler alone. `.ci/run` on Python 3.11 has that one, until a new wheel asks for new figures.
 needs_the_same_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is not None and version("libtpu") != COMPILER,
     reason=f"README's predictions are by libtpu {COMPILER}: another compiler predicts others",
@@ -256,8 +259,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
 def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
-    line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
-    printed, shown = compiled(line), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
+    printed, shown = compiled(REPORTED), re.sub(r" +\(and the rest;.*", "", REPORT).strip()
     lines, hint = shown.split("hint: ")
     for part in [*lines.splitlines(), f"hint: {hint}"]:
         assert flat(part) in printed, part
@@ -268,8 +270,7 @@ def test_the_report_is_what_the_compiler_predicts(compiled: Callable[[str], str]
 @needs_the_same_libtpu
 @pytest.mark.timeout(900)
 def test_the_row_of_the_default_is_what_the_compiler_predicts(compiled: Callable[[str], str]):
-    line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
-    printed, (peak, milliseconds, rate, mfu) = compiled(line.replace("2d_tp", "fsdp")), ROWS["fsdp"]
+    printed, (peak, milliseconds, rate, mfu) = compiled(REPORTED.replace("2d_tp", "fsdp")), ROWS["fsdp"]
     assert f"fits: {peak} GiB of" in printed
     assert float(re.findall(r"predicted step: ([\d.]+) ms,", printed)[0]) == pytest.approx(milliseconds, abs=0.6)
     assert f"{rate:,.0f} tokens/s/chip, MFU {mfu} of" in printed

@@ -62,7 +62,7 @@ def other_partitions(run: Run) -> list[dict[str, Any]]:
     found = []
     for partition in read_group("partition", PartitionConfig):
         other = run.changed(partition=partition)
-        if partition.name == run.config.partition.name or other.problems():
+        if partition.name == run.config.partition.name or other.problems(advise=False):
             continue
         needs, sends = _expected(other), _sent_for_data(other)
         found.append({"partition": partition.name, "roles": other.layout.roles, "needs": needs, "sends": sends})
