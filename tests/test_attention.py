@@ -262,6 +262,41 @@ def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma)
     assert_close(ours, run(AttentionImpl.dense, q, k, v, tokens, **options))
 
 
+@pytest.mark.parametrize(
+    ("seq", "causal", "segments", "count"),
+    [
+        (1024, True, True, 0),
+        pytest.param(1024, True, False, 3, marks=pytest.mark.slow),
+        pytest.param(296, True, True, 3, marks=pytest.mark.slow),
+        pytest.param(200, False, True, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, causal, segments, count):
+    """In Pallas' interpreter; four shards of 256 trade halves of their queries, other lengths do not."""
+    q, k, v, ids, tokens = make(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    split, whole = P(None, ("a", "b")), P()
+    token_specs = None if tokens is None else GlobalTokens(whole, whole, whole, split, split)
+
+    def local(q, k, v, tokens, ids):
+        return sharded_attention(
+            q, k, v, axis_names=("a", "b"), window=None, causal=causal, segment_ids=ids,
+            global_tokens=tokens, backend="tpu", interpret=True,
+        )  # fmt: skip
+
+    @jax.jit
+    @partial(jax.value_and_grad, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
+    def f(q, k, v, tokens):
+        specs = (split, split, split, token_specs, None if ids is None else split)
+        out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)(q, k, v, tokens, ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), grads = f(q, k, v, tokens)
+    ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
+    expected = run(AttentionImpl.dense, q, k, v, tokens, window=None, causal=causal, ids=ids)
+    assert_close(ours, expected, atol=3e-5)
+
+
 @pytest.mark.parametrize(("dilation", "count", "window"), [(1, 0, 4), (3, 2, 4), (1, 3, None)])
 def test_streaming_equals_parallel_token_by_token(dilation, count, window):
     batch, seq = 2, 23

@@ -86,16 +86,25 @@ def _block_cycles(kind: str, logits: int, head_dim: int, chip: str) -> float:
 
 
 def _blocks_visited(mask: Instruction) -> float | None:
-    """Blocks of a splash kernel's grid that its block mask (heads, rows, columns) does not skip, per head."""
+    """Blocks of a splash kernel's grid that its block mask (heads, rows, columns) does not skip, per head.
+
+    Where each device takes its own mask out of those of all, the others wait for the one that skips least.
+    """
     dims = mask.shape.dims
     if len(dims) != 3:
         return None
     end = origin(mask)
+    if end.opcode == "fusion" and end.called[0].root is not None:
+        end = origin(end.called[0].root)
+    if end.opcode == "dynamic-slice":
+        end = origin(end.operands[0])
     values = bytes(end.message.literal.s8s) if end.opcode == "constant" else b""
     if end.opcode == "constant" and not values:
         return 0.0 if end.shape.elements else None
     if len(values) == 1:
         return float(math.prod(dims[1:])) if values[0] else 0.0
-    if len(values) == math.prod(dims):
-        return sum(v != 0 for v in values) / dims[0]
+    size = math.prod(dims)
+    if values and len(values) % size == 0:
+        masks = [values[i : i + size] for i in range(0, len(values), size)]
+        return max(sum(v != 0 for v in mask) for mask in masks) / dims[0]
     return float(math.prod(dims[1:]))

@@ -1,7 +1,9 @@
 """Attention where the sequence is split over mesh axes: windows get a halo of keys, full attention all keys.
 
 A shard needs the (window - 1) * dilation keys before its first query (and after its last, when bidirectional). They
-come from as many neighbours as that spans, each by one `ppermute` straight from its owner. Full attention gathers.
+come from as many neighbours as that spans, each by one `ppermute` straight from its owner. Full attention gathers, and
+where a kernel skips what causal masks hide, queries first change places, so that every shard has as much to do: of 2 n
+chunks, shard i of n takes chunks i and 2 n - 1 - i.
 Global columns are summed out of their owners; global rows are one softmax over the keys of all shards.
 """
 
@@ -32,22 +34,25 @@ def sharded_attention(
     global_tokens: GlobalTokens | None = None,
     backend: str | None = None,
     chunk: int | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return this shard's part of `attention` over a sequence split evenly over `axis_names`, the first one major.
 
     To be called inside `jax.shard_map`. `seq` is a shard's length. Of `global_tokens`, `k` and `v` are this shard's;
-    `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU the windows run in the
-    splash kernel, elsewhere in chunks.
+    `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU it runs in the splash
+    kernel, elsewhere, and where it is dilated without a window, in chunks. `interpret` runs the kernel without a TPU.
     """
     pattern = Pattern(window, causal, dilation)
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
     start = jax.lax.axis_index(axis_names) * q.shape[1]
     backend = jax.default_backend() if backend is None else backend
-    method = Method(platform="tpu" if backend == "tpu" else None, chunk=chunk)
+    method = Method(platform="tpu" if backend == "tpu" else None, chunk=chunk, interpret=interpret)
 
     def attend(stretch: Stretch) -> Array:
         if window is None:
             keys, values, stretch = _gathered(k, v, stretch, axis_names)
+            if method.platform == "tpu" and dilation == 1:
+                return _full_by_kernel(q, keys, values, causal, method, stretch, axis_names, shards)
             return chunked_attention(q, keys, values, pattern=pattern, stretch=stretch, chunk=chunk)
         keys, values, stretch = _with_neighbours(k, v, pattern, stretch, axis_names, shards)
         return local_attention(q, keys, values, pattern=pattern, method=method, stretch=stretch)
@@ -67,6 +72,45 @@ def sharded_attention(
         take=functools.partial(_from_owner, axis_names=axis_names),
         axis_names=axis_names,
     )
+
+
+def _full_by_kernel(
+    q: Array, k: Keys, v: Keys, causal: bool, method: Method, stretch: Stretch, axis_names: tuple[str, ...], shards: int
+) -> Array:
+    """Return full attention of this shard's queries over all keys by splash attention."""
+    from valkyrie.ops.attention.splash import Chunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
+
+    if not causal:
+        pattern = Pattern(None, causal)
+        return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch._replace(before=0))
+    shard, seq = jax.lax.axis_index(axis_names), q.shape[1]
+    attend = functools.partial(splash_causal_shard, interpret=method.interpret)
+    if seq % 2 or not whole_blocks(seq // 2):
+        starts = tuple((i * seq,) for i in range(shards))
+        return attend(q, k, v, chunks=Chunks(starts, shard), stretch=stretch)
+    swap = functools.partial(_swapped, axis_names=axis_names, shards=shards)
+    segments, columns = stretch.query_segments, stretch.columns
+    swapped = stretch._replace(
+        query_segments=None if segments is None else swap(segments),
+        columns=None if columns is None else columns._replace(visible=swap(columns.visible)),
+    )
+    halves = [{to: half for half, to in enumerate(_takers(shards)) if half % 2 == i} for i in range(2)]
+    starts = tuple((halves[0][i] * (seq // 2), halves[1][i] * (seq // 2)) for i in range(shards))
+    return swap(attend(swap(q), k, v, chunks=Chunks(starts, shard), stretch=swapped), back=True)
+
+
+def _takers(shards: int) -> list[int]:
+    """Return which shard computes each half of a shard's queries: the first ones see little, the last ones much."""
+    return [min(half, 2 * shards - 1 - half) for half in range(2 * shards)]
+
+
+def _swapped(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
+    """Return the halves of `x` (batch, seq, ...) that this shard computes, of all shards' halves; or those put back."""
+    parts = []
+    for i, part in enumerate(jnp.split(x, 2, axis=1)):
+        pairs = [(half // 2, to) for half, to in enumerate(_takers(shards)) if half % 2 == i]
+        parts.append(jax.lax.ppermute(part, axis_names, [(b, a) for a, b in pairs] if back else pairs))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _gathered(k: Keys, v: Keys, stretch: Stretch, axis_names: tuple[str, ...]) -> tuple[Array, Array, Stretch]:

@@ -1,22 +1,25 @@
-"""Splash attention, JAX's Pallas kernel for TPU, for a sliding window.
+"""Splash attention, JAX's Pallas kernel for TPU, for a sliding window, and for a shard of full causal attention.
 
 Blocks of 512 fit windows of a few hundred keys, and short sequences; without a window wider ones cost less a key, as
 far as a core's scratch memory holds them (heads of up to 128). The fused backward pass takes 0.7 of the other one's
 cycles and writes dq once per block of keys: it is used while that is at most 8 times. Splash's LocalMask is inclusive:
-a window of W is (W - 1, 0) when causal.
+a window of W is (W - 1, 0) when causal. Where a shard of the queries stands is known on its device alone: its tables of
+blocks are looked up there among those of all shards.
 Imported only where it is used, because importing Pallas takes a while.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
-from jaxtyping import Array, Float
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention.pattern import Columns, Keys, Pattern, Queries, Stretch
 
@@ -44,7 +47,116 @@ def splash_window(
     keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
     kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, pattern, before, interpret)
     segments = _segments(stretch, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
-    scaled = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+    return _run(kernel, q, k, v, segments, columns, rows_padded, keys_padded)
+
+
+class Chunks(NamedTuple):
+    """Where the queries of a shard stand: `starts[i]` are the first positions of the equal chunks of shard i's rows."""
+
+    starts: tuple[tuple[int, ...], ...]
+    shard: Int[Array, ""]
+
+
+def splash_causal_shard(
+    q: Queries, k: Keys, v: Keys, *, chunks: Chunks, stretch: Stretch, interpret: bool = False
+) -> Queries:
+    """Return full causal attention of one shard's queries over the keys of all shards, by splash attention.
+
+    The first key stands at position 0. Chunks of more than one a shard are as long as a whole number of blocks
+    (`whole_blocks`).
+    """
+    head_dim, length = q.shape[3], q.shape[1] // len(chunks.starts[0])
+    length_padded, keys_padded = _padded_length(length), _padded_length(k.shape[1])
+    assert len(chunks.starts[0]) == 1 or length == length_padded
+    rows_padded = length_padded * len(chunks.starts[0])
+    blocks = _block_sizes(length_padded, keys_padded, head_dim, None)
+    offsets = jnp.asarray(chunks.starts, jnp.int32)[chunks.shard][:, None]
+    positions = (offsets + jnp.arange(length_padded, dtype=jnp.int32)).reshape(-1)
+
+    def tables(block_q: int | None, block_kv: int | None, by_key: bool = False) -> mask_info.MaskInfo:
+        assert block_q is not None and block_kv is not None
+        following, seen = _block_tables(chunks.starts, length_padded, keys_padded, block_q, block_kv, by_key)
+        own_following, own_seen = (jnp.asarray(table)[chunks.shard] for table in (following, seen))
+        return mask_info.MaskInfo(own_following, None, own_seen, None, positions)  # pyright: ignore[reportArgumentType]
+
+    kernel = splash.SplashAttentionKernel(
+        tables(blocks.block_q, blocks.block_kv),
+        None if blocks.use_fused_bwd_kernel else tables(blocks.block_q_dq, blocks.block_kv_dq),
+        tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
+        **_options(blocks, _not_later, interpret),
+    )
+    segments = _segments(stretch, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
+    return _run(kernel, q, k, v, segments, stretch.columns, rows_padded, keys_padded)
+
+
+def whole_blocks(length: int) -> bool:
+    """Return whether a chunk of queries needs no padding."""
+    return length == _padded_length(length)
+
+
+def _not_later(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
+    return query >= key
+
+
+@functools.lru_cache(maxsize=64)
+def _block_tables(
+    starts: tuple[tuple[int, ...], ...], length: int, keys: int, block_q: int, block_kv: int, by_key: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return splash's tables of every shard, each (shards, 1, blocks of rows, blocks of keys).
+
+    The second says whether a block is hidden (0), partly (1) or wholly seen (2); the first which block of keys (with
+    `by_key` of rows) is to be fetched at one that is hidden: the next one that is not.
+    """
+    firsts = np.asarray(starts)[..., None] + np.arange(0, length, block_q)
+    firsts = firsts.reshape(len(starts), -1, 1)
+    keys_from = np.arange(0, keys, block_kv)
+    some, every = keys_from < firsts + block_q, keys_from + block_kv - 1 <= firsts
+    seen = np.where(every, 2, np.where(some, 1, 0))
+    if by_key:
+        following = _next_seen(seen.swapaxes(1, 2)).swapaxes(1, 2)
+    else:
+        following = np.where(some, np.arange(len(keys_from)), 0)  # every row sees the first block
+    small = np.int8 if following.max(initial=0) < 128 else np.int16
+    return following[:, None].astype(small), seen[:, None].astype(np.int8)
+
+
+def _next_seen(seen: np.ndarray) -> np.ndarray:
+    """Return at every entry the index in the last axis of the next one that is not 0, else of the first one."""
+    count = seen.shape[-1]
+    following = np.zeros(seen.shape, np.int64)
+    after = np.argmax(seen > 0, axis=-1)
+    for i in range(count - 1, -1, -1):
+        after = np.where(seen[..., i] > 0, i, after)
+        following[..., i] = after
+    return following
+
+
+def _options(blocks: splash.BlockSizes, mask_function: Any, interpret: bool) -> dict[str, Any]:
+    return {
+        "block_sizes": blocks,
+        "is_mqa": False,
+        "save_residuals": False,
+        "mask_value": splash.DEFAULT_MASK_VALUE,
+        "attn_logits_soft_cap": None,
+        "residual_checkpoint_name": None,
+        "mask_function": mask_function,
+        "interpret": interpret,
+    }
+
+
+def _run(
+    kernel: splash.SplashAttentionKernel,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segments: splash.SegmentIds | None,
+    columns: Columns | None,
+    rows_padded: int,
+    keys_padded: int,
+) -> Queries:
+    """Return the kernel's attention of rows and keys that are padded for it, joined by the columns."""
+    seq = q.shape[1]
+    scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     queries = _pad(scaled, rows_padded).swapaxes(1, 2)
     keys, values = (_pad(x, keys_padded).swapaxes(1, 2) for x in (k, v))
     if columns is None:
@@ -53,7 +165,9 @@ def splash_window(
         extra, extra_sum = _columns_attention(q, columns)
         extra = jnp.pad(extra, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
         extra_sum = jnp.pad(extra_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
-        out = jax.vmap(functools.partial(_merged, kernel))(queries, keys, values, segments, extra, extra_sum)
+        masks = _Masks(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+        merged = functools.partial(_merged, tuple(sorted(kernel.kwargs.items())), masks)
+        out = jax.vmap(merged)(queries, keys, values, segments, extra, extra_sum)
     return jnp.asarray(out).swapaxes(1, 2)[:, :seq]
 
 
@@ -142,9 +256,18 @@ def _columns_attention(
     return out, jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + top[..., 0], -jnp.inf)
 
 
+class _Masks(NamedTuple):
+    """The tables of blocks of a kernel's forward pass and of its two backward ones."""
+
+    forward: mask_info.MaskInfo
+    dq: mask_info.MaskInfo | None
+    dkv: mask_info.MaskInfo | None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _merged(
-    kernel: splash.SplashAttentionKernel,
+    options: tuple[tuple[str, Any], ...],
+    masks: _Masks,
     q: Float[Array, "heads rows head_dim"],
     k: Float[Array, "kv_heads keys head_dim"],
     v: Float[Array, "kv_heads keys head_dim"],
@@ -152,43 +275,30 @@ def _merged(
     extra: Float[Array, "heads rows head_dim"],
     extra_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """One softmax over the kernel's keys and the extra ones, which come as a finished piece and its log-sum-exp."""
-    return _merged_forward(kernel, q, k, v, segments, extra, extra_sum)[0]
+    """One softmax over a kernel's keys and the extra ones, which come as a finished piece and its log-sum-exp."""
+    return _merged_forward(options, masks, q, k, v, segments, extra, extra_sum)[0]
 
 
-def _merged_forward(kernel, q, k, v, segments, extra, extra_sum):
-    with_sums = splash.SplashAttentionKernel(
-        kernel.fwd_mask_info, None, None, **(kernel.kwargs | {"save_residuals": True})
-    )
+def _merged_forward(options, masks, q, k, v, segments, extra, extra_sum):
+    with_sums = splash.SplashAttentionKernel(masks.forward, None, None, **(dict(options) | {"save_residuals": True}))
     local, (local_sum,) = with_sums(q, k, v, segments)
     total = jnp.logaddexp(local_sum, extra_sum)
     share = jnp.exp(extra_sum - total)[..., None]
     out = (local.astype(jnp.float32) * (1 - share) + extra * share).astype(q.dtype)
-    return out, (q, k, v, segments, extra, share, out, total)
+    return out, (masks, q, k, v, segments, extra, share, out, total)
 
 
-def _merged_backward(kernel, saved, cotangent):
+def _merged_backward(options, saved, cotangent):
     """The kernel's own backward, given the output and log-sum-exp of the whole softmax, is that of its share in it."""
-    q, k, v, segments, extra, share, out, total = saved
-    options = kernel.kwargs
-    inside = (q, k, v, segments, None, out, total, kernel.dq_mask_info, kernel.dkv_mask_info)
-    cotangents = splash._splash_attention_bwd(
-        save_residuals=False,
-        mask_value=options["mask_value"],
-        is_mqa=options["is_mqa"],
-        block_sizes=options["block_sizes"],
-        residual_checkpoint_name=options["residual_checkpoint_name"],
-        mask_function=options["mask_function"],
-        attn_logits_soft_cap=options["attn_logits_soft_cap"],
-        interpret=options["interpret"],
-        res=inside,
-        do=cotangent,
-    )
+    masks, q, k, v, segments, extra, share, out, total = saved
+    inside = (q, k, v, segments, None, out, total, masks.dq, masks.dkv)
+    kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}
+    cotangents = splash._splash_attention_bwd(**kernel_options, res=inside, do=cotangent)
     dq, dk, dv = cotangents[3:6]
     wide = cotangent.astype(jnp.float32)
     d_extra = share * wide
     d_sum = share[..., 0] * (wide * (extra - out.astype(jnp.float32))).sum(-1)
-    return dq, dk, dv, None, d_extra, d_sum
+    return None, dq, dk, dv, None, d_extra, d_sum
 
 
 _merged.defvjp(_merged_forward, _merged_backward)
