@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
+import importlib
+import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helpers import compose_run, names
+from valkyrie.search.trust import Published, interval, published
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))
@@ -43,25 +46,104 @@ def test_rows_that_cannot_be_matched_say_why():
     assert len({row["row"] for row in ROWS}) == len(ROWS)
 
 
-def predict_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("predict", TABLE.with_name("predict.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["predict"] = module  # where dataclasses look for the module of a class
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def predict(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(TABLE.parent), *sys.path])
+    for name in ("predict", "guesses", "tables"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("predict")
 
 
-def test_the_trivial_guess_is_the_median_mfu_of_the_other_rows_on_the_chip(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "predict", ModuleType("predict"))
-    predict = predict_module()
+def row(predict: ModuleType, name: str, chip: str, ideal: float, measured: float, **values: Any) -> Any:
+    values = {"model": "m", "family": "f", "layout": "dp", "repeated": 4 / 3, "tokens_per_chip": 100.0} | values
+    return sys.modules["guesses"].Row(name, chip=chip, ideal_s=ideal, measured_s=measured, **values)
+
+
+def test_the_guesses_are_the_median_mfu_of_the_chip_s_other_rows_and_the_peak(predict: ModuleType):
+    guesses = sys.modules["guesses"]
     rows = [("a", "v4", 1.0, 2.0), ("b", "v4", 3.0, 4.0), ("c", "v4", 1.0, 4.0), ("d", "v5e", 1.0, 9.0)]
-    works = [predict.Work(*row) for row in rows]
-    assert predict.trivial_guess("b", works) == pytest.approx(3.0 / ((0.5 + 0.25) / 2))
-    errors = {"error": -0.1, "guess_error": 0.3, "measured_s": 2.0, "predicted_s": 1.8, "guessed_s": 2.6}
-    table = predict.markdown([{"row": "a", "layout": "dp", "status": "ok", "libtpu": "0.0.1"} | errors])
-    assert "| a | dp | 2.000 | 1.800 | -10.0% | 2.600 | +30.0% |" in table
-    assert "1 rows, libtpu 0.0.1: predicted median absolute error 10.0%" in table
+    rows = [row(predict, *values) for values in rows]
+    assert guesses.constant_mfu(rows[1], rows) == pytest.approx(3.0 / ((0.5 + 0.25) / 2))
+    assert guesses.constant_mfu(rows[3], rows) is None
+    assert guesses.roofline(rows[1]) == pytest.approx(4.0)
+
+
+def test_tables_have_the_errors_of_all_three_by_chip_family_and_order(predict: ModuleType):
+    tables = sys.modules["tables"]
+    rows = [row(predict, "a", "v4", 1.0, 2.0), row(predict, "b", "v4", 1.0, 2.5), row(predict, "c", "v4", 1.5, 2.02)]
+    results = [
+        {"row": name, "status": "ok", "libtpu": "0.0.1", "predicted_s": predicted}
+        for name, predicted in (("a", 1.8), ("b", 1.7), ("c", 1.9))
+    ]
+    results = [tables.with_guesses(result, of, rows) for result, of in zip(results, rows, strict=True)]
+    table = tables.markdown([*results, {"row": "x", "status": "failed", "reason": "it crashed"}])
+    assert "| a | dp | 2.000 | 1.800 | -10.0% | 1.750 | -12.5% | 1.333 | -33.3% |" in table
+    assert "| x |  |  | failed: it crashed |" in table
+    assert "| v4 | 3 | 10.0%, 32.0%, 32.0% | " in table and "| f | 3 | 10.0%" in table and "| all | 3 | 10.0%" in table
+    assert "3 of 4 rows predicted, by libtpu 0.0.1." in table
+    order = tables.order(results, rows)
+    assert "of 3 pairs the measured faster one is named in 1." in order
+    assert "of 2 pairs that differ by more than 2% the measured faster one is named in 0." in order
+    assert "missed: a is faster than b" in order
+
+
+def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_results_kept(
+    predict: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: gpt_tiny\n  - override /target: v5e-4\n"
+        "  - override /mesh: 2x2x1\n  - _self_\n"
+    )
+    (tmp_path / "rows.csv").write_text(
+        "row,experiment,overrides,step_s,chips\nfine,mine,batch=8,0.5,4\nworse,mine,batch=16,0.5,4\n"
+        "illegal,mine,batch=7,0.5,4\nlacking,none,,0.5,4\ncontrary,mine,,0.5,8\nunstated,,,,\n"
+    )
+    calls = []
+
+    def compiled(run: Any, console: Any) -> tuple[Any, dict[str, Any], None]:
+        calls.append(run.config.batch)
+        if run.config.batch == 16:
+            return SimpleNamespace(status="failed"), {"status": "failed", "reason": "it crashed"}, None
+        found = {"step": {"step_s": 0.4}, "seconds": {"matmul": 0.4}, "memory": {"peak": 2**30}}
+        return SimpleNamespace(status="ok"), found, None
+
+    monkeypatch.setattr(predict, "compile_and_summarise", compiled)
+    table = str(tmp_path / "rows.csv")
+    monkeypatch.setattr(sys, "argv", ["predict.py", "--rows", table, "--config-dir", str(tmp_path / "own")])
+    predict.main()
+    text = capsys.readouterr().out
+    assert "| fine | 2x2x1-fsdp | 0.500 | 0.400 | -20.0% |" in text
+    assert "failed: it crashed" in text and "refused: batch=7 is not divisible by 4" in text
+    assert (
+        "refused: chips=8, but mesh=2x2x1 has 4." in text and "unstated |  |  | not comparable: says too little" in text
+    )
+    assert "| lacking |  |  | refused:" in text
+    predict.main()
+    assert calls == [8, 16, 16]  # what is final is kept, what failed is tried again
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--kept"])
+    predict.main()
+    assert calls == [8, 16, 16] and "1 of 6 rows predicted" in capsys.readouterr().out
+
+
+def test_an_interval_comes_from_runs_of_other_models_on_the_chip_else_on_all():
+    rows = [Published(f"r{n}", f"m{n % 2}", f"f{n % 2}", "v4", 1 + n / 10, "0.0.1") for n in range(8)]
+    found = interval(rows, "v4", "mine")
+    assert found is not None and (found.low, found.high, found.rows, found.chip) == (1.0, 1.7, 8, "v4")
+    own = interval(rows, "v4", "m0")
+    assert own is not None and (own.low, own.rows, own.models, own.left_out) == (1.1, 4, 1, 4)
+    elsewhere = interval(rows, "v6e", "mine")
+    assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (8, None)
+    assert interval(rows[:3], "v4", "mine") is None
+
+
+def test_the_intervals_of_reports_are_what_the_script_makes_of_its_results(predict: ModuleType):
+    results = {r["row"]: r for r in json.loads(TABLE.with_name("results.json").read_text())}
+    measured = {line["row"]: float(line["step_s"]) for line in STATED}
+    assert {row.row: row.ratio for row in published()} == {
+        name: pytest.approx(measured[name] / r["predicted_s"]) for name, r in results.items() if r.get("predicted_s")
+    }
+    assert {row.family for row in published()} == {line["family"] for line in STATED}
 
 
 @pytest.mark.parametrize("experiment", names("experiment/published"))

@@ -18,8 +18,9 @@ from valkyrie.run import Run
 from valkyrie.search.alternatives import other_partitions
 from valkyrie.search.compile import Compiled
 from valkyrie.search.hints import hints
-from valkyrie.search.show import show
+from valkyrie.search.show import how_far, show
 from valkyrie.search.summary import short_cause, short_source, summarise
+from valkyrie.search.trust import published
 from valkyrie.train.options import CHIP, YOU, Option
 
 MEMORY = {
@@ -89,6 +90,30 @@ def test_speed_follows_from_the_seconds_of_a_step(run: Run, tmp_path: Path):
     assert step["mfu"] == pytest.approx(flops / (2.0 * 32 * 275e12))
     assert step["tokens_per_dollar"]["on_demand"] == pytest.approx(tokens / 2 * 3600 / (32 * 3.22))
     assert step["mfu_denominator"] == "275 TFLOP/s of a v4 chip (bfloat16)"
+
+
+def test_a_prediction_carries_the_interval_of_published_runs(run: Run, tmp_path: Path):
+    interval = summary(run, tmp_path, replay([], step=2.0))["step"]["interval"]
+    on_v4 = [row.ratio for row in published() if row.chip == "v4"]
+    assert (interval["rows"], interval["chip"], interval["left_out"]) == (len(on_v4), "v4", 0)
+    assert (interval["low_s"], interval["high_s"]) == pytest.approx((2 * min(on_v4), 2 * max(on_v4)))
+    known = {
+        "low_s": 0.42,
+        "high_s": 0.5,
+        "low": 0.98,
+        "high": 1.16,
+        "rows": 6,
+        "models": 3,
+        "chip": "v4",
+        "left_out": 0,
+    }
+    said = "420.0 ms to 500.0 ms: 6 published runs of 3 models on v4 took -2% to +16% of what was predicted"
+    assert how_far(known) == said
+    assert how_far(known | {"chip": None, "left_out": 2}).endswith(
+        "models on all chips, for want of enough on this one, took -2% to +16% of what was predicted; 2 runs of this "
+        "model are not counted"
+    )
+    assert "no published run" in how_far(None)
 
 
 def test_what_is_sent_adds_up_however_it_is_counted(run: Run, tmp_path: Path):

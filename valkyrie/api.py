@@ -54,6 +54,15 @@ class Result:
         return self._step("step_s")
 
     @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """The least and the most seconds that a predicted step took, judged by published runs (`summary` says which).
+
+        None of a measured step, and where no published run can be held beside it.
+        """
+        found = self.summary.get("step", {}).get("interval")
+        return None if found is None else (found["low_s"], found["high_s"])
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of all devices."""
         return self._step("tokens_per_second")

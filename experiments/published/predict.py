@@ -1,16 +1,23 @@
-"""Compares predicted with published step times: every row of rows.csv is composed, compiled and replayed.
+"""Compares predicted with published step times: every row of a table is composed, compiled and replayed.
 
-    python experiments/published/predict.py                       # all rows; about two minutes each the first time
-    python experiments/published/predict.py --rows 22b v5p --max-chips 256
-    python experiments/published/predict.py --markdown table.md --json table.json
+    python experiments/published/predict.py                          # every row; about two minutes each the first time
+    python experiments/published/predict.py --only 22b v5p --max-chips 256
+    python experiments/published/predict.py --rows FILE.csv --config-dir FOLDER --json results.json --markdown table.md
+    python experiments/published/predict.py --kept                   # the tables again, without a compile
 
-It needs libtpu (`uv sync --extra tpu`) and no TPU. Nothing is fitted to a row: the prediction is the
-replay of the compiled step, as `valkyrie-train mode=compile` prints it. Where a source gives FLOP/s or MFU in place of
-seconds, its own count of FLOPs turned them into seconds: 6 x parameters x tokens, and attention as if every token saw
-the whole sequence (MaxText counted so until its issue 1988; PaLM, appendix B).
+`--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are needed),
+`--config-dir` a folder of your own YAMLs as valkyrie-train takes it: an `experiment` may lie in its `experiment/`. It
+needs libtpu (`uv sync --extra tpu`) and no TPU. A row that cannot be composed, compiled or that does not fit is
+reported with its reason. Results are kept (`--json`): begun again, it does what is missing, and what other sources or
+another compiler made. `--ship` writes the errors that every report of a compile holds its prediction to.
 
-Beside each prediction stands what a trivial guess would say: the FLOPs of the model at the median MFU of the other rows
-on the same chip. That guess has seen measured times of its neighbours; the prediction has seen none.
+Nothing is fitted to a row: the prediction is the replay of the compiled step, as `valkyrie-train mode=compile` prints
+it. Where a source gives FLOP/s or MFU in place of seconds, its own count of FLOPs turned them into seconds: 6 x
+parameters x tokens, and attention as if every token saw the whole sequence (MaxText counted so until its issue 1988;
+PaLM, appendix B).
+
+Beside each prediction stand two guesses that need no compiler (guesses.py): the model's FLOPs at the median MFU of the
+other rows on the same chip, which has seen measured times of its neighbours; and those FLOPs at the peak of the chip.
 """
 
 from __future__ import annotations
@@ -18,153 +25,158 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import statistics
-from dataclasses import dataclass
-from importlib.metadata import version
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from valkyrie.compose import register
+from valkyrie.paths import source_digest, write_whole
 from valkyrie.run import Run
+from valkyrie.search.compile import program_key
 from valkyrie.search.modes import compile_and_summarise
+from valkyrie.search.trust import FILE, as_json
+from valkyrie.train.arguments import run_of
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from guesses import row_of  # noqa: E402  # beside this script
+from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
 
-
-@dataclass(frozen=True)
-class Work:
-    """A published row: its seconds at the peak of its chips, by the model's FLOPs, and as measured."""
-
-    row: str
-    chip: str
-    ideal_s: float
-    measured_s: float
+NEEDED = ("row", "experiment", "overrides", "step_s")
+"""The columns that a table must have."""
 
 
 def main() -> None:
     """Predict the rows asked for and print them beside what was measured."""
-    parser = argparse.ArgumentParser(description="Predicted against published step times.")
-    parser.add_argument("--rows", nargs="*", default=[], help="only rows whose name holds one of these words")
-    parser.add_argument("--max-chips", type=int, default=100_000, help="leave out larger slices")
-    parser.add_argument("--markdown", type=Path, help="write the table here too")
-    parser.add_argument("--json", type=Path, help="write every row's numbers here")
-    asked = parser.parse_args()
-    console, results = Console(width=140, highlight=False), []
-    rows = read_rows()
-    works = [work_of(row) for row in rows if comparable(row)]
-    for row in rows:
-        if asked.rows and not any(word in row["row"] for word in asked.rows):
-            continue
-        if row["chips"] and int(row["chips"]) > asked.max_chips:
-            continue
-        result = predict(row, works, console)
-        console.print(describe(result), soft_wrap=True)
-        results.append(result)
-        if asked.json:
-            asked.json.write_text(json.dumps(results, indent=1) + "\n")
-    table = markdown(results)
+    asked, console = arguments(), Console(width=140, highlight=False)
+    rows, runs, results = {}, {}, {}
+    lines = [line for line in read_rows(asked.rows) if chosen(line, asked)]
+    for line in read_rows(asked.rows):
+        try:
+            if comparable(line):
+                run = compose_row(line, asked.config_dir)
+                rows[line["row"]], runs[line["row"]] = row_of(line, run), run
+        except ValueError as error:
+            results[line["row"]] = {"status": "refused", "reason": " ".join(str(error).split())}
+    kept = read_kept(asked.json)
+    for line in lines:
+        name = line["row"]
+        if name in runs and not asked.kept:
+            results[name] = kept_or_predicted(name, runs[name], kept, console)
+            kept[name] = {"row": name} | results[name]
+            write_whole(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
+            console.print(describe(results[name], rows[name].measured_s, name), soft_wrap=True)
+        elif name in runs:
+            results[name] = kept.get(name, {"status": "not done", "reason": f"{asked.json} has no result of it"})
+        else:
+            results.setdefault(name, {"status": "not comparable", "reason": line.get("note") or "says too little"})
+    every = list(rows.values())
+    listed = [{"row": n} | results[n] for n in (line["row"] for line in lines)]
+    listed = [with_guesses(r, rows[r["row"]], every) if r["row"] in rows else r for r in listed]
+    for result in listed:
+        result["earlier"] = "made_by" in result and result["made_by"] != made_by_now(runs[result["row"]])
+    table = markdown(listed) + "\n\n" + order(listed, every)
     console.print(table, soft_wrap=True)
     if asked.markdown:
         asked.markdown.write_text(table + "\n")
+    if asked.ship:
+        write_whole(FILE, as_json(shipped_errors(listed)))
 
 
-def read_rows() -> list[dict[str, str]]:
-    """Return the rows of rows.csv, with the reason in `note` where a row says too little to be composed."""
-    with (HERE / "rows.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+def arguments() -> argparse.Namespace:
+    """Return what was asked for on the command line."""
+    parser = argparse.ArgumentParser(description="Predicted against published step times.")
+    parser.add_argument("--rows", type=Path, default=HERE / "rows.csv", help="a CSV of published runs")
+    parser.add_argument("--config-dir", type=Path, help="a folder of your own YAMLs, as valkyrie-train takes it")
+    parser.add_argument("--only", nargs="*", default=[], help="only rows whose name holds one of these words")
+    parser.add_argument("--max-chips", type=int, default=100_000, help="leave out larger slices")
+    parser.add_argument("--json", type=Path, help="where results are kept (results.json beside the rows)")
+    parser.add_argument("--kept", action="store_true", help="compile nothing: the tables of the kept results")
+    parser.add_argument("--markdown", type=Path, help="write the tables here too")
+    parser.add_argument("--ship", action="store_true", help="write the errors that reports hold predictions to")
+    asked = parser.parse_args()
+    asked.json = asked.json or asked.rows.with_name("results.json")
+    return asked
 
 
-def compose_row(row: dict[str, str]) -> Run:
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """Return the lines of a table; a missing file or column ends the script with one line."""
+    try:
+        with file.open(newline="") as text:
+            lines = list(csv.DictReader(text))
+    except OSError as error:
+        sys.exit(f"--rows {file}: {error.strerror}")
+    missing = [column for column in NEEDED if lines and column not in lines[0]]
+    if missing or not lines:
+        sys.exit(f"--rows {file}: {'no column ' + ', '.join(missing) if missing else 'no rows'}")
+    return [{key: value or "" for key, value in line.items() if key} for line in lines]
+
+
+def read_kept(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of earlier runs of this script, by row; none where there is no such file."""
+    return {result["row"]: result for result in json.loads(file.read_text())} if file.is_file() else {}
+
+
+def chosen(line: dict[str, str], asked: argparse.Namespace) -> bool:
+    """Return whether a row is among those asked for."""
+    named = not asked.only or any(word in line["row"] for word in asked.only)
+    chips = line.get("chips") or "0"
+    return named and (not chips.isdecimal() or int(chips) <= asked.max_chips)
+
+
+def comparable(line: dict[str, str]) -> bool:
+    """Return whether a row states enough to be composed and compared."""
+    return bool(line["experiment"] and line["step_s"])
+
+
+def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     """Return the legal run of a row; ValueError lists its problems."""
-    overrides = [f"experiment={row['experiment']}", *row["overrides"].split(), "mode=compile"]
-    with initialize_config_dir(str(register()), version_base="1.3"):
-        run = Run.from_config(compose("train", overrides))
+    folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
+    run = run_of([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
     if problems := run.problems():
-        raise ValueError("\n".join(f"{row['row']}: {problem}" for problem in problems))
+        raise ValueError("\n".join(problems))
     return run
 
 
-def comparable(row: dict[str, str]) -> bool:
-    """Return whether a row states enough to be composed and compared."""
-    return bool(row["experiment"] and row["step_s"])
+def kept_or_predicted(name: str, run: Run, kept: dict[str, dict[str, Any]], console: Console) -> dict[str, Any]:
+    """Return a row's result: the kept one if the same program, compiler and replay made it and it is final."""
+    made_by, before = made_by_now(run), kept.get(name, {})
+    if before.get("made_by") == made_by and before["status"] in ("ok", "does_not_fit"):
+        return before
+    try:
+        compiled, found, _ = compile_and_summarise(run, console)
+    except ValueError as error:
+        return {"status": "refused", "reason": str(error), "made_by": made_by}
+    result = {"status": compiled.status, "reason": found.get("reason"), "made_by": made_by, "libtpu": libtpu()}
+    if "step" in found:
+        result["predicted_s"] = found["step"]["step_s"]
+        result["seconds"] = {key: round(value, 4) for key, value in found["seconds"].items()}
+    if "peak" in found.get("memory", {}):
+        result["peak_gib"] = found["memory"]["peak"] / 2**30
+    return result
 
 
-def work_of(row: dict[str, str]) -> Work:
-    """Return what a trivial guess needs of a row."""
-    run = compose_row(row)
-    chip, chips = run.config.target.chip, int(row["chips"])
-    assert chip is not None
-    return Work(
-        row["row"], chip.name, run.step_flops / (chips * chip.peak_tflops["bfloat16"] * 1e12), float(row["step_s"])
-    )
+def made_by_now(run: Run) -> str:
+    """Return a name for what decides a prediction: the program, its compiler, and the sources that replay it."""
+    return f"{program_key(run)} {source_digest('compiled', 'machine', 'hardware.py', 'slices.py')[:16]}"
 
 
-def trivial_guess(row: str, works: list[Work]) -> float:
-    """Return the seconds of a step at the median MFU of the other rows on the same chip."""
-    (own,) = (work for work in works if work.row == row)
-    others = [work for work in works if work.chip == own.chip and work.row != row]
-    return own.ideal_s / statistics.median(work.ideal_s / work.measured_s for work in others)
+def libtpu() -> str:
+    """Return the version of the compiler."""
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return "not installed"
 
 
-def predict(row: dict[str, str], works: list[Work], console: Console) -> dict[str, Any]:
-    """Return a row with the predicted and the measured seconds of a step, or the reason why there is no prediction."""
-    if not comparable(row):
-        return {"row": row["row"], "layout": "", "status": "not comparable", "reason": row["note"]}
-    run = compose_row(row)
-    compiled, found, _ = compile_and_summarise(run, console)
-    result = {"row": row["row"], "layout": run.layout.name, "status": compiled.status, "reason": found["reason"]}
-    if compiled.status != "ok":
-        return result
-    measured, predicted = float(row["step_s"]), found["step"]["step_s"]
-    peak = found["memory"]["peak"] / 2**30
-    seconds = {key: round(value, 4) for key, value in found["seconds"].items()}
-    guess = trivial_guess(row["row"], works)
-    return result | {
-        "libtpu": version("libtpu"),
-        "measured_s": measured,
-        "predicted_s": predicted,
-        "error": predicted / measured - 1,
-        "guessed_s": guess,
-        "guess_error": guess / measured - 1,
-        "peak_gib": peak,
-        "parameters": found["parameters"],
-        "seconds": seconds,
-    }
-
-
-def describe(result: dict[str, Any]) -> str:
+def describe(result: dict[str, Any], measured_s: float, name: str) -> str:
     """Return one line about a row."""
-    if "error" not in result:
-        return f"{result['row']}: {result['status']}: {result['reason']}"
-    numbers = f"predicted {result['predicted_s']:.3f} s, measured {result['measured_s']:.3f} s"
-    return f"{result['row']}: {numbers}, {100 * result['error']:+.1f}%  {result['seconds']}"
-
-
-def markdown(results: list[dict[str, Any]]) -> str:
-    """Return the table, and the median and the worst error under it."""
-    lines = ["| published run | layout | measured s | predicted s | error | constant MFU s | error |"]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
-    for r in results:
-        if "error" in r:
-            numbers = f"{r['measured_s']:.3f} | {r['predicted_s']:.3f} | {100 * r['error']:+.1f}% | "
-            numbers += f"{r['guessed_s']:.3f} | {100 * r['guess_error']:+.1f}%"
-        else:
-            numbers = f" | {r['status']}: {r['reason']} | | | "
-        lines.append(f"| {r['row']} | {r['layout']} | {numbers} |")
-    predicted = [r for r in results if "error" in r]
-    if predicted:
-        versions = ", ".join(sorted({r["libtpu"] for r in predicted}))
-        said = f"{len(predicted)} rows, libtpu {versions}: predicted {_errors(predicted, 'error')}; "
-        lines += ["", f"{said}constant MFU of the chip's other rows {_errors(predicted, 'guess_error')}."]
-    return "\n".join(lines)
-
-
-def _errors(results: list[dict[str, Any]], key: str) -> str:
-    errors = [100 * abs(r[key]) for r in results]
-    return f"median absolute error {statistics.median(errors):.1f}%, worst {max(errors):.1f}%"
+    if "predicted_s" not in result:
+        return f"{name}: {result['status']}: {result['reason']}"
+    numbers = f"predicted {result['predicted_s']:.3f} s, measured {measured_s:.3f} s"
+    return f"{name}: {numbers}, {100 * (result['predicted_s'] / measured_s - 1):+.1f}%  {result.get('seconds', '')}"
 
 
 if __name__ == "__main__":

@@ -97,8 +97,22 @@ def _speed(summary: dict[str, Any], console: Console) -> None:
     if step["mfu"] is not None:
         text += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
     console.print(text)
+    if not spread:
+        console.print(f"how far to trust it: {how_far(step.get('interval'))}", markup=False)
     for kind, tokens in step.get("tokens_per_dollar", {}).items():
         console.print(f"{tokens / 1e6:,.2f} million tokens per dollar ({kind.replace('_', ' ')})")
+
+
+def how_far(interval: dict[str, Any] | None) -> str:
+    """Return what a predicted step is held to: what published runs took of what was predicted, and the step by that."""
+    if interval is None:
+        return "no published run was predicted that could be held beside it"
+    chip = interval["chip"]
+    runs = f"{interval['rows']} published runs of {interval['models']} model{'s' * (interval['models'] > 1)}"
+    where = f"on {chip}" if chip else "on all chips, for want of enough on this one,"
+    took = f"took {100 * (interval['low'] - 1):+.0f}% to {100 * (interval['high'] - 1):+.0f}% of what was predicted"
+    left = f"; {interval['left_out']} runs of this model are not counted" if interval["left_out"] else ""
+    return f"{duration(interval['low_s'])} to {duration(interval['high_s'])}: {runs} {where} {took}{left}"
 
 
 def _seconds(summary: dict[str, Any], console: Console) -> None:

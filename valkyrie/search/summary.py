@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.axes import UNATTRIBUTED
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
+from valkyrie.search.trust import trust
 from valkyrie.train.folder import versions
 from valkyrie.units import GIB
 
@@ -114,6 +115,7 @@ def speed(run: Run, replay: Replay) -> dict[str, Any]:
         "model_flops": run.step_flops / config.mesh.size,
         "executed_flops": replay.flops,
         "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
+        "interval": trust(replay.step_s, chip.name, run.model.name),
         "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd},
     }
 

@@ -1,0 +1,91 @@
+"""The rows of a table of published runs, and what can be guessed of their step times without a compiler."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from valkyrie.run import Run
+
+PRODUCTS_ONCE = ("none", "dots")
+"""The rematerialisations that compute no product of weights twice."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published row. `ideal_s`: the model's FLOPs at the peak of its chips, in seconds.
+
+    `repeated`: how often the FLOPs of the model are computed with rematerialisation; `tokens_per_chip`: of a step.
+    """
+
+    row: str
+    model: str
+    family: str
+    chip: str
+    layout: str
+    ideal_s: float
+    repeated: float
+    tokens_per_chip: float
+    measured_s: float
+
+
+def row_of(line: dict[str, str], run: Run) -> Row:
+    """Return the row of a line of the table, by its composed run; ValueError where the two contradict each other.
+
+    Rows of one `family` have seen each other: one recipe on one chip. Without that column it is the model and the chip.
+    """
+    config, chip = run.config, run.config.target.chip
+    if chip is None:
+        raise ValueError(f"target={config.target.name} names no chip, so no step time can be predicted for it.")
+    chips = config.mesh.size // chip.devices
+    if line.get("chips") and int(line["chips"]) != chips:
+        raise ValueError(f"chips={line['chips']}, but mesh={config.mesh.name} has {chips}.")
+    measured = float(line["step_s"])
+    if not 0 < measured < float("inf"):
+        raise ValueError(f"step_s={line['step_s']}: seconds above 0 are needed.")
+    return Row(
+        row=line["row"],
+        model=run.model.name,
+        family=line.get("family") or f"{run.model.name} on {chip.name}",
+        chip=chip.name,
+        layout=run.layout.name,
+        ideal_s=run.step_flops / (chips * chip.peak_tflops["bfloat16"] * 1e12),
+        repeated=1.0 if str(run.about()["remat"]) in PRODUCTS_ONCE else 4 / 3,
+        tokens_per_chip=config.batch * config.seq / chips,
+        measured_s=measured,
+    )
+
+
+def constant_mfu(row: Row, rows: Iterable[Row]) -> float | None:
+    """Return the seconds of a step at the median MFU of the other rows on the same chip; None where there is none."""
+    others = [other for other in rows if other.chip == row.chip and other.row != row.row]
+    if not others:
+        return None
+    return row.ideal_s / statistics.median(other.ideal_s / other.measured_s for other in others)
+
+
+def roofline(row: Row) -> float:
+    """Return the seconds of a step whose every FLOP runs at the peak of the chip, and which waits for nothing.
+
+    FLOPs are the model's, and where rematerialisation computes a block's products again, its forward pass once more:
+    4/3 of them.
+    """
+    return row.ideal_s * row.repeated
+
+
+def pairs(rows: Sequence[Row], differ: float = 0.0) -> list[tuple[Row, Row]]:
+    """Return all pairs of rows of one model on one chip, the faster one by measured tokens/s/chip first.
+
+    Pairs whose measured rates differ by less than the share `differ`, or not at all, are left out.
+    """
+    found = []
+    for n, one in enumerate(rows):
+        for other in rows[n + 1 :]:
+            if (one.model, one.chip) != (other.model, other.chip):
+                continue
+            slow, fast = sorted((one, other), key=lambda row: row.tokens_per_chip / row.measured_s)
+            ratio = (fast.tokens_per_chip / fast.measured_s) / (slow.tokens_per_chip / slow.measured_s)
+            if ratio > 1 + differ:
+                found.append((fast, slow))
+    return found
