@@ -77,7 +77,7 @@ def test_the_example_of_trials_runs_as_written(here: Path):
 def test_every_name_is_documented_and_in_the_readme():
     for name in valkyrie.__all__:
         assert getattr(valkyrie, name).__doc__, name
-        assert f"valkyrie.{name}" in SECTION or name in ("Result", "Run", "Trained"), name
+        assert f"valkyrie.{name}" in SECTION or name in ("Result", "Run", "Slice", "Trained"), name
 
 
 def test_nothing_is_imported_before_it_is_used():

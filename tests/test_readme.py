@@ -35,7 +35,10 @@ WITHOUT_LISTINGS = re.sub(r"^```\w+\n.*?^```\n", "", README, flags=re.DOTALL | r
 FENCED = "\n".join(re.findall(r"^```\n(.*?)^```", WITHOUT_LISTINGS, re.DOTALL | re.MULTILINE))
 SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", WITHOUT_LISTINGS, flags=re.DOTALL | re.MULTILINE))
 TYPED = [
-    m[1] for m in re.finditer(r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data)(?: .*)?)$", FENCED, re.MULTILINE)
+    m[1]
+    for m in re.finditer(
+        r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict)(?: .*)?)$", FENCED, re.MULTILINE
+    )
 ]
 WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span]
 """What stands in a sentence; the folder of one's own is that of `test_own_block`."""

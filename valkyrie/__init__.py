@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from valkyrie.api import (
         Result,
         Run,
+        Slice,
         Trained,
         compose,
         evaluate,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Result",
     "Run",
+    "Slice",
     "Trained",
     "compose",
     "evaluate",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valkyrie.hardware import TargetConfig
+from valkyrie.parallel.slice import Slice
+from valkyrie.paths import write_whole
 from valkyrie.report.records import Row
 from valkyrie.run import Run
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:
+    import jax
+
+    from valkyrie.machine.replay import Replay
     from valkyrie.train.trainer import Fitted
 
 
@@ -32,6 +38,7 @@ class Result:
     """
 
     summary: dict[str, Any]
+    replay: Replay | None = dataclasses.field(default=None, repr=False)
 
     @property
     def status(self) -> str:
@@ -91,6 +98,32 @@ class Result:
         print_summary(self.summary, Console(file=text, width=140, soft_wrap=True, highlight=False))
         return text.getvalue()
 
+    def timeline(self, path: str | Path) -> Path:
+        """Write the predicted step as a timeline that https://ui.perfetto.dev opens, and return its path.
+
+        ValueError where there is none: of a measurement, a CPU target, or what was not compiled.
+        """
+        from valkyrie.machine.timeline import write_timeline
+
+        write_timeline(Path(path), self._replayed().spans, self._title)
+        return Path(path)
+
+    def html(self, path: str | Path) -> Path:
+        """Write the report and a drawing of the step as one page that opens from disk, and return its path."""
+        from valkyrie.report.program import program_page
+
+        return write_whole(Path(path), program_page(str(self), self._title, self.replay.spans if self.replay else []))
+
+    @property
+    def _title(self) -> str:
+        about = self.summary["about"]
+        return about.get("program") or f"{about['model']} {about['layout']}"
+
+    def _replayed(self) -> Replay:
+        if self.replay is None:
+            raise ValueError(f"there is no timeline of this result: {self.reason or 'no step was replayed'}.")
+        return self.replay
+
     def _step(self, key: str) -> float | None:
         return self.summary.get("step", {}).get(key)
 
@@ -145,14 +178,18 @@ def load(folder: str | Path, *overrides: str) -> Run:
     return _checked(run_in(Path(folder), overrides))
 
 
-def slice(name: str) -> TargetConfig:
+def slice(name: str, *, slices: int = 1) -> Slice:
     """Return a slice by its name (`v4-64`, `v5litepod-8`, `v4:4x8x8`): chip, chips, hosts, topology, prices.
 
-    ValueError names the nearest legal slices.
+    `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` of them are joined by
+    the data-centre network. ValueError names the nearest legal slices.
     """
     from valkyrie.choices import target_named
 
-    return target_named(name)
+    target = dataclasses.replace(target_named(name), slices=slices)
+    if problems := target.problems():
+        raise ValueError("\n".join(problems))
+    return Slice.of(target)
 
 
 def show(run: Run) -> None:
@@ -163,19 +200,71 @@ def show(run: Run) -> None:
     show_run(run, make_console())
 
 
-def predict(run: Run, *, quiet: bool = False) -> Result:
-    """Return what compiling the run's step for its target says: whether it fits, and how long a step takes.
+def predict(
+    program: Run | str | Path | Any,
+    *arguments: Any,
+    slice: Slice | None = None,
+    mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+    places: Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    tokens: float | int | None = None,
+    flops: float | int | None = None,
+    quiet: bool = False,
+    **named: Any,
+) -> Result:
+    """Return what a step takes on a slice without the slice: whether it fits, how long it is, and what it waits for.
 
-    Needs the TPU compiler (extra `tpu`) for TPU targets, but no TPU; of a CPU target only memory and bytes
-    come back. The compiler runs in a process of its own, and equal compiles are taken from the cache. ValueError where
-    the compile is refused.
+    `program` is one of:
+
+    - a `Run`: its step is compiled for its target, in a process of its own, and equal compiles are taken from the
+      cache; no other argument is needed. Of a CPU target only memory and bytes come back.
+    - a jitted function, with the arguments of a call (`jax.ShapeDtypeStruct`s do) and `slice=`; or what its `lower` or
+      `compile` returned. Its shardings lie on a mesh of `slice.mesh(...)`; `mesh` says which where none of its
+      arguments does. `options` are the compiler's. It is compiled here, in this process.
+    - a file with a compiled module that was dumped, as `valkyrie-predict` takes it, with `slice=` and
+      `mesh={"data": 8, "model": 4}`; `places` says where each device of the mesh lies, as `summary["positions"]` does.
+
+    `tokens` and `flops` are those of the model in one step of all devices, for tokens per second and MFU; `name` stands
+    in the report. TPU slices need libtpu (extra `tpu`) to compile, and no TPU. ValueError where it is refused.
     """
+    if isinstance(program, Run):
+        _refuse_with_a_run(arguments, named, slice=slice, mesh=mesh, places=places, options=options, name=name)
+        return _predict_run(program, quiet)
+    from valkyrie.search.predict import Work, predict_file, predict_function
+
+    if not isinstance(slice, TargetConfig):
+        raise ValueError('name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
+    target, work = Slice.of(slice), Work(name, tokens, flops)
+    if isinstance(program, str | Path):
+        axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
+        if not axes:
+            raise ValueError('name the mesh of this module, in its order: mesh={"data": 8, "model": 4}.')
+        predicted = predict_file(Path(program), target, axes, places=places, work=work)
+    else:
+        if isinstance(mesh, Mapping):
+            mesh = target.mesh(list(mesh.values()), list(mesh))
+        predicted = predict_function(program, arguments, named, target, mesh=mesh, options=options, work=work)
+    return Result(predicted.summary, predicted.replay)
+
+
+def _predict_run(run: Run, quiet: bool) -> Result:
     from valkyrie.search.modes import compile_and_summarise
 
-    _, summary, _ = compile_and_summarise(run, _console(quiet))
+    _, summary, replay = compile_and_summarise(run, _console(quiet))
     if summary["status"] == "refused":
         raise ValueError(summary["reason"])
-    return Result(summary)
+    return Result(summary, replay)
+
+
+def _refuse_with_a_run(arguments: Sequence[Any], named: Mapping[str, Any], **given: Any) -> None:
+    """Raise ValueError for arguments that a run already decides."""
+    unread = [*named, *(key for key, value in given.items() if value is not None)]
+    if arguments or unread:
+        raise ValueError(
+            f"a run has its slice, mesh and shapes: leave out {', '.join(unread) or 'the further arguments'}, or "
+            "compose the run with other values."
+        )
 
 
 def measure(run: Run, *, quiet: bool = False) -> Result:

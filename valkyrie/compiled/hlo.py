@@ -56,7 +56,11 @@ _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
 """Estimates from here on mean that the compiler has none: offloaded gathers carry the largest integer."""
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
-_LIBRARY = ("site-packages", "/lib/python", "dist-packages")
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|numpy|tokamax|qwix|aqt)\b|/lib/python[^/]*/"
+    r"(?!site-packages|dist-packages)"
+)
+"""Files that no program calls its own: those of JAX and what is built on it, and of Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +155,18 @@ class Computation:
 
 @dataclass(eq=False)
 class Module:
-    """A compiled program of one device, with the number of devices it was compiled for."""
+    """A compiled program of one device, with the number of devices it was compiled for.
+
+    `assigned` are the devices that it names itself, None where it names none; `replicas` run it beside each other.
+    """
 
     name: str
     entry: Computation
     computations: list[Computation]
     partitions: int
     scheduled: bool
+    assigned: int | None = None
+    replicas: int = 1
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
@@ -210,6 +219,8 @@ class _Reader:
             computations=list(computations.values()),
             partitions=max(message.device_assignment.partitions, 1),
             scheduled=bool(order),
+            assigned=message.device_assignment.partitions or None,
+            replicas=max(message.device_assignment.replicas, 1),
         )
 
     def _fill(self, computation: Computation, message: Any, order: Any) -> None:
@@ -252,13 +263,13 @@ class _Reader:
         return known
 
     def _source(self, metadata: Any) -> str:
-        """The line of the model that asked for this: innermost in a `models` folder, else outside of libraries."""
+        """The line of the model that asked for this: innermost in a `models` folder, else outside of `_LIBRARY`."""
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
         if metadata.stack_frame_id not in self._sources:
             lines = list(self._stack(metadata.stack_frame_id))
             models = (line for line in lines if "/models/" in line)
-            own = (line for line in lines if not any(part in line for part in _LIBRARY))
+            own = (line for line in lines if not _LIBRARY.search(line))
             self._sources[metadata.stack_frame_id] = next(models, None) or next(own, None) or lines[0]
         return self._sources[metadata.stack_frame_id]
 

@@ -62,13 +62,29 @@ _MESSAGES = {
     "Assignment": "1 replicas int, 2 partitions int, 3 computation_devices AssignedDevice*",
     "Module": "1 name str, 3 computations Computation*, 6 entry_computation_id int, 7 schedule Schedule, "
     "15 device_assignment Assignment, 17 stack_frames StackFrames",
+    "Allocation": "2 size int, 3 thread_local bool, 5 argument bool, 7 output bool, 8 memory_space int",
+    "Allocations": "3 allocations Allocation*",
+    "Dump": "1 module Module, 3 memory Allocations",
 }
-"""Every message read, as `number name type` with `*` for repeated fields."""
+"""Every message read, as `number name type` with `*` for repeated fields; `Dump` is XLA's `HloProto`."""
+
+
+def module_class() -> Any:
+    """Return the message class of a serialised `HloModuleProto`, limited to the fields above."""
+    return _class("Module")
+
+
+def dump_class() -> Any:
+    """Return the message class of a serialised `HloProto`, as `--xla_dump_hlo_as_proto` writes it: module, memory."""
+    return _class("Dump")
+
+
+def _class(name: str) -> Any:
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 
 @cache
-def module_class() -> Any:
-    """Return the message class of a serialised `HloModuleProto`, limited to the fields above."""
+def _pool() -> Any:
     file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -83,4 +99,4 @@ def module_class() -> Any:
                 field.type_name = f".{_PACKAGE}.{base}"
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Module"))
+    return pool

@@ -13,6 +13,7 @@ from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 AXIS_NAMES = ("w", "x", "y", "z")
 """Mesh axes by position; a mesh of three axes has no `w`."""
@@ -130,31 +131,52 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     `create_hybrid_device_mesh` puts the slice axis across slices; either splits an axis of the torus where the mesh
     needs it. ValueError where there are too few devices, or TPU slices other than the mesh's without a `placement`.
     """
-    import jax
-    import numpy as np
-    from jax.experimental import mesh_utils
-
     axes = config.axes
     chosen = list(devices)[: config.size]
     if len(chosen) < config.size:
         raise ValueError(f"mesh={config.name} needs {config.size} devices; there are {len(chosen)}.")
     slices_present = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
     if config.placement is not None:
-        ordered = np.asarray(sorted(chosen, key=_physical_order))
-        grid = arrange(ordered, config.placement, axes)
-    elif slices_present > 1 and (config.slices > 1 or chosen[0].platform == "tpu"):
+        return placed_mesh(axes, chosen, config.placement)
+    if slices_present > 1 and (config.slices > 1 or chosen[0].platform == "tpu"):
         if config.slices != slices_present:
             raise ValueError(
                 f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}; its {config.size} devices "
                 f"are in {slices_present}. Use a mesh that begins with {slices_present}s, with "
                 f"{config.size // slices_present} devices in each slice, or set mesh.placement."
             )
-        inner = [1, *config.shape]
-        outer = [config.slices] + [1] * len(config.shape)
-        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices=chosen, allow_split_physical_axes=True)
-    else:
-        grid = mesh_utils.create_device_mesh(list(axes.values()), devices=chosen, allow_split_physical_axes=True)
+        return placed_mesh(axes, chosen, slices=config.slices)
+    return placed_mesh(axes, chosen)
+
+
+def placed_mesh(
+    axes: Mapping[str, int], devices: Sequence[Any], placement: Sequence[str] | None = None, slices: int = 1
+) -> jax.sharding.Mesh:
+    """Return the JAX mesh of these axes over all of the devices, laid on their torus as `placed_grid` says."""
+    import jax
+
+    grid = placed_grid(axes, devices, placement, slices)
     return jax.sharding.Mesh(grid, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+
+
+def placed_grid(
+    axes: Mapping[str, int], devices: Sequence[Any], placement: Sequence[str] | None = None, slices: int = 1
+) -> np.ndarray:
+    """Return the devices as an array with a dimension for each axis, laid on their torus as `build_mesh` says.
+
+    `slices`: how many slices the first axis is split over, a divisor of its size.
+    """
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    sizes = list(axes.values())
+    if placement is not None:
+        return arrange(np.asarray(sorted(devices, key=_physical_order)), placement, axes)
+    if slices > 1:
+        inner = [sizes[0] // slices, *sizes[1:]]
+        outer = [slices] + [1] * (len(sizes) - 1)
+        return mesh_utils.create_hybrid_device_mesh(inner, outer, devices=devices, allow_split_physical_axes=True)
+    return mesh_utils.create_device_mesh(sizes, devices=devices, allow_split_physical_axes=True)
 
 
 def abstract_mesh(config: MeshConfig) -> jax.sharding.AbstractMesh:

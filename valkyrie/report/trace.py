@@ -21,13 +21,17 @@ CHIPS = 256
 
 
 def timeline(row: Row, limit: int = SPANS) -> dict[str, Any] | None:
-    """Return a row's timeline for drawing, None where its run folder has none.
+    """Return a row's timeline for drawing, as `drawing` has it; None where its run folder has none."""
+    trace = read_json(row, TIMELINE)
+    return drawing([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
+
+
+def drawing(events: list[dict[str, Any]], limit: int = SPANS) -> dict[str, Any] | None:
+    """Return the events of a timeline in at most `limit` spans or so; None where there are none.
 
     `tracks` and `names` are texts, `step_us` the end of the last span; a span is [track, start, duration, category,
     name, operations joined in it], times in microseconds, texts by their place in `tracks` and `names`.
     """
-    trace = read_json(row, TIMELINE)
-    events = [event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)]
     spans = [event for event in events if event.get("ph") == "X"]
     if not spans:
         return None

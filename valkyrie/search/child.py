@@ -111,7 +111,7 @@ def _devices(run: Run) -> list[Any]:
 def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.alternatives import fuller_layouts, other_partitions
-    from valkyrie.search.compiled import compiled_memory, serialised_module
+    from valkyrie.search.compiled import compiled_memory, compiled_program
     from valkyrie.train.options import refusals_in_plain_words
     from valkyrie.train.program import StepProgram
 
@@ -123,8 +123,8 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     with refusals_in_plain_words():
         compiled = lowered.compile()
     done_at = time.perf_counter()
-    module = serialised_module(compiled)
-    write_whole(folder / MODULE, module)
+    built = compiled_program(compiled, mesh)
+    write_whole(folder / MODULE, built.module)
     if run.config.mode.hlo:
         write_whole(folder / TEXT, compiled.as_text() or "")
     return {
@@ -136,11 +136,11 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
         "parameters": run.model.parameter_count(),
         "larger": fuller_layouts(run),
         "partitions": other_partitions(run),
-        "device_kind": devices[0].device_kind,
+        "device_kind": built.device_kind,
         "placement": _placement(run, mesh),
-        "positions": [_position(device) for device in mesh.devices.flat],
-        "axes": {str(name): int(size) for name, size in mesh.shape.items()},
-        "module_sha256": hashlib.sha256(module).hexdigest(),
+        "positions": built.positions,
+        "axes": built.axes,
+        "module_sha256": hashlib.sha256(built.module).hexdigest(),
     }
 
 
@@ -156,15 +156,6 @@ def _placement(run: Run, mesh: Any) -> list[str]:
     if chosen is not None:
         lines.append(f"mesh.placement=[{','.join(chosen)}], one of {count} on this torus")
     return lines
-
-
-def _position(device: Any) -> list[Any]:
-    coords = getattr(device, "coords", None)
-    return [
-        getattr(device, "slice_index", 0) or 0,
-        list(coords) if coords is not None else [device.id],
-        getattr(device, "core_on_chip", 0) or 0,
-    ]
 
 
 def parse_out_of_memory(text: str) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""What is read from a program that XLA has compiled: its memory on one device, and its optimised module."""
+"""What is read from a program that XLA has compiled: its memory on one device, its module, and where it runs."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -8,25 +11,70 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 
-def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Return bytes on one device: what XLA says of the compiled step, and of that what follows from shapes.
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled program: its optimised module, its memory, and where the devices of its mesh lie.
 
-    `parameters`, `optimizer` and `gradients` follow from shapes; `arguments`, `outputs`, `aliased` (outputs that lie
-    where arguments did), `temporary` and `code` are XLA's.
+    `memory`: XLA's bytes of one device, as `program_memory` names them. `positions`: of each device of the mesh,
+    flattened, its slice, chip coordinates and core. `axes`: the mesh's names and sizes, in order.
     """
-    expected = expected_memory(program.run, program.abstract_state)
+
+    module: bytes
+    memory: dict[str, int]
+    positions: list[list[Any]]
+    axes: dict[str, int]
+    device_kind: str
+
+
+def compiled_program(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> CompiledProgram:
+    """Return what is read of a program compiled for a mesh, whoever wrote it."""
+    return CompiledProgram(
+        module=serialised_module(compiled),
+        memory=program_memory(compiled),
+        positions=[device_position(device) for device in mesh.devices.flat],
+        axes={str(name): int(size) for name, size in mesh.shape.items()},
+        device_kind=mesh.devices.flat[0].device_kind,
+    )
+
+
+def program_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Return what XLA says a compiled program takes on one device, in bytes.
+
+    Keys: `arguments`, `outputs`, `aliased` (outputs that lie where arguments did), `temporary` and `code`.
+    """
     analysis = compiled.memory_analysis()
     assert analysis is not None, "every backend that compiles for a mesh counts its memory"
     return {
-        "parameters": expected.parameters + expected.average,
-        "optimizer": expected.optimizer,
-        "gradients": expected.gradients,
         "arguments": analysis.argument_size_in_bytes,
         "outputs": analysis.output_size_in_bytes,
         "aliased": analysis.alias_size_in_bytes,
         "temporary": analysis.temp_size_in_bytes,
         "code": analysis.generated_code_size_in_bytes,
     }
+
+
+def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Return bytes on one device: what XLA says of the compiled step, and of that what follows from shapes.
+
+    `parameters`, `optimizer` and `gradients` follow from shapes; the others are those of `program_memory`.
+    """
+    expected = expected_memory(program.run, program.abstract_state)
+    return {
+        "parameters": expected.parameters + expected.average,
+        "optimizer": expected.optimizer,
+        "gradients": expected.gradients,
+        **program_memory(compiled),
+    }
+
+
+def device_position(device: Any) -> list[Any]:
+    """Return where a device lies: its slice, its chip's coordinates (of a device without any, its id), its core."""
+    coords = getattr(device, "coords", None)
+    return [
+        getattr(device, "slice_index", 0) or 0,
+        list(coords) if coords is not None else [device.id],
+        getattr(device, "core_on_chip", 0) or 0,
+    ]
 
 
 def serialised_module(compiled: jax.stages.Compiled) -> bytes:

@@ -32,6 +32,15 @@ def hints(summary: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> lis
     return lines or [_largest(summary)]
 
 
+def program_hints(summary: dict[str, Any]) -> list[str]:
+    """Return advice on any program, by its own numbers alone: what it waits for, whether it is bound by memory."""
+    step = summary["step"]["step_s"]
+    waits = [(name, seconds) for name, seconds in summary["seconds"].items() if name.startswith("exposed ")]
+    long = sorted((entry for entry in waits if entry[1] >= WORTH_A_HINT * step), key=lambda entry: -entry[1])
+    lines = [f"{_waiting(summary, name.removeprefix('exposed '), seconds)}." for name, seconds in long]
+    return [*lines, *_memory_bound(summary)] or [_largest(summary)]
+
+
 def _largest(summary: dict[str, Any]) -> str:
     """Return what a step consists of where no part of it is worth a hint of its own."""
     step = summary["step"]
@@ -81,15 +90,21 @@ def _exposed(summary: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[
         axes = bucket.removeprefix("exposed ")
         if axes == bucket or seconds < WORTH_A_HINT * step:
             continue
-        causes = [c for c in summary["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
-        worst = max(causes, key=lambda c: c["exposed_s"], default=None)
-        by = f", {percent(worst['exposed_s'] / step)} for its largest cause, {_cause(worst)}" if worst else ""
         roles_text = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
         without = _partitions_without(summary, axes.split(","), known)
         known |= without.keys()
-        text = f"Waiting for communication over {axes} is {percent(seconds / step)} of the step{by}. {roles_text}."
+        text = f"{_waiting(summary, axes, seconds)}. {roles_text}."
         lines.append(text + (f" Instead, {'; '.join(without.values())}." if without else ""))
     return lines
+
+
+def _waiting(summary: dict[str, Any], axes: str, seconds: float) -> str:
+    """Return how much of the step is waiting over these mesh axes, and for what most."""
+    step = summary["step"]["step_s"]
+    causes = [c for c in summary["communication"]["causes"] if ",".join(c["mesh_axes"]) == axes and c["exposed_s"]]
+    worst = max(causes, key=lambda c: c["exposed_s"], default=None)
+    by = f", {percent(worst['exposed_s'] / step)} for its largest cause, {_cause(worst)}" if worst else ""
+    return f"Waiting for communication over {axes} is {percent(seconds / step)} of the step{by}"
 
 
 def _partitions_without(summary: dict[str, Any], axes: Sequence[str], known: Collection[str]) -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from valkyrie.compiled.collectives import CollectiveUse, traffic
-from valkyrie.compiled.hlo import parse
+from valkyrie.compiled.hlo import Module, parse
 from valkyrie.hardware import Platform, TargetConfig, topology_of
 from valkyrie.machine.network import Machine
 from valkyrie.machine.replay import Cost, Replay, Span, replay
@@ -31,16 +32,21 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
     kept = compiled.folder / f"replay-{_digest(target)}.json"
     result = _from_json(kept.read_bytes()) if kept.is_file() else None
     if result is None:
-        result = _replay(target, compiled)
+        outcome = compiled.outcome
+        result = replay_on(target, parse(compiled.module.read_bytes()), outcome["axes"], outcome["positions"])
         write_whole(kept, json.dumps(asdict(result)))
     return result, list(result.collectives)
 
 
-def _replay(target: TargetConfig, compiled: Compiled) -> Replay:
+def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Sequence[Any]]) -> Replay:
+    """Return the replay of any scheduled module on a slice; ValueError where the slice's chip lacks a figure for it.
+
+    `axes`: names and sizes of the mesh's axes, in order; `positions`: slice, coordinates and core of each of its
+    devices, flattened.
+    """
     assert target.chip is not None
-    module, axes = parse(compiled.module.read_bytes()), compiled.outcome["axes"]
-    positions = tuple(Position(s, tuple(coords), core) for s, coords, core in compiled.outcome["positions"])
-    return replay(module, Machine(target.chip, topology_of(target), positions, axes))
+    places = tuple(Position(s, tuple(coords), core) for s, coords, core in positions)
+    return replay(module, Machine(target.chip, topology_of(target), places, axes))
 
 
 def _from_json(text: bytes) -> Replay | None:

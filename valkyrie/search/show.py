@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from valkyrie.axes import UNATTRIBUTED
@@ -17,12 +18,7 @@ from valkyrie.units import sent as sent_text
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print the summary that `compile.json` holds."""
-    about = summary["about"]
-    console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
-    console.print(f"roles: {about['roles']}")
-    for line in summary.get("placement", []):
-        console.print(f"placement: {line}", markup=False)
-    console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
+    _head(summary, console)
     if summary["status"] == "does_not_fit" and "memory" in summary:
         console.print(does_not_fit(summary), style="bold red", markup=False)
         return
@@ -39,10 +35,26 @@ def show(summary: dict[str, Any], console: Console) -> None:
     _communication(summary, console)
     if "costs" in summary:
         _costs(summary, console)
+        _lines(summary, console)
         for note in summary["notes"]:
             console.print(f"assumed: {note}", style="dim", markup=False)
     for hint in summary.get("hints", []):
         console.print(f"hint: {hint}", markup=False)
+
+
+def _head(summary: dict[str, Any], console: Console) -> None:
+    """Print what was compiled and for what: a run's layout and batch, or any program's name and mesh."""
+    about = summary["about"]
+    if "program" in about:
+        mesh = " · ".join(f"{axis}={size}" for axis, size in about["axes"].items() if size > 1) or "one device"
+        console.print(f"{about['program']} on {about['described']}", style="bold", markup=False)
+        console.print(f"mesh: {mesh}", markup=False)
+        return
+    console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
+    console.print(f"roles: {about['roles']}")
+    for line in summary.get("placement", []):
+        console.print(f"placement: {line}", markup=False)
+    console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")
 
 
 def does_not_fit(summary: dict[str, Any]) -> str:
@@ -71,6 +83,11 @@ def _options(options: list[dict[str, Any]]) -> str:
 
 def _memory(summary: dict[str, Any], console: Console) -> None:
     memory = summary["memory"]
+    if memory["peak"] is None:
+        arguments, usable = gib(memory["split"]["arguments"]), memory["usable"]
+        of = "" if usable is None else f" of {gib(usable)} usable"
+        console.print(f"memory: arguments take {arguments}{of}; this module does not say what a step needs beside them")
+        return
     unit, scale = ("GiB", GIB) if memory["peak"] >= GIB / 10 else ("MiB", 2**20)
     table = _table("memory of one device at the peak", ("what", unit))
     for name, size in memory["split"].items():
@@ -92,11 +109,16 @@ def _speed(summary: dict[str, Any], console: Console) -> None:
     word = " simulated" if summary.get("simulated") else ""
     spread = f" (p90 {duration(step['p90_s'])}, least {duration(step['min_s'])})" if "p90_s" in step else ""
     text = f"[bold]{'measured' if spread else 'predicted'} step{word}: {duration(step['step_s'])}[/]{spread}, "
-    text += f"{step['tokens_per_second']:,.0f} tokens/s{word}, "
-    text += f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}"
+    parts = []
+    if step["tokens_per_second"] is not None:
+        parts.append(f"{step['tokens_per_second']:,.0f} tokens/s{word}")
+        parts.append(f"{step['tokens_per_second_per_chip']:,.0f} tokens/s/chip{word}")
     if step["mfu"] is not None:
-        text += f", MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}"
-    console.print(text)
+        parts.append(f"MFU {100 * step['mfu']:.1f}% of {step['mfu_denominator']}")
+    elif step.get("hardware_utilisation") is not None:
+        executed = f"{step['executed_flops'] / 1e12:,.1f} TFLOP of products a device"
+        parts.append(f"{executed}, {100 * step['hardware_utilisation']:.1f}% of {step['mfu_denominator']}")
+    console.print(text + ", ".join(parts))
     if not spread:
         console.print(f"how far to trust it: {how_far(step.get('interval'))}", markup=False)
     for kind, tokens in step.get("tokens_per_dollar", {}).items():
@@ -175,6 +197,20 @@ def _costs(summary: dict[str, Any], console: Console) -> None:
         where = short_cause(cost["op_name"]), short_source(cost["source"])
         what = cost["category"].replace("exposed ", "waiting over ")
         table.add_row(f"{1e3 * cost['seconds']:.2f}", share, f"{cost['calls']:,.0f}", what, *where)
+    console.print(table, soft_wrap=False)
+
+
+def _lines(summary: dict[str, Any], console: Console) -> None:
+    """Print the dearest lines of any program's source; of our own step, the operations above name them."""
+    lines = summary.get("lines", []) if "program" in summary["about"] else []
+    if not lines:
+        return
+    table = _table(f"the {len(lines)} dearest lines of the source", ("ms", "%", "waiting ms", "source", "code"))
+    total = summary["step"]["step_s"]
+    for line in lines:
+        share, waiting = f"{100 * line['seconds'] / total:.1f}", f"{1e3 * line['waiting_s']:.2f}"
+        text = escape(line["text"] or "")
+        table.add_row(f"{1e3 * line['seconds']:.2f}", share, waiting, short_source(line["source"]), text)
     console.print(table, soft_wrap=False)
 
 

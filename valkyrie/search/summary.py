@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import linecache
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import UNATTRIBUTED
@@ -18,13 +20,16 @@ from valkyrie.units import GIB
 
 if TYPE_CHECKING:
     from valkyrie.compiled.collectives import CollectiveUse
-    from valkyrie.machine.replay import Replay
+    from valkyrie.hardware import ChipConfig
+    from valkyrie.machine.replay import Cost, Replay
 
 SCHEMA = 1
 """The version of `compile.json`; it grows when a key changes its meaning."""
 
 TOP_COSTS = 10
-"""How many of a step's slowest operations are listed."""
+"""How many of a step's slowest operations, and of the dearest lines of its source, are listed."""
+LINE = 60
+"""Letters of a line of the source that are shown."""
 
 _EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 
@@ -56,16 +61,48 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     summary["partitions"] = outcome.get("partitions", [])
     summary["options"] = outcome.get("options", [])
     summary["reduction"] = run.config.precision.reduction.value
-    summary["communication"] = communication(uses, replay.sending_s if replay is not None else None)
     if replay is not None:
         summary["step"] = speed(run, replay)
-        summary["seconds"] = dict(replay.seconds)
-        summary["costs"] = [
+    return summary | parts_of_step(replay, uses)
+
+
+def parts_of_step(replay: Replay | None, uses: Iterable[CollectiveUse]) -> dict[str, Any]:
+    """Return what a step of any program sends and, where there is a replay, what its time goes to.
+
+    Keys: `communication`, and with a replay `seconds`, `costs`, `lines` (of the source), `notes`.
+    """
+    parts: dict[str, Any] = {"communication": communication(uses, replay.sending_s if replay is not None else None)}
+    if replay is not None:
+        parts["seconds"] = dict(replay.seconds)
+        parts["costs"] = [
             {"category": c.category, "op_name": c.op_name, "source": c.source, "calls": c.calls, "seconds": c.seconds}
             for c in sorted(replay.costs, key=lambda c: -c.seconds)[:TOP_COSTS]
         ]
-        summary["notes"] = list(replay.notes)
-    return summary
+        parts["lines"] = source_lines(replay.costs)
+        parts["notes"] = list(replay.notes)
+    return parts
+
+
+def source_lines(costs: Iterable[Cost]) -> list[dict[str, Any]]:
+    """Return the dearest lines of the source: seconds of a step, of which waiting for other devices, and their text.
+
+    `text` is None where the file is not on this machine.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    waiting: dict[str, float] = defaultdict(float)
+    for cost in costs:
+        seconds[cost.source] += cost.seconds
+        waiting[cost.source] += cost.seconds if cost.category.startswith("exposed ") else 0.0
+    dearest = sorted((line for line in seconds if line), key=lambda line: -seconds[line])[:TOP_COSTS]
+    return [
+        {"source": line, "seconds": seconds[line], "waiting_s": waiting[line], "text": _text_of(line)}
+        for line in dearest
+    ]
+
+
+def _text_of(line: str) -> str | None:
+    file, _, number = line.rpartition(":")
+    return linecache.getline(file, int(number)).strip()[:LINE] or None if number.isdecimal() else None
 
 
 def positions(places: Sequence[Sequence[Any]]) -> list[str]:
@@ -79,12 +116,9 @@ def memory_split(run: Run, memory: dict[str, int]) -> dict[str, Any]:
     XLA says what arguments and temporaries take; parameters and optimizer state are arguments of known shape, and
     gradients are temporaries of known shape. What is left of the temporaries are activations and working space.
     """
-    chip = run.config.target.chip
-    usable = None
-    if chip is not None and chip.usable_hbm_gib is not None:
-        usable = int(chip.usable_hbm_gib * GIB / chip.devices)
+    usable = usable_memory(run.config.target.chip)
     gradients = min(memory["gradients"], memory["temporary"])
-    peak = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"] + memory["code"]
+    peak = peak_memory(memory)
     split = {
         "parameters": memory["parameters"],
         "optimizer": memory["optimizer"],
@@ -95,28 +129,59 @@ def memory_split(run: Run, memory: dict[str, int]) -> dict[str, Any]:
     return {"peak": peak, "usable": usable, "headroom": None if usable is None else usable - peak, "split": split}
 
 
+def usable_memory(chip: ChipConfig | None) -> int | None:
+    """Return the bytes that the compiler leaves to a program on one device, None where that is not known."""
+    if chip is None or chip.usable_hbm_gib is None:
+        return None
+    return int(chip.usable_hbm_gib * GIB / chip.devices)
+
+
+def peak_memory(memory: dict[str, int]) -> int:
+    """Return the bytes of one device at the peak of a step, of XLA's parts of them."""
+    return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"] + memory["code"]
+
+
 def speed(run: Run, replay: Replay) -> dict[str, Any]:
     """Return what the predicted seconds of a step mean: throughput, MFU with its denominator, tokens per dollar."""
     config, chip = run.config, run.config.target.chip
     assert chip is not None
-    chips = config.mesh.size / chip.devices
+    compute = config.precision.compute.value
     tokens = config.batch * config.seq
-    per_second = tokens / replay.step_s
+    return speed_on(chip, config.mesh.size, replay, run.model.name, tokens, run.step_flops, compute)
+
+
+def speed_on(
+    chip: ChipConfig,
+    devices: int,
+    replay: Replay,
+    name: str,
+    tokens: float | int | None = None,
+    model_flops: float | int | None = None,
+    compute: str = "bfloat16",
+) -> dict[str, Any]:
+    """Return what the predicted seconds of a step of any program mean; None what needs `tokens` or `model_flops`.
+
+    Both are of one step of all devices. Published runs of the model `name` are not counted for its interval. MFU counts
+    the FLOPs of the model, `hardware_utilisation` those executed.
+    """
+    chips = devices / chip.devices
+    per_second = tokens / replay.step_s if tokens else None
     # The peak of the matrix unit, whatever the policy: float32 products are made of bfloat16 ones on a TPU.
-    peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", config.precision.compute.value))
+    peak = max(chip.peak_tflops.get(dtype, 0.0) for dtype in ("bfloat16", compute))
     products = replay.seconds.get("matmul", 0.0) + replay.seconds.get("kernel", 0.0)
     hourly = {"on_demand": chip.usd_per_hour, "spot": chip.spot_usd_per_hour}
     return {
         "step_s": replay.step_s,
         "tokens_per_second": per_second,
-        "tokens_per_second_per_chip": per_second / chips,
-        "mfu": run.step_flops / (replay.step_s * chips * peak * 1e12) if peak else None,
+        "tokens_per_second_per_chip": per_second / chips if per_second else None,
+        "mfu": model_flops / (replay.step_s * chips * peak * 1e12) if peak and model_flops else None,
         "mfu_denominator": f"{peak:g} TFLOP/s of a {chip.name} chip (bfloat16)" if peak else None,
-        "model_flops": run.step_flops / config.mesh.size,
+        "model_flops": model_flops / devices if model_flops else None,
         "executed_flops": replay.flops,
+        "hardware_utilisation": replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
         "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
-        "interval": trust(replay.step_s, chip.name, run.model.name),
-        "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd},
+        "interval": trust(replay.step_s, chip.name, name),
+        "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
     }
 
 
@@ -127,8 +192,11 @@ def short_cause(op_name: str | None) -> str:
 
 
 def short_source(source: str | None) -> str:
-    """Return `models/layers.py:57` for a line of this package, and other sources as they are."""
-    return source.rsplit("valkyrie/", 1)[-1] if source else ""
+    """Return `models/layers.py:57` for a line of this package, others from the folder or the packages they lie in."""
+    if not source:
+        return ""
+    ours = source.rsplit("valkyrie/", 1)[-1]
+    return ours.rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")
 
 
 def communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""MaxText's own training step, compiled by its own functions for a slice that is not there, and predicted.
+
+    python experiments/foreign/maxtext_step.py model_name=llama3.1-8b compile_topology=v6e-32 per_device_batch_size=3
+
+It runs in an environment of its own, with MaxText 0.2.5 in it, which the README's section on predicting any JAX program
+says how to make. The arguments are those of `python -m maxtext.trainers.pre_train.train_compile`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process that compiles is ended
+    "JAX_PLATFORMS": "cpu",
+}
+"""What libtpu and JAX must be told before they are loaded, where there is no TPU."""
+
+QUIET = ("dataset_type=synthetic", "enable_checkpointing=False", "base_output_directory=/tmp/maxtext", "run_name=step")
+"""Settings without which MaxText looks for data, a bucket or a name; they change nothing of the program."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compile the step of these arguments and print what it takes."""
+    import valkyrie
+
+    asked = dict(argument.partition("=")[::2] for argument in arguments)
+    compiled, mesh = compile_step(arguments)
+    slices = int(asked.get("compile_topology_num_slices", 1))
+    print(valkyrie.predict(compiled, slice=valkyrie.slice(asked["compile_topology"], slices=slices), mesh=mesh))
+
+
+def compile_step(arguments: Sequence[str]) -> tuple[Any, Any]:
+    """Return MaxText's training step of these settings, compiled (`jax.stages.Compiled`), and its `jax.sharding.Mesh`.
+
+    It follows `train_compile.main` line by line; what does not fit raises XLA's error, as there.
+    """
+    os.environ.update(ENVIRONMENT)
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        os.environ.get("LIBTPU_INIT_ARGS", "") + " --xla_tpu_spmd_rng_bit_generator_unsafe=true"
+    )
+    import jax
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train, train_compile
+    from maxtext.utils import maxtext_utils, sharding
+
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    base = os.path.join(os.path.dirname(pyconfig.__file__), "base.yml")
+    slices = (
+        []
+        if any(a.startswith("compile_topology_num_slices=") for a in arguments)
+        else ["compile_topology_num_slices=1"]
+    )
+    config = pyconfig.initialize(["train_compile", base, *QUIET, *slices, *arguments])
+    train_compile.validate_config(config)
+    mesh = train_compile.get_topology_mesh(config)
+    inputs, named, shardings, _, model = train_compile.get_shaped_inputs(mesh, config)
+    of_parameters, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
+    at_start = sharding.build_zero1_input_state_mesh_shardings(config, shardings, of_parameters)
+    of_data = sharding.get_input_data_sharding(config, mesh)
+    step, *jitted_with = maxtext_utils.get_functional_train_with_signature(
+        train.train_step, of_data, at_start, model, config, of_parameters
+    )
+    rules = logical_axis_rules(config.logical_axis_rules)
+    return train_compile.jit_and_compile(step, inputs, named, mesh, *jitted_with, config, rules), mesh
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,246 @@
+"""Any JAX program: dumped modules and jitted functions predicted on a slice, and what cannot be refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import valkyrie
+from machines import needs_libtpu
+from valkyrie.cli.predict import main, mesh_axes
+from valkyrie.compiled.dumped import read_dumped
+from valkyrie.compiled.schema import dump_class
+from valkyrie.search.compiled import device_position, serialised_module
+
+TILED = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"
+STEP = f"""HloModule jit_step, is_scheduled=true, entry_computation_layout={{({TILED})->{TILED}}}, num_partitions=8
+
+add {{
+  a = bf16[] parameter(0)
+  b = bf16[] parameter(1)
+  ROOT c = bf16[] add(a, b)
+}}
+
+ENTRY main {{
+  p = {TILED} parameter(0)
+  r = {TILED} all-reduce(p), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=add, METADATA
+  k = {TILED} custom-call(r), custom_call_target="OtherKernel", METADATA
+  ROOT d = {TILED} dot(r, k), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, METADATA, CYCLES
+}}
+"""
+STEP = STEP.replace("METADATA", 'metadata={op_name="jit(step)/dot" source_file="their/step.py" source_line=7}')
+STEP = STEP.replace("CYCLES", 'backend_config={"estimated_cycles":"1200000"}')
+MESH = {"data": 2, "model": 4}
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    (tmp_path / "step.hlo").write_text(STEP)
+    return tmp_path / "step.hlo"
+
+
+def refusal(path: Path, content: str | bytes, slice: str = "v5e-8", **more: Any) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError) as error:
+        valkyrie.predict(path, slice=valkyrie.slice(slice), **{"mesh": MESH, **more})
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Path):
+    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, tokens=1000)
+    assert done.step_s == pytest.approx(sum(done.summary["seconds"].values()))
+    assert done.summary["seconds"]["matmul"] == pytest.approx(1.2e6 / 1.5e9)
+    assert done.summary["seconds"]["exposed model"] > 1e-4
+    assert done.tokens_per_second == pytest.approx(1000 / done.step_s) and done.mfu is None
+    assert done.summary["lines"][0]["source"] == "their/step.py:7"
+    assert done.summary["lines"][0]["waiting_s"] == pytest.approx(done.summary["seconds"]["exposed model"])
+    text = str(done)
+    for part in (
+        "step on v5e-8 (8 v5e chips 2x4, 1 host)",
+        "mesh: data=2 · model=4",
+        "their/step.py:7",
+        "predicted step",
+    ):
+        assert part in text, part
+    assert "assumed: custom call OtherKernel has no estimate" in text
+    assert "arguments take 0.0 GiB of 15.8 GiB usable; this module does not say" in text
+    events = json.loads(done.timeline(tmp_path / "t.json").read_text())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * done.step_s, rel=1e-3)
+    page = done.html(tmp_path / "r.html").read_text()
+    assert "<svg" in page and "their/step.py:7" in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_proto_says_the_same_as_text_and_one_with_buffers_says_whether_it_fits(step: Path, tmp_path: Path):
+    message = dump_class()()
+    proto = parse_to_proto(STEP)
+    message.module.ParseFromString(proto)
+    for size, kind in ((2**30, "argument"), (3 * 2**30, ""), (2**28, "output")):
+        entry = message.memory.allocations.add(size=size)
+        if kind:
+            setattr(entry, kind, True)
+    (tmp_path / "step.hlo.pb").write_bytes(message.SerializeToString())
+    (tmp_path / "alone.pb").write_bytes(proto)
+    slice = valkyrie.slice("v5e-8")
+    text, buffers, alone = (
+        valkyrie.predict(tmp_path / name, slice=slice, mesh=MESH) for name in ("step.hlo", "step.hlo.pb", "alone.pb")
+    )
+    assert text.step_s == buffers.step_s == alone.step_s
+    assert buffers.peak_gib == 4.25 and buffers.fits and "fits: 4.2 GiB of 15.8 GiB" in str(buffers)
+    message.memory.allocations.add(size=20 * 2**30)
+    (tmp_path / "large.hlo.pb").write_bytes(message.SerializeToString())
+    large = valkyrie.predict(tmp_path / "large.hlo.pb", slice=slice, mesh=MESH)
+    assert large.fits is False and "does not fit: needs 24.2 GiB of 15.8 GiB usable" in str(large)
+
+
+def parse_to_proto(text: str) -> bytes:
+    """A module as a proto that, like dumps, does not name its devices."""
+    import importlib
+
+    return importlib.import_module("jaxlib._hlo").hlo_module_from_text(text).as_serialized_hlo_module_proto()
+
+
+def test_what_is_no_module_is_refused_in_one_line(tmp_path: Path):
+    file = tmp_path / "step.hlo"
+    proto = parse_to_proto(STEP)
+    assert "step.hlo is empty" in refusal(file, " \n")
+    assert "is not HLO text that can be read, or only a part" in refusal(file, STEP[: STEP.index("ROOT d")])
+    assert "or only a part of one" in refusal(file, proto[: len(proto) // 2])
+    assert "neither HLO text nor a serialised" in refusal(file, b"\x00\x01\x02" * 50)
+    assert "is StableHLO" in refusal(file, "module @jit_step attributes {}\n")
+    assert "is not scheduled" in refusal(file, STEP.replace(", is_scheduled=true", ""))
+    assert "8 replicas" in refusal(file, STEP.replace("num_partitions=8", "replica_count=8"))
+    assert "compiled for a GPU" in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
+    with pytest.raises(ValueError, match="does not exist"):
+        read_dumped(tmp_path / "no.hlo")
+    with pytest.raises(ValueError, match="is a folder"):
+        read_dumped(tmp_path)
+
+
+def test_a_module_of_a_cpu_is_refused(tmp_path: Path):
+    done = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
+    assert "was compiled for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(done), "v5e-1", mesh={"data": 1})
+
+
+def test_a_module_of_another_chip_or_number_of_devices_is_refused(step: Path):
+    assert "was compiled for 8 devices; v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
+    assert "a mesh of 2 x 2 has 4 devices; v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
+    assert "not split over the two cores of v4" in refusal(step, STEP, "v4-16")
+    fast = STEP.replace('"1200000"', '"300000"')
+    assert "another chip than v5e: d would run 3.5 times as fast" in refusal(step, fast)
+    cmem = STEP.replace("k = bf16[4096,4096]{1,0:T(8,128)(2,1)}", "k = bf16[4096,4096]{1,0:T(8,128)(2,1)S(3)}")
+    assert "it keeps arrays in CMEM" in refusal(step, cmem)
+    split = STEP.replace('"estimated_cycles"', '"megacore_config":{},"estimated_cycles"')
+    assert "split over two cores" in refusal(step, split)
+    step.write_text(STEP)
+    slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
+    assert any("check that the module was compiled for this chip" in note for note in slow.summary["notes"])
+
+
+def test_places_are_those_of_the_slice_each_once(step: Path):
+    slice = valkyrie.slice("v5e-8")
+    places = valkyrie.predict(step, slice=slice, mesh=MESH).summary["positions"]
+    turned = valkyrie.predict(step, slice=slice, mesh=MESH, places=places[::-1])
+    assert turned.summary["positions"] == places[::-1]
+    assert "are not those of the devices of v5e-8" in refusal(step, STEP, places=[places[0]] * 8)
+    assert "0,0 is no place" in refusal(step, STEP, places=["0,0"] * 8)
+
+
+def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(step), *arguments])
+        return ended.value.code, *capsys.readouterr()
+
+    asked = ("--target", "v5e-8", "--mesh", "data=2,model=4")
+    status, out, err = run(*asked, "--json", str(step.with_name("r.json")), "--html", str(step.with_name("r.html")))
+    assert (status, err) == (0, "") and "predicted step" in out
+    assert json.loads(step.with_name("r.json").read_text())["about"]["axes"] == MESH
+    assert run("--target", "v5e-8", "--mesh", "8")[::2] == (
+        2,
+        "valkyrie-predict: --mesh 8: write each axis once with its size, such as --mesh data=8,model=4.\n",
+    )
+    assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
+    assert mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
+
+
+def test_what_is_no_program_is_refused():
+    slice = valkyrie.slice("v5e-4")
+    for program, more, words in (
+        (len, {"slice": slice}, "takes a jitted function"),
+        (jax.jit(jnp.sin), {}, "name the slice"),
+        ("step.hlo", {"slice": slice}, "name the mesh of this module"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            valkyrie.predict(program, **more)
+    with pytest.raises(ValueError, match="leave out slice"):
+        valkyrie.predict(valkyrie.compose("model=gpt_tiny", "mesh=2x2x2"), slice=slice)
+    for shape, names, words in (
+        ((4, 4), ("a", "b"), "has 16 devices; v5e-4 .* or v5e-16"),
+        ((4,), ("a", "b"), "give each axis a name"),
+        ((2, 0), ("a", "b"), "at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            slice.mesh(shape, names)
+    with pytest.raises(ValueError, match="is no TPU slice"):
+        valkyrie.slice("cpu8").mesh((8,), ("a",))
+
+
+def test_a_function_on_this_machines_devices_is_refused():
+    sharding = NamedSharding(jax.make_mesh((8,), ("a",)), PartitionSpec("a"))
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+    with pytest.raises(ValueError, match="the program lies on cpu devices, and v5e-8 .* has v5e chips"):
+        valkyrie.predict(jax.jit(jnp.sin), x, slice=valkyrie.slice("v5e-8"))
+    with pytest.raises(ValueError, match="no argument of this program lies on a mesh"):
+        valkyrie.predict(jax.jit(jnp.sin), jnp.zeros(8), slice=valkyrie.slice("v5e-8"))
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "shape"), [("v4-64", (8, 4)), ("v5e-8", (2, 4)), ("v6e-16", (4, 4)), ("tpu7x-16", (4, 4))]
+)
+def test_places_without_libtpu_are_those_of_its_devices(name: str, shape: tuple[int, ...]):
+    slice = valkyrie.slice(name)
+    mesh = slice.mesh(shape, ("a", "b"))
+    assert [device_position(device) for device in mesh.devices.flat] == slice.places(shape, ("a", "b"))
+
+
+@needs_libtpu
+@pytest.mark.slow  # two small compiles for a TPU
+@pytest.mark.timeout(300)
+def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
+    slice = valkyrie.slice("v5e-8")
+    mesh = slice.mesh((2, 4), ("data", "model"))
+    w = jax.ShapeDtypeStruct((2048, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data", "model")))
+    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ w) @ w.T
+
+    jitted = jax.jit(step)
+    done = valkyrie.predict(jitted, w, x, slice=slice, options={"xla_tpu_scoped_vmem_limit_kib": 32768})
+    assert done.fits and done.summary["about"]["program"] == "step"
+    assert done.summary["memory"]["split"]["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
+    assert {"data", "model"} & {axis for use in done.replay.collectives for axis in use.mesh_axes}
+    assert "test_predict.py" in done.summary["lines"][0]["source"]
+    assert "return jax.nn.relu(x @ w) @ w.T" in str(done) and "xla_tpu_scoped_vmem_limit_kib=32768 (you)" in str(done)
+    compiled = jitted.lower(w, x).compile()
+    whole = valkyrie.predict(compiled, slice=slice)
+    (tmp_path / "step.hlo").write_text(compiled.as_text())
+    dumped = valkyrie.predict(tmp_path / "step.hlo", slice=slice, mesh=dict(mesh.shape))
+    assert dumped.step_s == pytest.approx(whole.step_s, rel=1e-9)
+    with pytest.raises(ValueError, match="no option of this name"):
+        valkyrie.predict(jitted, w, x, slice=slice, options={"xla_no_such_option": 1})
+    with pytest.raises(ValueError, match="mesh has 8 devices; v5e-16"):
+        valkyrie.predict(compiled, slice=valkyrie.slice("v5e-16"))
+    with pytest.raises(ValueError, match="lies on TPU v5 lite devices, and v6e-8"):
+        valkyrie.predict(compiled, slice=valkyrie.slice("v6e-8"))
+    large = jax.ShapeDtypeStruct((2**21, 16384), jnp.bfloat16, sharding=x.sharding)
+    refused = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
+    assert refused.fits is False and str(refused).count("does not fit: needs") == 1

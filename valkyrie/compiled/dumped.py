@@ -1,0 +1,188 @@
+"""Reads a module that somebody else's program left: HLO text or a proto, refused in plain words where it cannot serve.
+
+What XLA writes under `--xla_dump_to` is read as it is: `*.after_optimizations.txt`, and with `--xla_dump_hlo_as_proto`
+`*.after_optimizations.hlo.pb`, which holds the memory too; so is what `compiled.as_text()` returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from valkyrie.compiled.flops import product_flops
+from valkyrie.compiled.groups import permute_pairs, replica_groups
+from valkyrie.compiled.hlo import HBM, Instruction, Module, parse
+from valkyrie.compiled.schema import dump_class
+
+HOW_TO_DUMP = (
+    "Run the program with XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_as_proto' and take "
+    "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
+)
+"""How a scheduled module is had from any JAX program."""
+_REPLICAS = re.compile(r"replica_count=(\d+)")
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+_OF_GPUS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
+_ORDER = {"while", "conditional", "call", "fusion", "dot", "convolution", "all-reduce", "all-gather", "custom-call"}
+_CMEM = 3
+"""The memory space that libtpu numbers 3: it is on v4 chips alone."""
+_LARGE = 1e9
+"""FLOPs from which a product tells the speed of its chip."""
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A module as it was dumped. `devices`: those it was compiled for, None where it does not say.
+
+    `memory`: bytes of one device (`arguments`, `outputs`, `aliased`, `temporary`, `code`), None where it does not say;
+    `arguments` alone are then `argument_bytes`.
+    """
+
+    module: Module
+    devices: int | None
+    memory: dict[str, int] | None
+    argument_bytes: int
+
+
+def read_dumped(path: Path) -> Dumped:
+    """Return the scheduled TPU module in a file; ValueError says in one line what else it is, and what to give."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist.")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Name a module in it: *.after_optimizations.txt or .hlo.pb.")
+    raw = path.read_bytes()
+    if not raw.strip():
+        raise ValueError(f"{path} is empty. {HOW_TO_DUMP}.")
+    if raw.startswith(b"ML\xefR") or raw.lstrip().startswith((b"module @", b"module attributes", b"#loc")):
+        raise ValueError(f"{path} is StableHLO, the program before XLA compiles it. {HOW_TO_DUMP}.")
+    if raw.lstrip().startswith(b"HloModule"):
+        module, devices, memory = _of_text(path, raw.decode(errors="replace").lstrip())
+    else:
+        module, devices, memory = _of_proto(path, raw)
+    _refuse_other_than_scheduled(path, module)
+    arguments = sum(p.shape.padded_bytes for p in module.entry.parameters.values() if _in_hbm(p))
+    return Dumped(module, devices, memory, arguments)
+
+
+def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, where: str) -> None:
+    """Raise ValueError where a module shows that it was compiled for another chip.
+
+    `megacore`: whether a device of the chip is two cores; `flops_per_cycle`: the most that a device does in a cycle;
+    `where` names the module. A module does not name its chip: two cores, the memory that v4 alone has and
+    products faster than the chip are what can be seen.
+    """
+    instructions = [i for i in module.instructions.values() if i.cycles is not None]
+    products = [(product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE]
+    split = any(b'"megacore_config"' in i.message.backend_config for i in instructions)
+    cmem = any(leaf.memory == _CMEM for i in module.instructions.values() for leaf in i.shape.leaves)
+    shown = None
+    if cmem and chip != "v4":
+        shown = "it keeps arrays in CMEM, which v4 chips alone have"
+    elif split and not megacore:
+        shown = "its operations are split over two cores, as on v4 and v5p"
+    elif products and megacore and not split:
+        shown = f"its products are not split over the two cores of {chip} chips"
+    elif fast := [i for rate, i in products if rate > 1.1 * flops_per_cycle]:
+        times = max(rate for rate, _ in products) / flops_per_cycle
+        shown = f"{fast[0].name} would run {times:.1f} times as fast as the peak of {chip}"
+    if shown:
+        raise ValueError(f"{where} was compiled for another chip than {chip}: {shown}. Name the slice it was made for.")
+
+
+def slow_products(module: Module, flops_per_cycle: float) -> float | None:
+    """Return the share of peak that the fastest large product reaches, None where there is none."""
+    costed = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
+    rates = [flops / cycles for flops, cycles in costed if flops >= _LARGE]
+    return max(rates) / flops_per_cycle if rates else None
+
+
+def _of_text(path: Path, text: str) -> tuple[Module, int | None, dict[str, int] | None]:
+    head = text.partition("\n")[0]
+    if (replicas := _REPLICAS.search(head)) and int(replicas[1]) > 1:
+        raise ValueError(_of_replicas(path, int(replicas[1])))
+    try:
+        module = parse(text)
+    except Exception as error:  # XLA's parser raises several types
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(f"{path} is not HLO text that can be read, or only a part of it: {line[:200]}") from None
+    stated = _PARTITIONS.search(head)
+    return module, int(stated[1]) if stated else 1, None
+
+
+def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, dict[str, int] | None]:
+    memory = None
+    try:
+        message = dump_class().FromString(raw)
+        if message.module.computations:
+            memory = _memory(message.memory.allocations)
+            raw = message.module.SerializeToString()
+    except DecodeError:
+        pass  # a module by itself, or no module: the next reading says which
+    try:
+        module = parse(raw)
+        stated = module.assigned
+        if module.replicas > 1:
+            raise ValueError(_of_replicas(path, module.replicas))
+    except (DecodeError, KeyError, IndexError, ValueError) as error:
+        if "replicas" in str(error):
+            raise
+        raise ValueError(
+            f"{path} is neither HLO text nor a serialised HloProto or HloModuleProto, or only a part of one. "
+            f"{HOW_TO_DUMP}."
+        ) from None
+    if stated is None:
+        module.partitions = max(_highest_device(module) + 1, 1)
+    return module, stated, memory
+
+
+def _of_replicas(path: Path, replicas: int) -> str:
+    return f"{path} was compiled for {replicas} replicas (jax.pmap). Only jit over a mesh of devices is predicted."
+
+
+def _memory(allocations: object) -> dict[str, int] | None:
+    """Return the bytes of buffers in HBM, split as `memory_analysis` does; outputs in place of arguments are these."""
+    sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "aliased", "temporary", "code"), 0)
+    entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]  # type: ignore[attr-defined]
+    for entry in entries:
+        key = "arguments" if entry.argument else "outputs" if entry.output else "temporary"
+        sizes[key] += entry.size
+    return sizes if entries else None
+
+
+def _in_hbm(instruction: Instruction) -> bool:
+    return all(leaf.memory == HBM for leaf in instruction.shape.leaves)
+
+
+def _highest_device(module: Module) -> int:
+    return max(
+        (int(group.max()) for i in module.instructions.values() for group in _groups(i) if group.size), default=0
+    )
+
+
+def _groups(instruction: Instruction) -> Iterator[np.ndarray]:
+    message = instruction.message
+    spelt = (message.iota_groups.size, message.device_list.iota.size, message.replica_groups)
+    if instruction.opcode.startswith("collective-permute"):
+        yield permute_pairs(instruction)
+    elif message.HasField("mesh_groups") or any(spelt) or message.device_list.replica_groups:
+        yield from replica_groups(instruction, 1)
+
+
+def _refuse_other_than_scheduled(path: Path, module: Module) -> None:
+    instructions = list(module.instructions.values())
+    if any(i.opcode == "custom-call" and i.target.startswith(_OF_GPUS) for i in instructions) or any(
+        b'"fusion_backend_config"' in i.message.backend_config for i in instructions
+    ):
+        raise ValueError(f"{path} was compiled for a GPU. Only what the TPU compiler leaves holds its own costs.")
+    if not module.scheduled:
+        raise ValueError(f"{path} is not scheduled: it is the program before XLA optimised it. {HOW_TO_DUMP}.")
+    tiled = any(leaf.tile for i in instructions for leaf in i.shape.leaves)
+    if not tiled and all(i.cycles is None for i in instructions):
+        raise ValueError(
+            f"{path} was compiled for a CPU, or not by XLA's TPU compiler: no array is laid out in tiles and no "
+            "operation has the compiler's estimate. Compile it for a TPU slice; that needs libtpu and no TPU."
+        )

@@ -1,0 +1,99 @@
+"""A slice by its name, and meshes on it: of devices to compile for, or of their places alone. No TPU is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.hardware import Platform, TargetConfig, topology_of
+from valkyrie.parallel.mesh import placed_grid, placed_mesh
+from valkyrie.parallel.placement import placement_problems
+from valkyrie.parallel.topology import compile_devices
+
+if TYPE_CHECKING:
+    import jax
+
+
+class Slice(TargetConfig):
+    """A slice: chip, chips, hosts, topology, prices, and meshes of devices that programs can be compiled for."""
+
+    @classmethod
+    def of(cls, target: TargetConfig) -> Slice:
+        """Return the slice of a target."""
+        return cls(**{field.name: getattr(target, field.name) for field in fields(target)})
+
+    def mesh(
+        self, shape: Sequence[int], names: Sequence[str], *, placement: Sequence[str] | None = None
+    ) -> jax.sharding.Mesh:
+        """Return a JAX mesh of this slice's devices, laid on its torus as training would lay it.
+
+        The devices are compiled for, not run on: libtpu describes them, without a TPU. `placement` lists axes, or
+        factors of them (`["x:2", "y", "x:2"]`), from the slowest to the fastest over the torus; without it,
+        `jax.experimental.mesh_utils` chooses. Of several slices, the first axis lies across them. ValueError where the
+        slice has another number of devices.
+        """
+        axes = self.axes(shape, names, placement)
+        return placed_mesh(axes, compile_devices(self), placement, self.slices)
+
+    def places(self, shape: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
+        """Return where the devices of such a mesh lie, flattened: slice, coordinates, core; needs no libtpu."""
+        grid = placed_grid(self.axes(shape, names, None), described_devices(self), slices=self.slices)
+        return [[d.slice_index, list(d.coords), d.core_on_chip] for d in grid.flat]
+
+    def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
+        """Return the axes of a mesh by name; ValueError where there can be no such mesh on this slice."""
+        told = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
+        if self.platform is not Platform.tpu or self.devices is None:
+            raise ValueError(f"{self.describe()} is no TPU slice: only those are compiled for without a device.")
+        if len(shape) != len(names) or len(set(names)) != len(names) or not shape:
+            raise ValueError(f"{told} with the names {', '.join(names) or 'none'}: give each axis a name of its own.")
+        if any(n < 1 for n in shape):
+            raise ValueError(f"{told}: each axis must be at least 1.")
+        if math.prod(shape) != self.devices:
+            resized = self.resized(math.prod(shape)) if self.slices == 1 else None
+            instead = "" if resized is None else f", or {resized.name}, which has {resized.devices}"
+            raise ValueError(
+                f"{told} has {math.prod(shape)} devices; {self.describe()} has {self.devices}. "
+                f"Use a mesh of {self.devices}{instead}."
+            )
+        axes = dict(zip(names, map(int, shape), strict=True))
+        if placement is not None and (wrong := placement_problems(placement, axes, "x".join(map(str, shape)))):
+            raise ValueError("\n".join(wrong))
+        if placement is None and shape[0] % self.slices:
+            raise ValueError(
+                f"{told}: its first axis, {names[0]}={shape[0]}, lies across the {self.slices} slices, which do not "
+                "divide it."
+            )
+        return axes
+
+
+@dataclass(frozen=True)
+class Place:
+    """What `mesh_utils` asks of a device, of one that is described and not there."""
+
+    id: int
+    device_kind: str
+    coords: tuple[int, ...]
+    core_on_chip: int
+    slice_index: int
+    process_index: int = 0
+    platform: str = "tpu"
+
+
+def described_devices(target: TargetConfig) -> list[Place]:
+    """Return the devices of a slice as libtpu numbers them, by its topology alone."""
+    topology, chip = topology_of(target), target.chip
+    assert chip is not None
+    kind = chip.device_kinds[0] if chip.device_kinds else chip.name
+    shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
+    places = (
+        (slice_, (a, b, c), core)
+        for slice_ in range(topology.slices)
+        for c in range(shape[2])
+        for b in range(shape[1])
+        for a in range(shape[0])
+        for core in range(topology.devices_per_chip)
+    )
+    return [Place(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(places)]
