@@ -11,19 +11,23 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helpers import compose_run
+from valkyrie.hardware import ChipConfig, Platform
 from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
-from valkyrie.search.child import KEYS, OUTCOME, parse_out_of_memory
+from valkyrie.search.child import KEYS, OUTCOME, _too_large, parse_out_of_memory
 from valkyrie.search.compile import Compiled, compile_layout, program_key
 from valkyrie.search.modes import _others, work_key
 from valkyrie.search.replayed import _from_json
+from valkyrie.train.memory import peak_of
+from valkyrie.units import GIB
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
 Used 37.85G of 30.75G hbm. Exceeded hbm capacity by 7.10G.
@@ -73,6 +77,30 @@ def test_numbers_of_the_short_form():
     text = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)"
     found = parse_out_of_memory(text)
     assert (found["needed"], found["usable"]) == (int(37.85 * 2**30), int(30.75 * 2**30))
+
+
+def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
+    text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.25G) "
+    run = compose_run("model=gpt_tiny", "mesh=2x2x1", "partition=fsdp", "target=v5e-4", "batch=8", "seq=16")
+    outcome = _too_large(run, parse_out_of_memory(f"{text}exceeds available HBM (15.75G)."))
+    assert (outcome["status"], outcome["needed"], outcome["usable"]) == ("does_not_fit", int(16.25 * GIB), 15.75 * GIB)
+    assert sum(part["bytes"] for part in outcome["largest"]) == outcome["needed"]
+
+
+@pytest.mark.parametrize(("backend", "peak"), [("tpu", 700), ("cpu", 100 + 90 - 80 + 900 + 7)])
+def test_a_tpu_s_peak_is_the_compiler_s_not_its_temporaries_which_count_arrays_twice(backend: str, peak: int):
+    sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 900, "generated_code": 7}
+    analysis = SimpleNamespace(peak_memory_in_bytes=700, **{f"{k}_size_in_bytes": n for k, n in sizes.items()})
+    assert peak_of(analysis, backend) == peak
+
+
+@pytest.mark.slow
+def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: Run):
+    chip = replace(ChipConfig(), name="small", platform=Platform.cpu, usable_hbm_gib=1e-6)
+    target = replace(tiny.config.target, chip=chip)
+    outcome = compile_layout(tiny.changed(target=target), 300).outcome
+    assert outcome["status"] == "does_not_fit" and outcome["needed"] > outcome["usable"] == int(1e-6 * GIB)
+    assert "exceeds" in outcome["reason"] and outcome["savings"] is not None
 
 
 def test_a_layout_is_compiled_once(tiny: Run):

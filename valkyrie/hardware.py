@@ -326,6 +326,13 @@ def chip_of(device_kind: str) -> ChipConfig | None:
     return None
 
 
+def usable_hbm(chip: ChipConfig | None) -> int | None:
+    """Return the bytes that a program may have of one device's memory; None where that is not known."""
+    if chip is None or chip.usable_hbm_gib is None:
+        return None
+    return int(chip.usable_hbm_gib * 2**30 / chip.devices)
+
+
 @cache
 def _chip(name: str) -> ChipConfig:
     if name in config_names(CHIPS):

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from valkyrie.hardware import Platform, topology_of
+from valkyrie.hardware import Platform, topology_of, usable_hbm
 from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
@@ -70,11 +70,7 @@ def _outcome(folder: Path) -> dict[str, Any]:
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "HbmOom" not in text:
             return {"status": "failed", "reason": f"{type(error).__name__}: {_first_lines(text)}"}
-        from valkyrie.search.alternatives import cheaper_layouts
-
-        found = _with_expected(run, parse_out_of_memory(text), text)
-        missing = (found["needed"] or 0) - (found["usable"] or 0)
-        return {"status": "does_not_fit", **found, "savings": cheaper_layouts(run, missing)}
+        return _too_large(run, parse_out_of_memory(text))
 
 
 def _devices(run: Run) -> list[Any]:
@@ -123,7 +119,11 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     with refusals_in_plain_words():
         compiled = lowered.compile()
     done_at = time.perf_counter()
-    built = compiled_program(compiled, mesh)
+    built, usable = compiled_program(compiled, mesh), usable_hbm(run.config.target.chip)
+    if usable is not None and (peak := built.memory["peak"]) > usable:  # the user's limit is below the compiler's own
+        needs, limit = (f"{size / 2**30:.2f} GiB" for size in (peak, usable))
+        reason = f"its peak of {needs} exceeds the {limit} of target.chip.usable_hbm_gib"
+        return _too_large(run, {"needed": peak, "usable": usable, "largest": [], "reason": reason})
     write_whole(folder / MODULE, built.module)
     if run.config.mode.hlo:
         write_whole(folder / TEXT, compiled.as_text() or "")
@@ -184,8 +184,21 @@ def parse_out_of_memory(text: str) -> dict[str, Any]:
     return {"needed": needed, "usable": usable, "largest": largest, "reason": _first_lines(text)}
 
 
-def _with_expected(run: Run, found: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return what a message leaves out, by the shapes of the run: arguments beside temporaries, the largest parts."""
+def _too_large(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the outcome of a program that needs more memory than there is, with the layouts that need less."""
+    from valkyrie.search.alternatives import cheaper_layouts
+
+    missing = (found["needed"] or 0) - (found["usable"] or 0)
+    return {"status": "does_not_fit", **_with_largest(run, found), "savings": cheaper_layouts(run, missing)}
+
+
+def _with_largest(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a message leaves out, by the shapes of the run: the largest parts of what it needs.
+
+    The bytes that the compiler needs "for HLO temporaries" have the arguments in them (experiments/LOG.md).
+    """
+    if found["largest"]:
+        return found
     from valkyrie.parallel.mesh import abstract_mesh
     from valkyrie.train.memory import expected_memory
     from valkyrie.train.program import StepProgram
@@ -193,19 +206,15 @@ def _with_expected(run: Run, found: dict[str, Any], text: str) -> dict[str, Any]
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     expected = expected_memory(run, program.abstract_state)
     resting = expected.parameters + expected.average + expected.optimizer
-    if found["needed"] is not None and "HLO temporaries" in text:
-        found["needed"] += resting
-    if not found["largest"]:
-        temporaries = (found["needed"] or expected.total) - resting
-        parts = {
-            "parameters": expected.parameters + expected.average,
-            "optimizer state": expected.optimizer,
-            "gradients": expected.gradients,
-            "activations and other temporaries": max(temporaries - expected.gradients, 0),
-        }
-        ordered = sorted(parts.items(), key=lambda item: -item[1])
-        found["largest"] = [{"bytes": size, "shape": name, "op_name": None} for name, size in ordered]
-    return found
+    temporaries = (found["needed"] or expected.total) - resting
+    parts = {
+        "parameters": expected.parameters + expected.average,
+        "optimizer state": expected.optimizer,
+        "gradients": expected.gradients,
+        "activations and other temporaries": max(temporaries - expected.gradients, 0),
+    }
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return found | {"largest": [{"bytes": size, "shape": name, "op_name": None} for name, size in ordered]}
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from valkyrie.train.memory import expected_memory
+from valkyrie.train.memory import expected_memory, peak_of
 from valkyrie.train.program import StepProgram
 
 
@@ -30,26 +30,32 @@ def compiled_program(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> 
     """Return what is read of a program compiled for a mesh, whoever wrote it."""
     return CompiledProgram(
         module=serialised_module(compiled),
-        memory=program_memory(compiled),
+        memory=program_memory(compiled, mesh.devices.flat[0].platform),
         positions=[device_position(device) for device in mesh.devices.flat],
         axes={str(name): int(size) for name, size in mesh.shape.items()},
         device_kind=mesh.devices.flat[0].device_kind,
     )
 
 
-def program_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Return what XLA says a compiled program takes on one device, in bytes.
+def program_memory(compiled: jax.stages.Compiled, platform: str) -> dict[str, int]:
+    """Return what XLA says a program compiled for a platform takes on one device, in bytes.
 
-    Keys: `arguments`, `outputs`, `aliased` (outputs that lie where arguments did), `temporary` and `code`.
+    Keys: `arguments`, `outputs`, `aliased` (outputs that lie where arguments did), `peak`, `temporary` (what the peak
+    holds beside those), `code` (in a TPU's peak it is not), and `host`, which the program has in host memory.
     """
-    analysis = compiled.memory_analysis()
-    assert analysis is not None, "every backend that compiles for a mesh counts its memory"
+    sizes = compiled.memory_analysis()
+    assert sizes is not None, "every backend that compiles for a mesh counts its memory"
+    peak, code = peak_of(sizes, platform), sizes.generated_code_size_in_bytes
+    at_rest = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    host = sizes.host_argument_size_in_bytes + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
     return {
-        "arguments": analysis.argument_size_in_bytes,
-        "outputs": analysis.output_size_in_bytes,
-        "aliased": analysis.alias_size_in_bytes,
-        "temporary": analysis.temp_size_in_bytes,
-        "code": analysis.generated_code_size_in_bytes,
+        "arguments": sizes.argument_size_in_bytes,
+        "outputs": sizes.output_size_in_bytes,
+        "aliased": sizes.alias_size_in_bytes,
+        "temporary": max(peak - at_rest - (0 if platform == "tpu" else code), 0),
+        "code": code,
+        "peak": peak,
+        "host": host + sizes.host_temp_size_in_bytes,
     }
 
 
@@ -63,7 +69,7 @@ def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled) -> dict
         "parameters": expected.parameters + expected.average,
         "optimizer": expected.optimizer,
         "gradients": expected.gradients,
-        **program_memory(compiled),
+        **program_memory(compiled, program.backend),
     }
 
 

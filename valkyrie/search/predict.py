@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.hardware import topology_of
+from valkyrie.hardware import topology_of, usable_hbm
 from valkyrie.machine import assumptions
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.hints import program_hints
 from valkyrie.search.replayed import replay_on
-from valkyrie.search.summary import SCHEMA, parts_of_step, peak_memory, positions, speed_on, usable_memory
+from valkyrie.search.summary import SCHEMA, beside_peak, parts_of_step, positions, speed_on
 from valkyrie.train.folder import versions
 from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
 
@@ -172,18 +172,19 @@ def _predicted(
 
 def memory_of_program(target: Slice, memory: Mapping[str, int]) -> dict[str, Any]:
     """Return the bytes of one device at the peak of any program's step; `peak` is None if arguments alone are known."""
-    usable = usable_memory(target.chip)
+    usable = usable_hbm(target.chip)
     if "argument_bytes" in memory:
         arguments = memory["argument_bytes"]
         short = usable - arguments if usable is not None and arguments > usable else None
         told = {"peak": None, "usable": usable, "headroom": short, "split": {"arguments": arguments}}
         return told | {"needed": arguments, "largest": [], "savings": []}
-    peak = peak_memory(dict(memory))
+    at_rest = memory["arguments"] + memory["outputs"] - memory["aliased"]
+    peak = memory.get("peak", at_rest + memory["temporary"] + memory["code"])
     split = {
         "arguments": memory["arguments"],
         "outputs that take no argument's place": memory["outputs"] - memory["aliased"],
         "temporaries": memory["temporary"],
-        "program": memory["code"],
+        "program": peak - at_rest - memory["temporary"],
     }
     largest = [{"bytes": size, "shape": name, "op_name": None} for name, size in split.items() if size > 0]
     return {
@@ -194,6 +195,7 @@ def memory_of_program(target: Slice, memory: Mapping[str, int]) -> dict[str, Any
         "needed": peak,
         "largest": sorted(largest, key=lambda entry: -entry["bytes"]),
         "savings": [],
+        **beside_peak(target.chip, memory),
     }
 
 

@@ -13,6 +13,7 @@ from valkyrie.axes import UNATTRIBUTED
 from valkyrie.search.summary import short_cause, short_source
 from valkyrie.train.options import Option
 from valkyrie.units import GIB, duration, gib
+from valkyrie.units import memory as memory_text
 from valkyrie.units import sent as sent_text
 
 
@@ -98,10 +99,19 @@ def _memory(summary: dict[str, Any], console: Console) -> None:
         console.print(f"the devices report a peak of {gib(memory['reported_peak'])}")
     if memory["usable"] is not None:
         share = memory["headroom"] / memory["usable"]
+        verdict = "fits" if memory["headroom"] >= 0 else "does not fit"
+        free = memory_text(memory["headroom"]) if share < 0.02 else gib(memory["headroom"])
         console.print(
-            f"[bold]fits[/]: {gib(memory['peak'])} of {gib(memory['usable'])} usable; "
-            f"headroom {gib(memory['headroom'])} ({100 * share:.0f}%)"
+            f"[bold]{verdict}[/]: {gib(memory['peak'])} of {gib(memory['usable'])} usable; "
+            f"headroom {free} ({100 * share:.0f}%)"
         )
+    beside = [
+        f"{what} {memory_text(memory[key])}"
+        for key, what in (("reserved", "kept by the runtime"), ("code", "code"), ("host", "in host memory"))
+        if memory.get(key)
+    ]
+    if beside:
+        console.print(f"beside it, on each device: {', '.join(beside)}")
 
 
 def _speed(summary: dict[str, Any], console: Console) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import UNATTRIBUTED
+from valkyrie.hardware import usable_hbm
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.search.trust import trust
@@ -111,34 +112,32 @@ def positions(places: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def memory_split(run: Run, memory: dict[str, int]) -> dict[str, Any]:
-    """Return the bytes of one device at the peak of a step: exact totals, gradients by their shapes.
+    """Return the bytes of one device at the peak of a step: XLA's total, gradients by their shapes.
 
-    XLA says what arguments and temporaries take; parameters and optimizer state are arguments of known shape, and
-    gradients are temporaries of known shape. What is left of the temporaries are activations and working space.
+    Parameters and optimizer state are arguments of known shape, and gradients are temporaries of known shape. What is
+    left of the temporaries are activations and working space. `usable` is the compiler's limit, `reserved` what the
+    runtime keeps of the memory, `host` the bytes in host memory.
     """
-    usable = usable_memory(run.config.target.chip)
+    usable, peak = usable_hbm(run.config.target.chip), memory["peak"]
     gradients = min(memory["gradients"], memory["temporary"])
-    peak = peak_memory(memory)
     split = {
         "parameters": memory["parameters"],
         "optimizer": memory["optimizer"],
         "gradients": gradients,
         "activations and temporaries": memory["temporary"] - gradients,
-        "program and batch": peak - memory["parameters"] - memory["optimizer"] - memory["temporary"],
+        "batch and results": peak - memory["parameters"] - memory["optimizer"] - memory["temporary"],
     }
-    return {"peak": peak, "usable": usable, "headroom": None if usable is None else usable - peak, "split": split}
+    headroom = None if usable is None else usable - peak
+    beside = beside_peak(run.config.target.chip, memory)
+    return {"peak": peak, "usable": usable, "headroom": headroom, "split": split} | beside
 
 
-def usable_memory(chip: ChipConfig | None) -> int | None:
-    """Return the bytes that the compiler leaves to a program on one device, None where that is not known."""
-    if chip is None or chip.usable_hbm_gib is None:
-        return None
-    return int(chip.usable_hbm_gib * GIB / chip.devices)
-
-
-def peak_memory(memory: dict[str, int]) -> int:
-    """Return the bytes of one device at the peak of a step, of XLA's parts of them."""
-    return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporary"] + memory["code"]
+def beside_peak(chip: ChipConfig | None, memory: Mapping[str, int]) -> dict[str, int | None]:
+    """Return the bytes of one device that are not in the peak: `reserved` by the runtime, `code`, `host` memory."""
+    usable, reserved = usable_hbm(chip), None
+    if chip is not None and chip.hbm_gib is not None and usable is not None:
+        reserved = max(int(chip.hbm_gib * GIB / chip.devices) - usable, 0)
+    return {"reserved": reserved, "code": memory.get("code"), "host": memory.get("host")}
 
 
 def speed(run: Run, replay: Replay) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
     compiled = program.compile_step()
     seconds = time.perf_counter() - began
     step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
-    return step, seconds, compiled_peak(compiled)
+    return step, seconds, compiled_peak(compiled, program.backend)
 
 
 def _checked(step: Any) -> Any:
