@@ -97,8 +97,18 @@ ONE_LINE = {
         "partition.parameters.embed: a list is needed, as partition.parameters.embed=[...].",
     ),
     "a word that is no choice of an enum": (
-        ["remat=some"],
-        "remat=some: use one of none, dots, full, offload.",
+        ["debug=some"],
+        "debug=some: use one of none, nans.",
+    ),
+    "an activation that no block has": (
+        ["model=gpt_tiny", "remat.save=[out,nonsense]"],
+        "remat.save names nonsense. This model's activations are block_input, query, key, value, context, out, up, "
+        "gate, down; all is every one, products every matrix product.",
+    ),
+    "an activation in two places": (
+        ["remat=offload", "remat.save=[query]"],
+        "remat.save and remat.offload both name query: an activation waits on the device or in host memory. Leave it "
+        "out of one.",
     ),
     "a dtype that is none": (
         ["precision.compute=float16"],

@@ -81,10 +81,10 @@ def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path:
     assert changed_settings(compose_run(*asked, *others, "data.paths=[a,b]"), tmp_path) == {
         "mesh.name": ("2x1x1", "1x1x1"),
         "partition.name": ("fsdp", "dp"),
+        "remat.name": ("full", "none"),
         "model.tie_embeddings": ("false", "true"),
         "data.paths": (f"[{Path.cwd() / 'a'},{Path.cwd() / 'b'}]", "[]"),
         "optimizer.ema_decay": ("0.9", "null"),
-        "remat": ("full", "none"),
     }
 
 

@@ -89,7 +89,7 @@ MISTAKES: dict[str, Sequence[str]] = {
     "partition.name=dp": ("Write partition=dp",),
     "partition=null": ("every run has a partition",),
     "precision=fp16": ("Choices: bf16, bf16_mixed, float32",),
-    "remat=yes": ("use one of none, dots, full, offload",),
+    "remat=yes": ("remat=yes is not a choice", "minimal_with_context"),
     "data=text": ("data=text needs files",),
     "data=text data.paths=nofile.txt": ("there is no file or directory nofile.txt",),
     "data.tokenizer=nope": ("tokenizer=nope is not known",),

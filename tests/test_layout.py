@@ -15,7 +15,8 @@ from valkyrie.axes import Arrays, Tensor
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import Memory, PartitionConfig, Remat
+from valkyrie.parallel.partition import Memory, PartitionConfig
+from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import read_group
 
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
@@ -31,7 +32,7 @@ def listed(*parameters: tuple[str, Tensor], follows: dict[str, str] | None = Non
 def layout_of(mesh: str | MeshConfig, partition: PartitionConfig, **asked: Any) -> tuple[Layout | None, list[str]]:
     defaults: dict[str, Any] = {
         "microbatches": 1,
-        "remat": Remat.none,
+        "remat": remat_named("none"),
         "arrays": ARRAYS["valkyrie_tiny"],
         "known_axes": known_axes(),
         "batch": 32,
@@ -150,7 +151,7 @@ def test_zero1_takes_the_first_dimension_that_divides_and_never_layers():
 def test_names_are_short_and_tell_layouts_apart():
     partition = YAMLS["2d_tp"]
     assert legal("4x4x2", partition).name == "4x4x2-2d_tp"
-    assert legal("4x4x2", partition, microbatches=2, remat=Remat.full).name == "4x4x2-2d_tp-mb2-remat_full"
+    assert legal("4x4x2", partition, microbatches=2, remat=remat_named("full")).name == "4x4x2-2d_tp-mb2-remat_full"
     switched = replace(partition, zero1=True, parameter_memory=Memory.host, optimizer_memory=Memory.host)
     assert legal("4x4x2", switched).name == "4x4x2-2d_tp-zero1-params_on_host-optim_on_host"
     placed = replace(parse_mesh("4x4x2"), placement=["z", "x", "y"])

@@ -13,7 +13,7 @@ from helpers import MODELS, PARTITIONS, compose_run, some_quick
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, Remat, resolve_rules, roles
+from valkyrie.parallel.partition import PartitionConfig, resolve_rules, roles
 from valkyrie.paths import read_group
 from valkyrie.run import Run
 
@@ -187,7 +187,3 @@ def test_rules_hold_only_axes_of_the_mesh(rules: dict[str, list[str]], named: di
     wanted = {entry for held in rules.values() for entry in held}
     if not problems:
         assert not {"q", "data"} & (wanted - set(named))
-
-
-def test_a_remat_has_a_name():
-    assert [remat.value for remat in Remat] == ["none", "dots", "full", "offload"]

@@ -125,7 +125,7 @@ def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
     run = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
     check_room(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 1
-    assert lines[0].startswith("memory: likely does not fit: about 7.8 GiB expected (6.0 GiB of them activations, an ")
+    assert lines[0].startswith("memory: likely does not fit: about 7.7 GiB expected (5.8 GiB of them activations, an ")
     assert "and this machine has 5.0 GiB of memory free. By the same estimate these fit: remat=full (about " in lines[0]
     assert "microbatches=" in lines[0] and "batch=4 (about " in lines[0]
     free(12 * GIB)

@@ -24,6 +24,7 @@ from valkyrie.modes import MODES, ModeConfig
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.precision import PolicyConfig
 from valkyrie.run import RunConfig
 from valkyrie.slices import even_shape, parse_shape, shape_text
@@ -33,6 +34,7 @@ from valkyrie.tracking import TrackingConfig
 SCHEMAS: dict[str, type] = {
     "mesh": MeshConfig,
     "partition": PartitionConfig,
+    "remat": RematConfig,
     "data": DataConfig,
     "precision": PolicyConfig,
     "optimizer": OptimizerConfig,
@@ -55,6 +57,8 @@ saved_groups: dict[str, dict[str, Any]] = {}
 """What `as_saved` of each group holds, with its defaults list."""
 ENVIRONMENT_MESH = "environment"
 """The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
+BY_WIDTH = "by_width"
+"""The rematerialisation of a run that names none: it follows from the width of the model; it is not listed."""
 SIMULATED_MESH = "2x2x2"
 """The mesh of a machine without an accelerator: eight simulated CPU devices, two on each axis."""
 
@@ -84,7 +88,8 @@ class ValkyrieSource(ConfigSource):
         is_model = group == "model" and name.endswith("_schema") and is_family(name.removesuffix("_schema"))
         is_mode = group == "mode" and name in MODES
         is_saved = name == AS_SAVED and group in saved_groups
-        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_model or is_saved
+        is_default = path == f"remat/{BY_WIDTH}"
+        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_model or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the mesh, the target, the mode or the schema; an error says what to write instead."""
@@ -97,6 +102,9 @@ class ValkyrieSource(ConfigSource):
                 config = OmegaConf.create(saved_groups[group])
             elif group == "target":
                 config = _target_config(name)
+            elif group == "remat":
+                own = {"name": "${default_remat:${model.embed}}", "save": "${default_save:${model.embed}}"}
+                config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **own})
             elif group == "mode":
                 config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name})
             else:
@@ -129,6 +137,7 @@ def register() -> Path:
     OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
     OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
     OmegaConf.register_new_resolver("default_remat", default_remat, replace=True)
+    OmegaConf.register_new_resolver("default_save", default_save, replace=True)
     OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
     OmegaConf.register_new_resolver("ids_of", ids_of, replace=True)
     OmegaConf.register_new_resolver("described_modes", described_modes, replace=True)
@@ -189,6 +198,11 @@ def default_partition(mesh: str | None = None) -> str:
 def default_remat(embed: int) -> str:
     """Return the rematerialisation used when nothing names one: full for models that are 2048 wide or wider."""
     return "full" if embed >= 2048 else "none"
+
+
+def default_save(embed: int) -> list[str]:
+    """Return what that rematerialisation keeps on the device."""
+    return remat_named(default_remat(embed)).save
 
 
 def default_precision(target: str = "auto") -> str:

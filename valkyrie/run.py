@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,22 @@ from valkyrie.axes import Arrays
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import SEEDS, DataConfig, full_path
 from valkyrie.hardware import TargetConfig
-from valkyrie.models import Model, config_class, folder_of, known_axes, let_import
+from valkyrie.models import (
+    Model,
+    activation_names,
+    config_class,
+    folder_of,
+    known_axes,
+    let_import,
+)
 from valkyrie.modes import MODES, ModeConfig, reads_run
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import target_problems
-from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.problems import Problem, nearest_legal
+from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
 from valkyrie.refusals import refusal_of
@@ -74,6 +82,7 @@ class RunConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     precision: PolicyConfig = field(default_factory=PolicyConfig)
@@ -90,7 +99,6 @@ class RunConfig:
     batch: int = 32
     seq: int = 128
     microbatches: int = 1
-    remat: Remat = Remat.none
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 8
@@ -162,7 +170,7 @@ class Run:
             "mesh_placement": c.mesh.placement,
             "partition": c.partition.name,
             "microbatches": c.microbatches,
-            "remat": c.remat.value,
+            "remat": c.remat.label,
             "target": c.target.name,
             "described": c.target.describe(),
             "chip": None if c.target.chip is None else c.target.chip.name,
@@ -252,6 +260,7 @@ class Run:
             if new and isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{key}={value}: must be a finite number.")
         if not problems:
+            problems += c.remat.problems(partial(activation_names, self.model))
             problems += self._layout(advise)[1]
         return problems + of_target
 

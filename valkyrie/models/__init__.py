@@ -67,8 +67,8 @@ class Model(Protocol):
         """Return forward FLOPs per token over sequences of `seq` tokens."""
         ...
 
-    def kept(self, remat: str) -> list[Kept]:
-        """Return what the backward pass keeps on the device from the forward pass; an estimate."""
+    def kept(self) -> list[Kept]:
+        """Return what the backward pass needs from the forward pass, by name where it has one; an estimate."""
         ...
 
     def working(self) -> list[Kept]:
@@ -116,6 +116,11 @@ def config_class(family: str) -> type:
     if not isinstance(config, type):
         raise ValueError(f"model.family={family} is a module without a class Config. A family's module defines one.")
     return config
+
+
+def activation_names(model: Model) -> list[str]:
+    """Return the names of the activations that `remat` may keep of a model."""
+    return list(dict.fromkeys(kept.name for kept in model.kept() if kept.name is not None))
 
 
 @cache

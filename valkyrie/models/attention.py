@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
 from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
-from valkyrie.ops.choices import AttentionImpl
+from valkyrie.ops.choices import CONTEXT, AttentionImpl
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -99,14 +99,19 @@ class Attention(Block):
         projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
         return projections + 4.0 * self.heads * self.head_dim * self._mean_keys(site, seq)
 
-    def saves(self, site: Site, remat: str) -> list[Saved]:
-        """Return queries, keys and values, and without rematerialisation what the kernel and the norm need too."""
-        everything = remat == "none"
+    def saves(self, site: Site) -> list[Saved]:
+        """Return its products, what the kernel gives and its softmax's sums, and what rotation and norm need."""
         return [
-            saved("heads", "head_dim", count=2 + 2 * everything),
-            saved("kv_heads", "head_dim", count=2 + 2 * everything),
-            saved("embed", count=1 + everything),
-            saved("embed", count=2 * everything, float32=True),
+            saved("heads", "head_dim", name="query", product=True),
+            saved("kv_heads", "head_dim", name="key", product=True),
+            saved("kv_heads", "head_dim", name="value", product=True),
+            saved("heads", "head_dim", name=CONTEXT),
+            saved("heads", name=CONTEXT, float32=True),
+            saved("embed", name="out", product=True, result=True),
+            saved("heads", "head_dim", count=2),
+            saved("kv_heads", "head_dim", count=2),
+            saved("embed"),
+            saved("embed", count=2, float32=True),
         ]
 
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import Site
-from valkyrie.models.layers import ATTENTION_OUT, KEY, QUERY, VALUE, Boundaries, normal, parameter, project
+from valkyrie.models.layers import Boundaries, normal, parameter, project
 from valkyrie.ops.attention import (
     GlobalStep,
     GlobalTokens,
@@ -81,7 +81,7 @@ class AttentionLayer(nnx.Module):
         of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
         q = shard(self.local.queries(x, positions, shard), *of_heads)
         k, v = (shard(y, *of_kv_heads) for y in self.local.keys_values(x, positions, shard))
-        q, k, v = (checkpoint_name(y, name) for y, name in ((q, QUERY), (k, KEY), (v, VALUE)))
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
         inputs: list[Array] = [q, k, v]
         axes: list[Placed] = [of_heads, of_kv_heads, of_kv_heads]
         if segment_ids is not None:
@@ -94,7 +94,7 @@ class AttentionLayer(nnx.Module):
             axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
         mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
         out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics)
-        return checkpoint_name(out, ATTENTION_OUT)
+        return checkpoint_name(out, "out")
 
     def _local(self, segmented: bool, shard: Shard):
         """Return what each device does with its heads, rows and, under a sequence split, positions."""

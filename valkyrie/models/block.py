@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from valkyrie.ops.linear import Numerics
 
+BLOCK_INPUT = "block_input"
+"""The name of the residual stream as it enters a block."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -45,21 +48,31 @@ class Saved(NamedTuple):
     """Activations that a block's backward pass needs; see `saved`."""
 
     dims: tuple[str | int, ...]
+    name: str | None
     count: int | float
     float32: bool
+    product: bool
+    result: bool
+    remakes: str | None
 
 
 @dataclass(frozen=True)
 class Kept:
     """`count` arrays alike that exist at once on behalf of a backward pass: float32, or in the compute dtype.
 
-    `positions` bounds how many positions of each shard of the sequence exist at a time (None: all of them).
+    `positions` bounds how many positions of each shard of the sequence exist at a time (None: all of them). `name` is
+    that by which `remat` may keep them, `product` says that a matrix product gives them. `always`: they are never made
+    again. `remakes`: they serve only to make the activation of this name again.
     """
 
     tensor: Tensor
     count: int | float
     float32: bool = False
     positions: int | None = None
+    name: str | None = None
+    product: bool = False
+    always: bool = False
+    remakes: str | None = None
 
 
 def weight(*dims: str | int, group: str = "matrix", float32: bool = False) -> Weight:
@@ -70,9 +83,23 @@ def weight(*dims: str | int, group: str = "matrix", float32: bool = False) -> We
     return Weight(dims, group, float32)
 
 
-def saved(*dims: str | int, count: int | float = 1, float32: bool = False) -> Saved:
-    """Return `count` activations of (batch, seq, *dims), in float32 or in the compute dtype."""
-    return Saved((BATCH, SEQ, *dims), count, float32)
+def saved(
+    *dims: str | int,
+    name: str | None = None,
+    count: int | float = 1,
+    float32: bool = False,
+    product: bool = False,
+    result: bool = False,
+    remakes: str | None = None,
+) -> Saved:
+    """Return `count` activations of (batch, seq, *dims), in float32 or in the compute dtype.
+
+    `name` is what the block's module calls them by `jax.ad_checkpoint.checkpoint_name`: `remat` keeps or offloads them
+    by it; without one they are made again unless all is kept. `product` says that a matrix product with a parameter
+    gives them, so that `remat=dots` keeps them. `result`: the block's own output, which only what follows needs.
+    `remakes`: only making the activation of this name needs them.
+    """
+    return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, remakes)
 
 
 @dataclass
@@ -111,8 +138,8 @@ class Block(ABC):
         """Return forward FLOPs per token over sequences of `seq` tokens: two for every multiply-add."""
 
     @abstractmethod
-    def saves(self, site: Site, remat: str) -> list[Saved]:
-        """Return what its backward pass needs under `remat` (`none`, `dots`) beside the block's input. An estimate."""
+    def saves(self, site: Site) -> list[Saved]:
+        """Return what its backward pass needs beside the block's input where nothing is computed again. An estimate."""
 
     @abstractmethod
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
@@ -130,10 +157,20 @@ class Block(ABC):
             for name, w in self.weights(site).items()
         }
 
-    def kept(self, site: Site, remat: str) -> list[Kept]:
-        """Return what its backward pass keeps under a rematerialisation that keeps more than the block's input."""
+    def kept(self, site: Site, remakes: str | None = None) -> list[Kept]:
+        """Return what its backward pass needs; its own output only for making `remakes` again (None: for more)."""
         sizes = self._sizes(site)
-        return [Kept(tensor(s.dims, sizes), s.count, s.float32) for s in self.saves(site, remat) if s.count]
+        return [
+            Kept(
+                tensor(s.dims, sizes),
+                s.count,
+                s.float32,
+                name=s.name,
+                product=s.product,
+                remakes=remakes if s.result else s.remakes,
+            )
+            for s in self.saves(site)
+        ]
 
     def asked_activations(self, site: Site) -> list[Tensor]:
         """Return the activations whose placement it asks for."""

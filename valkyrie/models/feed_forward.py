@@ -56,13 +56,15 @@ class FeedForward(Block):
         """Return forward FLOPs per token."""
         return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
 
-    def saves(self, site: Site, remat: str) -> list[Saved]:
-        """Return the products' results, and without rematerialisation the gate's factors and the norm's input too."""
-        everything = remat == "none"
+    def saves(self, site: Site) -> list[Saved]:
+        """Return the products' results, the gate's factors and what the norm needs."""
         return [
-            saved("mlp", count=(2 if self.kind.gated else 1) + 2 * everything),
-            saved("embed", count=1 + everything),
-            saved("embed", count=2 * everything, float32=True),
+            saved("mlp", name="up", product=True),
+            *([saved("mlp", name="gate", product=True)] if self.kind.gated else []),
+            saved("embed", name="down", product=True, result=True),
+            saved("mlp", count=2),
+            saved("embed"),
+            saved("embed", count=2, float32=True),
         ]
 
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, Shard
-from valkyrie.models.layers import BLOCK_INPUT, Boundaries, Checkpoint, RMSNorm, dropout, normal, parameter
+from valkyrie.models.block import BLOCK_INPUT
+from valkyrie.models.layers import Boundaries, Checkpoint, RMSNorm, dropout, normal, parameter
 from valkyrie.models.stack import Boundary, Layer, Stack
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup

@@ -13,15 +13,6 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import Parameter, Shard
 from valkyrie.ops.linear import Numerics, linear
 
-BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT = KEPT = (
-    "block_input",
-    "query",
-    "key",
-    "value",
-    "attention_out",
-)
-"""The activations that blocks name (`checkpoint_name`), so that a rematerialisation policy may keep them."""
-
 Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Wraps a block so that its backward pass keeps less (`jax.checkpoint` with a policy), or returns it as it is."""
 

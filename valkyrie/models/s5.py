@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
 from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
-from valkyrie.ops.choices import CInit, Discretization, ScanImpl
+from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -106,13 +106,17 @@ class S5(Block):
         projections = 4 * self.states * site.embed * (1 + directions)
         return float(projections + 8 * self.states * directions + 2 * self.activation.products * site.embed**2)
 
-    def saves(self, site: Site, remat: str) -> list[Saved]:
-        """Return the driven states, and without rematerialisation those of each scan and the gate's factors too."""
-        everything = remat == "none"
+    def saves(self, site: Site) -> list[Saved]:
+        """Return the driven states and those of each scan, the products that read them, and the gate's factors."""
+        directions, products = 1 + self.bidirectional, self.activation.products
         return [
-            saved("state", count=2 + 2 * (1 + self.bidirectional) * everything, float32=True),
-            saved("embed", count=1 + 3 * everything, float32=True),
-            saved("embed", count=1 + 3 * everything),
+            saved("state", name="driven", count=2, float32=True, product=True, remakes=STATES),
+            saved("state", name=STATES, count=2 * directions, float32=True),
+            saved("embed", count=2 * directions, float32=True, product=True),
+            saved("embed", name="read"),
+            *(saved("embed", name=name, product=True) for name in ("s5_gate", "s5_out")[:products]),
+            saved("embed", count=2, float32=True),
+            saved("embed", count=2),
         ]
 
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:

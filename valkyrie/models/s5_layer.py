@@ -14,6 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from valkyrie.axes import UNSHARDED, Axes, Shard
@@ -69,7 +70,7 @@ class S5Layer(nnx.Module):
             ends = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
             y = y + self._read(self.C_reverse[...], self._scan(lam_bar, bu, ends, shard, reverse=True), shard)
         y = shard(y + self.D[...] * wide, "batch", "seq", "embed")
-        return self._gated(y.astype(self.numerics.compute), shard)
+        return self._gated(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
 
     def init_state(self, batch: int, max_len: int) -> Carry:
         """Return the state before the first position: zeros, however long the sequence."""
@@ -99,7 +100,7 @@ class S5Layer(nnx.Module):
         )
         B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
         re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
-        return lam_bar, (re, im)
+        return lam_bar, (checkpoint_name(re, "driven"), checkpoint_name(im, "driven"))
 
     def _scan(
         self,
@@ -138,14 +139,14 @@ class S5Layer(nnx.Module):
         if kind is Activation.gelu:
             return jax.nn.gelu(y)
 
-        def dense(x: Array, w: nnx.Param) -> Array:
-            return project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics)
+        def dense(x: Array, w: nnx.Param, name: str) -> Array:
+            return checkpoint_name(project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics), name)
 
         active = jax.nn.gelu(y)
         # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.
-        gate = shard(jax.nn.sigmoid(dense(active, self.gate)), "batch", "seq", "embed")
+        gate = shard(jax.nn.sigmoid(dense(active, self.gate, "s5_gate")), "batch", "seq", "embed")
         if kind is Activation.full_glu:
-            return dense(active, self.out) * gate
+            return dense(active, self.out, "s5_out") * gate
         return (active if kind is Activation.half_glu1 else y) * gate
 
 

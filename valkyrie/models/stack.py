@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
-from valkyrie.models.block import Block, Kept, Site, tensor
+from valkyrie.models.block import BLOCK_INPUT, Block, Kept, Site, tensor
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 
 if TYPE_CHECKING:
@@ -68,19 +68,18 @@ class Layer:
         after = 0.0 if self.feed_forward is None else self.feed_forward.flops(self.feed_forward_site, seq)
         return self.mixer.flops(self.site, seq) + after
 
-    def kept(self, remat: str) -> list[Kept]:
-        """Return what its backward pass keeps on the device: `full` its input alone, `offload` nothing. An estimate.
+    def kept(self, *, first: bool) -> list[Kept]:
+        """Return its input and what its backward pass needs beside that. An estimate.
 
-        Counted from the operations: norms keep their input in float32, products their input, gates both factors.
+        Counted from the operations: norms keep their input in float32, products their input, gates both factors. The
+        input of the `first` layer of a group is never made again. A layer's result serves to make the next one's input.
         """
-        if remat == "offload":
-            return []
         embed = {"embed": Size(self.site.embed, "model.embed")}
-        kept = [Kept(tensor(("batch", "seq", "embed"), embed), 1)]
-        if remat == "full":
-            return kept
-        kept += self.mixer.kept(self.site, remat)
-        return kept + (self.feed_forward.kept(self.feed_forward_site, remat) if self.feed_forward else [])
+        of_input = Kept(tensor(("batch", "seq", "embed"), embed), 1, name=BLOCK_INPUT, always=first)
+        if self.feed_forward is None:
+            return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT)]
+        after = self.feed_forward.kept(self.feed_forward_site, BLOCK_INPUT)
+        return [of_input, *self.mixer.kept(self.site), *after]
 
 
 MAX_LAYERS = 4096
@@ -242,20 +241,20 @@ class Stack:
         """
         return sum(layer.flops(seq) for layer in self.stack()) + 2.0 * self.embed * self.vocab_rows
 
-    def kept(self, remat: str) -> list[Kept]:
-        """Return what the backward passes of all blocks keep on the device from the forward pass."""
+    def kept(self) -> list[Kept]:
+        """Return what the backward passes of all blocks need from the forward pass, by name where it has one."""
         return [
-            replace(kept, count=kept.count * repeats)
+            replace(kept, count=0 if kept.remakes == BLOCK_INPUT and layer is group[-1] else kept.count * repeats)
             for group, repeats in self.segments()
-            for layer in group
-            for kept in layer.kept(remat)
+            for i, layer in enumerate(group)
+            for kept in layer.kept(first=i == 0)
         ]
 
     def working(self) -> list[Kept]:
         """Return what exists while one group of blocks is worked on, and the logits of a part of the loss."""
         vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         logits = Kept(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
-        return [*(kept for layer in self.segments()[0][0] for kept in layer.kept("none")), logits]
+        return [*(kept for layer in self.segments()[0][0] for kept in layer.kept(first=False)), logits]
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
         """Return the module (`valkyrie.models.language_model.LanguageModel`); imports JAX."""

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from enum import Enum
 
+CONTEXT, STATES = "context", "states"
+"""The names of what attention's kernel gives with its softmax's sums, and of the states of a recurrence.
+
+They are given where these are computed, so that a policy that keeps them (`jax.checkpoint`) keeps what the derivative
+that is written out there needs, and nothing runs twice.
+"""
+
 
 class ScanImpl(Enum):
     """How an S5 recurrence is evaluated; `auto` chooses by backend, `kernel` is interpreted where there is no TPU."""

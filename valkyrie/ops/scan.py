@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
-from valkyrie.ops.choices import ScanImpl
+from valkyrie.ops.choices import STATES, ScanImpl
 from valkyrie.ops.scan_complex import (
     Carry,
     Eigenvalues,
@@ -166,7 +167,11 @@ _Saved = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
 
 def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> tuple[States, _Saved]:
     h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
-    return h, (lam_bar, h, h0, entering, keep)
+    h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
+    # What leaves is an operation away from what is saved, here one that does nothing: inside `jax.shard_map` a policy
+    # that keeps the states would else keep them twice, as a residual and as a result.
+    leaving = jnp.expand_dims(h[0], 0).squeeze(0), jnp.expand_dims(h[1], 0).squeeze(0)
+    return leaving, (lam_bar, h, h0, entering, keep)
 
 
 def _backward(

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
 from valkyrie.parallel.mesh import MeshConfig, resized
-from valkyrie.parallel.partition import Memory, PartitionConfig, Remat, Rules, resolve_rules, roles
+from valkyrie.parallel.partition import Memory, PartitionConfig, Rules, resolve_rules, roles
 from valkyrie.parallel.problems import Nearest, Problem, layout_problems
+from valkyrie.parallel.remat import EVERYTHING, RematConfig
 
 ROLES = ("DP", "FSDP", "MP1", "MP2", "SP")
 """The kinds of roles that a mesh axis of more than one device may have in a legal layout."""
@@ -25,7 +26,7 @@ class Layout:
     parameters: Rules
     activations: Rules
     microbatches: int
-    remat: Remat
+    remat: RematConfig
     notes: tuple[str, ...] = ()
     """What lies otherwise than the partition's rules say, and why."""
 
@@ -42,8 +43,8 @@ class Layout:
                 parts.append(f"{word}_on_host")
         if self.microbatches > 1:
             parts.append(f"mb{self.microbatches}")
-        if self.remat is not Remat.none:
-            parts.append(f"remat_{self.remat.value}")
+        if self.remat.label != EVERYTHING.name:
+            parts.append(f"remat_{self.remat.label}")
         return "-".join(parts)
 
     @property
@@ -132,7 +133,7 @@ def make_layout(
     arrays: Arrays,
     *,
     microbatches: int,
-    remat: Remat,
+    remat: RematConfig,
     batch: int,
     seq: int,
     known_axes: Collection[str],
@@ -174,7 +175,7 @@ def layout_with_problems(
     partition: PartitionConfig,
     arrays: Arrays,
     microbatches: int,
-    remat: Remat,
+    remat: RematConfig,
     batch: int,
     seq: int,
     known_axes: Collection[str],
@@ -189,7 +190,7 @@ def derive_layout(
     partition: PartitionConfig,
     arrays: Arrays,
     microbatches: int = 1,
-    remat: Remat = Remat.none,
+    remat: RematConfig = EVERYTHING,
     *,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[str]]:

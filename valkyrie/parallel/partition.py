@@ -24,18 +24,6 @@ ROLE_SYNONYMS = {
 """Axis names of other launch scripts, and the role each of them means here."""
 
 
-class Remat(Enum):
-    """What a block keeps for its backward pass: everything, its matrix products, or only its input.
-
-    `offload` keeps its input and attention's query, key, value and output in host memory, and nothing on the device.
-    """
-
-    none = "none"
-    dots = "dots"
-    full = "full"
-    offload = "offload"
-
-
 class Memory(Enum):
     """Where an array rests between steps: device memory, or the host's through `memory_kind="pinned_host"`."""
 

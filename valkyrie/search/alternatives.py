@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from valkyrie.axes import BATCH
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.paths import read_group
 from valkyrie.run import Run
 from valkyrie.train.memory import expected_memory
@@ -44,11 +45,10 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
     """
     now = _expected(run)
     changes = []
-    for remat in Remat:
-        other = run.changed(remat=remat)
-        needs = _expected(other) - now if remat is not run.config.remat else 0
+    for remat in read_group("remat", RematConfig):
+        needs = _expected(run.changed(remat=remat)) - now
         if needs > 0:
-            changes.append({"change": f"remat={remat.value}", "needs": needs})
+            changes.append({"change": f"remat={remat.name}", "needs": needs})
     return sorted(changes, key=lambda entry: -entry["needs"])
 
 
@@ -89,7 +89,8 @@ def _sent_for_data(run: Run) -> int | None:
 
 def _variants(run: Run) -> list[tuple[str, Run]]:
     config = run.config
-    variants = [(f"remat={remat.value}", run.changed(remat=remat)) for remat in Remat if remat is not config.remat]
+    remats = read_group("remat", RematConfig)
+    variants = [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != config.remat.label]
     for factor in (2, 4):
         count = config.microbatches * factor
         variants.append((f"microbatches={count}", run.changed(microbatches=count)))
@@ -105,7 +106,7 @@ def _combined(run: Run) -> list[tuple[str, Run]]:
     """Return full rematerialisation with every doubling of the microbatches."""
     variants, count = [], run.config.microbatches * 2
     while count <= run.config.batch:
-        changed = run.changed(remat=Remat.full, microbatches=count)
+        changed = run.changed(remat=remat_named("full"), microbatches=count)
         variants.append((f"remat=full microbatches={count}", changed))
         count *= 2
     return variants

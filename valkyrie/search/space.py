@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 
 from valkyrie.hardware import topology_of
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import placements
+from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.run import Run
 from valkyrie.search.meshes import Same, degrees, is_pattern, may_be_a_torus, meshes_of, sharding, unfit
 
@@ -38,7 +39,7 @@ class SpaceConfig:
     devices: int | None = None
     partitions: list[str] = field(default_factory=lambda: [ALL])
     microbatches: list[int] | None = None
-    remat: list[Remat] | None = None
+    remat: list[str] | None = None
     placements: list[str] = field(default_factory=lambda: [DEFAULT])
     vary: dict[str, Any] = field(default_factory=dict)
     parameters: list[float | None] | None = None
@@ -125,12 +126,13 @@ def enumerate_space(
     partitions: Sequence[Named[PartitionConfig]],
     *,
     mesh_named: Callable[[str], MeshConfig] = parse_mesh,
+    named_remat: Callable[[str], RematConfig] = remat_named,
     accelerated: bool = False,
 ) -> Cells:
     """Return every cell of a space for these shapes and partitions; ValueError says what cannot be enumerated.
 
-    `mesh_named` returns the mesh of a name; `accelerated` says that this machine has accelerators, which `target=auto`
-    then means.
+    `mesh_named` and `named_remat` return what has a name; `accelerated` says that this machine has accelerators, which
+    `target=auto` then means.
     """
     problems = space.problems()
     if problems:
@@ -145,8 +147,9 @@ def enumerate_space(
             cells.append(Cell(shape.overrides, shape.run, tuple(unsound)))
         else:
             meshes = list(_meshes(space, shape.run, mesh_named))
+            remats = [Named(name, named_remat(name)) for name in space.remat or []]
             for partition in partitions:
-                cells += _of_partition(space, shape, partition, meshes, accelerated, skipped)
+                cells += _of_partition(space, shape, partition, meshes, remats, accelerated, skipped)
     return Cells(cells, skipped)
 
 
@@ -155,6 +158,7 @@ def _of_partition(
     shape: Shape,
     partition: Named[PartitionConfig],
     meshes: Sequence[tuple[Named[MeshConfig], bool]],
+    remats: Sequence[Named[RematConfig]],
     accelerated: bool,
     skipped: Counter[str],
 ) -> Iterator[Cell]:
@@ -174,32 +178,36 @@ def _of_partition(
             if key not in seen or space.same is Same.none:
                 new = True
                 seen.add(key)
-                yield from _variants(space, shape, partition, Named(mesh.name, placed))
+                yield from _variants(space, shape, partition, Named(mesh.name, placed), remats)
         if alike is not None:
             seen.add(alike)
         if not new:
             skipped["same sharding as another mesh"] += 1
     if len(unused) == len(meshes):
-        yield from _variants(space, shape, partition, unused[0])
+        yield from _variants(space, shape, partition, unused[0], remats)
     elif unused:
         skipped["mesh has an axis that the partition does not use, or lacks one that it needs"] += len(unused)
 
 
 def _variants(
-    space: SpaceConfig, shape: Shape, partition: Named[PartitionConfig], mesh: Named[MeshConfig]
+    space: SpaceConfig,
+    shape: Shape,
+    partition: Named[PartitionConfig],
+    mesh: Named[MeshConfig],
+    remats: Sequence[Named[RematConfig]],
 ) -> Iterator[Cell]:
     named = [f"mesh={mesh.name}", f"partition={partition.name}"]
     if mesh.value.placement is not None:
         named.append(f"mesh.placement=[{','.join(mesh.value.placement)}]")
     for microbatches in space.microbatches or [None]:
-        for remat in space.remat or [None]:
+        for remat in remats or [None]:
             overrides, changes = list(named), {"mesh": mesh.value, "partition": partition.value}
             if microbatches is not None:
                 overrides.append(f"microbatches={microbatches}")
                 changes["microbatches"] = microbatches
             if remat is not None:
-                overrides.append(f"remat={remat.value}")
-                changes["remat"] = remat
+                overrides.append(f"remat={remat.name}")
+                changes["remat"] = remat.value
             run = shape.run.changed(**changes)
             yield Cell((*shape.overrides, *overrides), run, tuple(run.problems(advise=False)))
 

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import conf_dir, read_config
 from valkyrie.run import Run
 from valkyrie.train.folder import key_value
@@ -80,6 +81,10 @@ class Composer:
     def partition(self, name: str, fixed: Sequence[str]) -> PartitionConfig:
         """Return the partition of a name as it is composed beside the fixed overrides."""
         return self.run([*fixed, f"partition={name}"]).config.partition
+
+    def remat(self, name: str, fixed: Sequence[str]) -> RematConfig:
+        """Return the rematerialisation of a name as it is composed beside the fixed overrides."""
+        return self.run([*fixed, f"remat={name}"]).config.remat
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         """Return overrides as Hydra reads them."""

@@ -74,7 +74,8 @@ def sweep_layouts(
 def cells_of(space: Space, composer: Composer) -> Cells:
     """Return every cell of a space.
 
-    Meshes and partitions are composed once for all shapes that change the same keys of them, as `partition.zero1=true`.
+    Meshes, partitions and rematerialisations are composed once for all shapes that change the same keys of them, as
+    `partition.zero1=true`.
     """
     alike: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
     for shape in shapes_of(space, composer):
@@ -90,6 +91,7 @@ def cells_of(space: Space, composer: Composer) -> Cells:
             shapes,
             [Named(name, composer.partition(name, fixed)) for name in names],
             mesh_named=partial(composer.mesh, fixed=fixed),
+            named_remat=partial(composer.remat, fixed=fixed),
             accelerated=accelerators() > 0,
         )
         cells.extend(enumerated.cells)
@@ -133,5 +135,5 @@ def reasons(cells: Cells) -> list[tuple[str, int]]:
 
 
 def _changes_layouts(key: str) -> bool:
-    """Return whether a key may change what is in a mesh or a partition beside its name."""
-    return key.startswith(("mesh.", "partition.")) or key == "experiment"
+    """Return whether a key may change what is in a mesh, a partition or a rematerialisation beside its name."""
+    return key.startswith(("mesh.", "partition.", "remat.")) or key == "experiment"

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.axes import Parameter
-from valkyrie.models.block import Kept
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
 from valkyrie.precision import ACCUMULATED
 from valkyrie.run import Run
+from valkyrie.train.kept import bytes_of, kept_bytes
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,5 @@ def _local_bytes(abstract: Any) -> int:
 
 def _activation_bytes(run: Run, layout: Layout) -> int:
     """Return what the backward pass keeps of all blocks, and the working set of one group of blocks and of the loss."""
-    config = run.config
-    compute = jnp.dtype(config.precision.compute.value).itemsize
-
-    def bytes_of(kept: Kept) -> float:
-        positions = config.seq if kept.positions is None else kept.positions * layout.shards("seq")
-        lengths = {"batch": config.batch // layout.microbatches, "seq": min(config.seq, positions)}
-        split = layout.activation(kept.tensor.axes)
-        sizes = zip(kept.tensor.axes, kept.tensor.shape, split, strict=True)
-        numbers = math.prod((lengths.get(axis or "", n)) / layout.parts(over) for axis, n, over in sizes)
-        return kept.count * numbers * (4 if kept.float32 else compute)
-
-    return int(sum(bytes_of(kept) for kept in [*run.model.kept(config.remat.value), *run.model.working()]))
+    working = sum(bytes_of(kept, run, layout) for kept in run.model.working())
+    return int(kept_bytes(run, layout).on_device + working)

@@ -15,15 +15,16 @@ import numpy as np
 from valkyrie.axes import Parameter
 from valkyrie.hardware import chip_of
 from valkyrie.models.assembly import Assembly
-from valkyrie.models.layers import KEPT, Checkpoint
+from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import learning_rate, make_optimizer
-from valkyrie.parallel.partition import Memory, Remat
+from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.run import Run
 from valkyrie.tasks import Array, task_of
 from valkyrie.train.options import Option, options_of, refusals_in_plain_words
+from valkyrie.train.rematerialise import checkpoint_of
 from valkyrie.train.state import TrainState, init_state, state_shardings
 from valkyrie.train.step import eval_step, train_step
 
@@ -125,26 +126,7 @@ class StepProgram:
 
     def checkpoint(self) -> Checkpoint:
         """Return the rematerialisation of a block that the layout asks for."""
-        remat = self.layout.remat
-        if remat is Remat.none:
-            return lambda block: block
-        return lambda block: jax.checkpoint(block, policy=self._remat_policy(remat), prevent_cse=False)
-
-    def _remat_policy(self, remat: Remat) -> Callable[..., Any]:
-        """What is kept; a CPU has no memory but the host's, so there `offload` just keeps what it names."""
-        policies = jax.checkpoint_policies
-        if remat is Remat.dots:
-            return policies.dots_with_no_batch_dims_saveable
-        if remat is Remat.full:
-            return policies.nothing_saveable
-        if self.backend == "cpu":
-            return policies.save_only_these_names(*KEPT)
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=list(KEPT),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
+        return checkpoint_of(self.layout.remat, self.backend)
 
     def _init(self, seed: int | jax.Array) -> TrainState:
         return init_state(self.assembly, self.optimizer, self._keep_ema, seed, self._carry)

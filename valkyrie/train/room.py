@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.parallel.partition import PartitionConfig, Remat
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import conf_dir, config_names, read_config
 from valkyrie.run import Run
 from valkyrie.train.host import free_memory
@@ -154,7 +155,8 @@ def _lighter(program: StepProgram, available: int, count: int) -> str:
 
     run, config = program.run, program.run.config
     halves = [config.microbatches * 2**n for n in range(1, 8)]
-    variants = [[("remat=full", run.changed(remat=Remat.full))] if config.remat is not Remat.full else []]
+    full = remat_named("full")
+    variants = [[("remat=full", run.changed(remat=full))] if config.remat.label != full.name else []]
     variants.append([(f"microbatches={n}", run.changed(microbatches=n)) for n in halves])
     variants.append([(f"batch={config.batch // 2**n}", run.changed(batch=config.batch // 2**n)) for n in range(1, 8)])
     tries = []

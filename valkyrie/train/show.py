@@ -7,7 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.parallel.remat import EVERYTHING
 from valkyrie.run import Run
+from valkyrie.train.kept import by_policy, kept_bytes
 from valkyrie.train.memory import ExpectedMemory, ParameterRow, expected_memory, parameter_rows
 from valkyrie.units import GIB
 
@@ -33,7 +35,9 @@ def show_run(run: Run, console: Console) -> None:
     for note in layout.notes:
         console.print(f"note: {note}")
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
-    _print_memory(console, run, expected_memory(run, program.abstract_state))
+    expected = expected_memory(run, program.abstract_state)
+    _print_memory(console, run, expected)
+    _print_remats(console, run, expected)
 
 
 def describe_split(row: ParameterRow) -> str:
@@ -67,3 +71,19 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory) -> None:
         verdict = "does not fit" if share > 1 else "tight" if share > 0.9 else "should fit"
         whose = "chip" if chip.devices == 1 else "device"
         console.print(f"{verdict}: {100 * share:.0f}% of the {each:g} GiB of a {chip.name} {whose}")
+
+
+def _print_remats(console: Console, run: Run, memory: ExpectedMemory) -> None:
+    own = kept_bytes(run).on_device
+    title = "memory of each remat on one device, GiB (estimate)"
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
+    table.add_column("remat=")
+    for column in ("kept on the device", "in host memory", "total"):
+        table.add_column(column, justify="right")
+    for name, kept in by_policy(run).items():
+        sizes = (kept.on_device, kept.on_host, memory.total - own + kept.on_device)
+        style = "bold" if name == run.config.remat.label else None
+        table.add_row(name, *(f"{size / GIB:.3f}" for size in sizes), style=style)
+    console.print(table, soft_wrap=False)
+    listed = ", ".join(f"{name} {size / GIB:.3f}" for name, size in kept_bytes(run, remat=EVERYTHING).device.items())
+    console.print(f"activations of all blocks, GiB: {listed}", markup=False)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
@@ -19,7 +20,7 @@ from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, Stretch
 from valkyrie.ops.attention.reference import reference_attention
 from valkyrie.ops.attention.sharded import sharded_attention
 from valkyrie.ops.attention.streaming import GlobalStep, KVCache, attention_step, init_cache
-from valkyrie.ops.choices import AttentionImpl
+from valkyrie.ops.choices import CONTEXT, AttentionImpl
 
 __all__ = [
     "AttentionImpl",
@@ -64,7 +65,8 @@ def attention(
     request = Request(pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None)
     impl = choose(impl, backend, q.shape[1], request)
     if impl is AttentionImpl.dense:
-        return reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
+        out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
+        return checkpoint_name(out, CONTEXT)
     method = Method(platform=backend if impl is AttentionImpl.kernel else None, chunk=chunk)
 
     def attend(stretch: Stretch) -> Array:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from valkyrie.ops.attention.pattern import (
@@ -30,6 +31,7 @@ from valkyrie.ops.attention.pattern import (
     joint_softmax,
     same_segment,
 )
+from valkyrie.ops.choices import CONTEXT
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 
@@ -53,9 +55,10 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
     if method.platform == "gpu":
         assert stretch.before == 0 and stretch.columns is None
         window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
-        return jax.nn.dot_product_attention(
+        out = jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
         )
+        return checkpoint_name(out, CONTEXT)
     return chunked_attention(q, k, v, pattern=pattern, stretch=stretch, chunk=method.chunk)
 
 
@@ -115,7 +118,8 @@ def chunked_attention(
         return carry, heads_last(joint_softmax(heads_first(rows.q, k.shape[2]), pieces))
 
     _, out = jax.lax.scan(one_chunk, None, (_queries(q, stretch, chunk), scanned))
-    return out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :seq]
+    out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :seq]
+    return checkpoint_name(out, CONTEXT)
 
 
 class _Chunk(NamedTuple):

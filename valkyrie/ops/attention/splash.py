@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float, Int
 
 from valkyrie.ops.attention.pattern import Columns, Keys, Pattern, Queries, Stretch
+from valkyrie.ops.choices import CONTEXT
 
 LANES = 128
 BLOCK = 512
@@ -138,7 +140,7 @@ def _options(blocks: splash.BlockSizes, mask_function: Any, interpret: bool) -> 
         "save_residuals": False,
         "mask_value": splash.DEFAULT_MASK_VALUE,
         "attn_logits_soft_cap": None,
-        "residual_checkpoint_name": None,
+        "residual_checkpoint_name": CONTEXT,
         "mask_function": mask_function,
         "interpret": interpret,
     }
@@ -234,6 +236,7 @@ def _splash_kernel(
             block_sizes=blocks,
             head_shards=1,
             q_seq_shards=1,
+            residual_checkpoint_name=CONTEXT,
             interpret=interpret,
         )
 
@@ -285,6 +288,7 @@ def _merged_forward(options, masks, q, k, v, segments, extra, extra_sum):
     total = jnp.logaddexp(local_sum, extra_sum)
     share = jnp.exp(extra_sum - total)[..., None]
     out = (local.astype(jnp.float32) * (1 - share) + extra * share).astype(q.dtype)
+    out, total = checkpoint_name(out, CONTEXT), checkpoint_name(total, CONTEXT)
     return out, (masks, q, k, v, segments, extra, share, out, total)
 
 

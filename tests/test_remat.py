@@ -1,0 +1,163 @@
+"""`remat`: named activations are saved, offloaded or made again, and what that takes is what a step really keeps."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import (
+    MODELS,
+    assert_same_steps,
+    compose_run,
+    initial_state,
+    make_program,
+    names,
+    reference,
+    small,
+    small_run,
+    some_quick,
+    two_steps,
+)
+from valkyrie.models import activation_names
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.run import Run
+from valkyrie.train.kept import by_policy, kept_bytes, named_bytes
+from valkyrie.train.program import StepProgram
+from valkyrie.train.saved import saved_config
+
+REMATS = names("remat")
+
+
+def traced(run: Run, backend: str = "cpu") -> Any:
+    """The jaxpr of a run's step as a backend has it; nothing is compiled."""
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend=backend)
+    return program.step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
+
+
+def scans(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from scans(inner)
+
+
+def handed_over(run: Run, backend: str = "cpu") -> tuple[int, int]:
+    """The bytes that the forward passes of all blocks hand to the backward passes: on the device and on the host."""
+    length, device, host = run.config.seq, 0, 0
+    for scan in scans(traced(run, backend)):
+        kept = [out.aval for out in scan.outvars[scan.params["num_carry"] :]]
+        for array in kept:
+            if array.ndim > 3 and length in array.shape[2:] and scan.params["reverse"] is False:
+                size = int(np.prod(array.shape)) * array.dtype.itemsize
+                on_host = "host" in str(array)
+                device, host = device + size * (not on_host), host + size * on_host
+    return device, host
+
+
+@lru_cache
+def long(model: str) -> Run:
+    """A run long enough that attention takes a TPU's kernel."""
+    return small_run(model, "seq=256", "batch=4")
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
+@pytest.mark.parametrize("remat", some_quick([r for r in REMATS if r != "none"], ["dots", "minimal"]))
+def test_what_is_said_to_be_kept_is_what_the_forward_pass_hands_over(model: str, remat: str):
+    run = long(model).changed(remat=remat_named(remat))
+    said = kept_bytes(run)
+    assert handed_over(run, "tpu") == (said.on_device, said.on_host), said
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str):
+    run = small_run(model)
+    named = {*re.findall(r"name\[name=(\w+)\]", str(traced(run)))}
+    assert named >= {*activation_names(run.model)}
+
+
+def test_saving_an_activation_takes_the_bytes_that_are_told():
+    run = small_run("valkyrie_tiny", "remat=full")
+    for name, size in named_bytes(run).items():
+        assert kept_bytes(run, remat=RematConfig("full", [name])).on_device - kept_bytes(run).on_device == size, name
+
+
+def test_lists_on_top_of_a_choice():
+    run = compose_run(
+        "model=gpt_tiny", "mesh=2x2x2", "remat=full", "remat.offload=[query,key,value]", "remat.save=[out]"
+    )
+    assert run.config.remat == RematConfig("full", ["out"], ["query", "key", "value"])
+    assert run.layout.name == "2x2x2-fsdp-remat_save_out_offload_key+query+value"
+    assert {*kept_bytes(run).host} == {"query", "key", "value"} and {*kept_bytes(run).device} == {"block_input", "out"}
+
+
+@pytest.mark.parametrize(
+    ("remat", "label"),
+    [
+        *((remat_named(name), name) for name in REMATS),
+        (RematConfig("full", ["all"]), "none"),
+        (RematConfig("dots", ["value", "key", "query"]), "save_qkv_proj"),
+        (RematConfig("full", [], ["out"]), "offload_out"),
+        (RematConfig("mine", ["out"], ["query"]), "mine"),
+        (RematConfig("full", ["query", "value", "context", "up"]), "save_context+query+up+value"),
+        (RematConfig("full", ["query", "value", "context", "up"], ["block_input", "out"]), "custom_3b07c4"),
+    ],
+)
+def test_a_list_has_a_short_stable_name(remat: RematConfig, label: str):
+    assert remat.label == label
+
+
+def test_wide_models_keep_their_inputs_alone_unless_asked_otherwise():
+    narrow, wide = compose_run("model=gpt_tiny"), compose_run("model=gpt_1b")
+    assert (narrow.config.remat, wide.config.remat) == (remat_named("none"), remat_named("full"))
+    assert compose_run("model=gpt_tiny", "model.embed=2048").config.remat == remat_named("full")
+
+
+def test_a_run_is_repeated_with_its_lists(tmp_path: Path):
+    run = compose_run("model=gpt_tiny", "remat=qkv_proj_offloaded", "remat.save=[out]")
+    run.save(tmp_path / "run.yaml")
+    again = Run.from_config(saved_config(tmp_path))
+    assert (
+        again.config.remat == run.config.remat == RematConfig("qkv_proj_offloaded", ["out"], ["query", "key", "value"])
+    )
+
+
+def test_every_policy_has_its_bytes():
+    kept = by_policy(small_run("gpt_tiny", "remat.save=[out]"))
+    assert {*kept} == {*REMATS}  # `out` alone is save_out_proj
+    assert next(iter(kept)) == "none" and kept["offload"].on_device == 0 < kept["offload"].on_host
+    assert kept["full"].on_device < kept["dots"].on_device < kept["none"].on_device
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
+@pytest.mark.parametrize("partition", some_quick(["fsdp", "2d_tp"], ["fsdp"]))
+def test_names_leave_the_program_alone(model: str, partition: str, monkeypatch: pytest.MonkeyPatch):
+    run = small_run(model, "mesh=2x2x2", f"partition={partition}", "remat=none")
+    named = make_program(run).lower_step().as_text()
+    for module in [module for name, module in sys.modules.items() if name.startswith("valkyrie.")]:
+        if hasattr(module, "checkpoint_name"):
+            monkeypatch.setattr(module, "checkpoint_name", lambda x, name: x)
+    jax.clear_caches()
+    assert make_program(run).lower_step().as_text() == named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
+@pytest.mark.parametrize("partition", ["fsdp", "1d_tp"])
+def test_lists_leave_the_steps_alone(model: str, partition: str):
+    lists = ("remat=full", "remat.save=[query,up,states]", "remat.offload=[out,read]")
+    run = small_run(model, "mesh=2x2x2", f"partition={partition}", *lists)
+    assert_same_steps(two_steps(run, initial_state(small(model))), reference(model))

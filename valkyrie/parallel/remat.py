@@ -1,0 +1,115 @@
+"""Rematerialisation: which named activations a backward pass finds on its device or in host memory. Imports no JAX.
+
+What is in neither list is computed again. Each kind of block names its own activations (`valkyrie.models.block`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+
+from valkyrie.paths import config_names, read_config
+
+ALL, PRODUCTS = "all", "products"
+"""Words of `save`: every activation; the results of all matrix products but those of attention's kernel."""
+BLOCK_INPUT = "block_input"
+"""The residual stream as it enters a block. That of the first block of a group is kept under every policy."""
+_LONGEST = 40
+
+
+class Place(Enum):
+    """Where an activation waits for the backward pass: on its device, in host memory, or nowhere: it is made again."""
+
+    device = "device"
+    host = "host"
+    nowhere = "nowhere"
+
+
+@dataclass
+class RematConfig:
+    """What a block keeps for its backward pass, by the names that blocks give their activations.
+
+    `save`: activations that stay on the device; `all` is every one, `products` the results of all matrix products but
+    those of attention's kernel. `offload`: activations that wait in host memory. The rest is computed again.
+    """
+
+    name: str = "full"
+    save: list[str] = field(default_factory=list)
+    offload: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """A short stable name: that of the choice, or the activations' where a shipped choice was given other lists."""
+        shipped = _shipped()
+        own = (frozenset(self.save), frozenset(self.offload))
+        if shipped.get(self.name, own) == own:
+            return self.name
+        if own in shipped.values():
+            return next(name for name, lists in shipped.items() if lists == own)
+        lists = zip(("save", "offload"), own, strict=True)
+        text = "_".join(f"{word}_{'+'.join(sorted(names))}" for word, names in lists if names)
+        return text if len(text) <= _LONGEST else f"custom_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is computed again."""
+        return ALL in self.save and not self.offload
+
+    def place(self, name: str | None, *, product: bool = False) -> Place:
+        """Return where an activation waits; `product` says that it is the result of a matrix product."""
+        if name in self.offload:
+            return Place.host
+        on_device = name in self.save or ALL in self.save or (product and PRODUCTS in self.save)
+        return Place.device if on_device else Place.nowhere
+
+    def problems(self, names: Callable[[], Collection[str]]) -> list[str]:
+        """Return what is wrong with the lists; `names` returns those of the model, called for where they are needed.
+
+        Names in a shipped choice are passed over: they may be of another model's blocks.
+        """
+        known, problems = _known_names(), []
+        for key, words in (("save", (ALL, PRODUCTS)), ("offload", ())):
+            strange = [name for name in getattr(self, key) if name not in known and name not in words]
+            own = names() if strange else ()
+            if unknown := [name for name in strange if name not in own]:
+                also = f"; {ALL} is every one, {PRODUCTS} every matrix product" if words else ""
+                problems.append(
+                    f"remat.{key} names {', '.join(unknown)}. This model's activations are {', '.join(own)}{also}."
+                )
+        if both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
+            problems.append(
+                f"remat.save and remat.offload both name {', '.join(both)}: an activation waits on the device or in "
+                "host memory. Leave it out of one."
+            )
+        return problems
+
+
+EVERYTHING = RematConfig("none", [ALL])
+"""Nothing is computed again."""
+
+
+@cache
+def shipped_remats() -> tuple[str, ...]:
+    """Return the names of the choices in `conf/remat`."""
+    return tuple(config_names("remat"))
+
+
+def remat_named(name: str) -> RematConfig:
+    """Return a choice of `conf/remat`."""
+    return read_config("remat", name, RematConfig)
+
+
+@cache
+def _known_names() -> frozenset[str]:
+    """Return every name in a choice of `conf/remat`."""
+    return frozenset().union(*(lists for both in _shipped().values() for lists in both)) - {ALL, PRODUCTS}
+
+
+@cache
+def _shipped() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Return the lists of every choice in `conf/remat`."""
+    remats = {name: remat_named(name) for name in shipped_remats()}
+    return {name: (frozenset(remat.save), frozenset(remat.offload)) for name, remat in remats.items()}

@@ -1,0 +1,89 @@
+"""What the backward pass of a run finds, activation by activation, in bytes of one device. Imports no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from valkyrie.models.block import Kept
+from valkyrie.parallel.layout import Layout
+from valkyrie.parallel.remat import Place, RematConfig, remat_named, shipped_remats
+from valkyrie.precision import DType
+from valkyrie.run import Run
+
+UNNAMED = "everything else"
+"""What is kept of activations without a name."""
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """The bytes of one device that a policy keeps for the backward pass, by activation: on it and in host memory."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def on_device(self) -> int:
+        """The sum on the device, in bytes."""
+        return sum(self.device.values())
+
+    @property
+    def on_host(self) -> int:
+        """The sum in host memory, in bytes."""
+        return sum(self.host.values())
+
+
+def kept_bytes(run: Run, layout: Layout | None = None, remat: RematConfig | None = None) -> KeptBytes:
+    """Return what a run keeps for its backward pass under its own rematerialisation, or under another one."""
+    remat, layout = remat or run.config.remat, layout or run.layout
+    sizes: dict[Place, dict[str, float]] = {place: defaultdict(float) for place in Place}
+    for kept in run.model.kept():
+        place = _place(kept, remat)
+        sizes[place][kept.name or UNNAMED] += bytes_of(kept, run, layout)
+    device, host = ({name: int(n) for name, n in sizes[p].items() if n} for p in (Place.device, Place.host))
+    return KeptBytes(device, host)
+
+
+def named_bytes(run: Run) -> dict[str, int]:
+    """Return the bytes of one device that keeping each named activation takes that this run computes again."""
+    layout, remat = run.layout, run.config.remat
+    sizes: dict[str, float] = defaultdict(float)
+    for kept in run.model.kept():
+        if kept.name is not None and _place(kept, remat) is Place.nowhere and not _is_spared(kept, remat):
+            sizes[kept.name] += bytes_of(kept, run, layout)
+    return {name: int(size) for name, size in sizes.items() if size}
+
+
+def by_policy(run: Run) -> dict[str, KeptBytes]:
+    """Return what each choice of `remat` keeps of a run, and its own lists where they are no choice's."""
+    remats = {name: remat_named(name) for name in shipped_remats()}
+    remats.setdefault(run.config.remat.label, run.config.remat)
+    layout = run.layout
+    kept = {name: kept_bytes(run, layout, remat) for name, remat in remats.items()}
+    return dict(sorted(kept.items(), key=lambda item: (-item[1].on_device, item[1].on_host)))
+
+
+def bytes_of(kept: Kept, run: Run, layout: Layout) -> float:
+    """Return the bytes of activations on one device, in float32 or in the compute dtype."""
+    config = run.config
+    positions = config.seq if kept.positions is None else kept.positions * layout.shards("seq")
+    lengths = {"batch": config.batch // layout.microbatches, "seq": min(config.seq, positions)}
+    split: Sequence[tuple[str, ...]] = layout.activation(kept.tensor.axes)
+    sizes = zip(kept.tensor.axes, kept.tensor.shape, split, strict=True)
+    numbers = math.prod((lengths.get(axis or "", n)) / layout.parts(over) for axis, n, over in sizes)
+    compute = 4 if config.precision.compute is DType.float32 else 2
+    return kept.count * numbers * (4 if kept.float32 else compute)
+
+
+def _place(kept: Kept, remat: RematConfig) -> Place:
+    """Return where activations wait; what only serves to make something again does not where that is kept."""
+    place = remat.place(kept.name, product=kept.product)
+    if place is Place.nowhere and kept.always:
+        return Place.device
+    return Place.nowhere if _is_spared(kept, remat) else place
+
+
+def _is_spared(kept: Kept, remat: RematConfig) -> bool:
+    return kept.remakes is not None and remat.place(kept.remakes) is not Place.nowhere

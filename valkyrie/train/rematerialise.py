@@ -1,0 +1,50 @@
+"""`remat` as JAX has it: the policy of `jax.checkpoint` for what is kept, sent to host memory, or computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from valkyrie.models.layers import Checkpoint
+from valkyrie.parallel.remat import ALL, PRODUCTS, RematConfig
+
+Policy = Callable[..., Any]
+
+
+def checkpoint_of(remat: RematConfig, backend: str) -> Checkpoint:
+    """Return what wraps a group of blocks so that its backward pass keeps what `remat` names."""
+    if remat.keeps_everything:
+        return lambda block: block
+    policy = _policy(remat, backend)
+    return lambda block: jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+
+def _policy(remat: RematConfig, backend: str) -> Policy:
+    """Return the policy; a CPU has no memory but the host's, so there what is to be offloaded is just kept."""
+    policies = jax.checkpoint_policies
+    named, listed = _of_names(remat, backend), {*remat.save, *remat.offload}
+    if ALL in remat.save:
+        others = policies.everything_saveable
+    elif PRODUCTS in remat.save:
+        others = policies.dots_with_no_batch_dims_saveable
+    else:
+        return named
+
+    def policy(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+        is_listed = primitive.name == "name" and parameters["name"] in listed
+        return (named if is_listed else others)(primitive, *arguments, **parameters)
+
+    return policy
+
+
+def _of_names(remat: RematConfig, backend: str) -> Policy:
+    if not remat.offload or backend == "cpu":
+        return jax.checkpoint_policies.save_only_these_names(*remat.save, *remat.offload)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=remat.save,
+        names_which_can_be_offloaded=remat.offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
