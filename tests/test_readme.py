@@ -23,6 +23,7 @@ from test_compile_tpu import compile_command
 from test_folder import make_run
 from valkyrie.cli.data import _parser as data_parser
 from valkyrie.cli.parser import without_comment
+from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
 from valkyrie.compose import default_partition
 from valkyrie.run import Run
@@ -78,8 +79,8 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.parametrize("line", [line for line in TYPED + WITHIN if not line.startswith("valkyrie-train")])
 def test_the_other_commands_have_these_arguments(line: str):
-    parser = report_parser() if line.startswith("valkyrie-report") else data_parser()
-    parser.parse_args(without_comment(arguments_of(line)))
+    parsers = {"valkyrie-report": report_parser, "valkyrie-predict": predict_parser, "valkyrie-data": data_parser}
+    parsers[line.split(" ")[0]]().parse_args(without_comment(arguments_of(line)))
 
 
 SETTINGS = [span for span in SPANS if re.fullmatch(r"[a-z][\w./]*=[^ ,=]\S*", span) and "NAME" not in span]

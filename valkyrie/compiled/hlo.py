@@ -61,6 +61,7 @@ _LIBRARY = re.compile(
     r"(?!site-packages|dist-packages)"
 )
 """Files that no program calls its own: those of JAX and what is built on it, and of Python."""
+_MODELS = "valkyrie/models/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +264,12 @@ class _Reader:
         return known
 
     def _source(self, metadata: Any) -> str:
-        """The line of the model that asked for this: innermost in a `models` folder, else outside of `_LIBRARY`."""
+        """The line of the program that asked for this: innermost in our models, else outside of `_LIBRARY`."""
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
         if metadata.stack_frame_id not in self._sources:
             lines = list(self._stack(metadata.stack_frame_id))
-            models = (line for line in lines if "/models/" in line)
+            models = (line for line in lines if _MODELS in line)
             own = (line for line in lines if not _LIBRARY.search(line))
             self._sources[metadata.stack_frame_id] = next(models, None) or next(own, None) or lines[0]
         return self._sources[metadata.stack_frame_id]

@@ -1,0 +1,135 @@
+"""Predicts the same work by our program and by MaxText's own, by the same compiler and the same replay.
+
+    python experiments/foreign/compare.py                        # every case of cases.yaml, and the table
+    python experiments/foreign/compare.py 1b_v4_64 22b_v4_128    # some
+    python experiments/foreign/compare.py --markdown foreign.md --json foreign.json
+
+It runs in an environment that holds MaxText 0.2.5 and this package (README, "Any JAX program"), so both programs are
+compiled by its libtpu. A compile of MaxText's takes minutes; its modules are kept in `--modules`, ours in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import valkyrie
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    """Compile what is missing, print the table, and write what is asked for."""
+    parser = argparse.ArgumentParser(description="Our program and MaxText's, predicted by the same compiler.")
+    parser.add_argument("cases", nargs="*", help="names of cases in cases.yaml; all by default")
+    parser.add_argument("--cases-file", type=Path, default=HERE / "cases.yaml", help="a file of the same keys")
+    parser.add_argument("--modules", type=Path, default=Path("modules"), help="where MaxText's modules are kept")
+    parser.add_argument("--markdown", type=Path, help="write the table here too")
+    parser.add_argument("--json", type=Path, help="write every case's numbers here")
+    parser.add_argument("--compile", metavar="CASE", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    cases = {case["name"]: case for case in yaml.safe_load(asked.cases_file.read_text())}
+    if unknown := set(asked.cases) - cases.keys():
+        parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
+    asked.modules.mkdir(parents=True, exist_ok=True)
+    if asked.compile:
+        keep_maxtext(cases[asked.compile], asked.modules)
+        return
+    results = []
+    for case in [cases[name] for name in asked.cases or cases]:
+        results.append(compare(case, asked))
+        print(json.dumps(results[-1]), flush=True)
+        if asked.json:
+            asked.json.write_text(json.dumps(results, indent=1) + "\n")
+    table = markdown(results)
+    print(table)
+    if asked.markdown:
+        asked.markdown.write_text(table)
+
+
+def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
+    """Return what both programs of a case take, or why one of them was not compiled."""
+    run = valkyrie.compose(*case["ours"], f"target={case['slice']}")
+    ours = valkyrie.predict(run, quiet=True)
+    kept = asked.modules / f"{case['name']}.json"
+    if not kept.is_file():
+        command = [sys.executable, __file__, "--compile", case["name"], "--modules", str(asked.modules)]
+        subprocess.run([*command, "--cases-file", str(asked.cases_file)], check=True, stdout=sys.stderr)
+    about = json.loads(kept.read_text())
+    result = {"name": case["name"], "work": case["work"], "slice": case["slice"], "libtpu": version("libtpu")}
+    result["ours"] = numbers(ours)
+    if "refused" in about:
+        return result | {"maxtext": {"status": about["refused"]}}
+    theirs = valkyrie.predict(
+        kept.with_suffix(".hlo.pb"), slice=valkyrie.slice(case["slice"]), mesh=about["axes"], places=about["places"]
+    )
+    return result | {"maxtext": numbers(theirs) | {"peak_gib": about["peak_gib"], "libtpu": about["libtpu"]}}
+
+
+def numbers(result: Any) -> dict[str, Any]:
+    """Return what is compared of a prediction."""
+    summary = result.summary
+    if result.status != "ok":
+        return {"status": result.reason or result.status}
+    sent = summary["communication"]
+    hidden = 1 - sent["exposed_s"] / sent["sending_s"] if sent["sending_s"] else None
+    parts = {"status": "ok", "step_s": result.step_s, "peak_gib": result.peak_gib, "hidden": hidden}
+    return parts | {"sent_gb": sent["bytes"] / 1e9, "seconds": summary["seconds"], "notes": summary["notes"]}
+
+
+def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
+    """Compile MaxText's step of a case and keep its module, where its devices lie, and its peak memory."""
+    from maxtext_step import compile_step
+
+    from valkyrie.search.compiled import compiled_program
+    from valkyrie.search.summary import peak_memory, positions
+
+    options = " ".join(f"--{option}" for option in case["options"])
+    about: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}
+    try:
+        compiled, mesh = compile_step(
+            [f"compile_topology={case['slice']}", *case["maxtext"], f"compile_xla_flags={options}"]
+        )
+    except Exception as error:  # what does not fit raises XLA's error: a result
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        about["refused"] = str(error).splitlines()[0][:300]
+    else:
+        built = compiled_program(compiled, mesh)
+        (modules / f"{case['name']}.hlo.pb").write_bytes(built.module)
+        about |= {"axes": built.axes, "places": positions(built.positions)}
+        about["peak_gib"] = peak_memory(built.memory) / 2**30
+    (modules / f"{case['name']}.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    """Return the table: seconds of a step, the share of sending that is hidden, and how many times ours is as fast."""
+    lines = [
+        "| work | slice | ours | hidden | MaxText's own | hidden | ours is faster by |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        ours, theirs = result["ours"], result["maxtext"]
+        both = ours["status"] == theirs["status"] == "ok"
+        ratio = f"{theirs['step_s'] / ours['step_s']:.2f}x" if both else ""
+        cells = [result["work"], result["slice"], *_cells(ours), *_cells(theirs), ratio]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cells(program: dict[str, Any]) -> list[str]:
+    if program["status"] != "ok":
+        return [program["status"], ""]
+    hidden = "" if program["hidden"] is None else f"{100 * program['hidden']:.0f}%"
+    return [f"{program['step_s']:.3f} s", hidden]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""A plain Flax training step, predicted for a slice that is not there; nothing in the step is Valkyrie's.
+
+    python experiments/foreign/flax_step.py
+    python experiments/foreign/flax_step.py --target v4-64 --mesh data=8,model=4 --html report.html
+
+The model is a small decoder of Flax NNX, its optimizer optax's Adam, its shardings the usual ones: the batch over
+`data`, the wide dimension of every weight over `model`. It needs libtpu (`uv sync --extra tpu`) and no TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import valkyrie
+from valkyrie.cli.predict import mesh_axes
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward, each added to what comes in."""
+
+    def __init__(self, embed: int, heads: int, rngs: nnx.Rngs):
+        self.first, self.second = (nnx.RMSNorm(embed, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(heads, embed, dtype=jnp.bfloat16, decode=False, rngs=rngs)
+        self.up = nnx.Linear(embed, 4 * embed, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * embed, embed, dtype=jnp.bfloat16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return what leaves the block."""
+        x = x + self.attention(self.first(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(nnx.gelu(self.up(self.second(x))))
+
+
+class Decoder(nnx.Module):
+    """A decoder whose embedding is its output too."""
+
+    def __init__(self, vocab: int, embed: int, heads: int, layers: int, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(vocab, embed, dtype=jnp.bfloat16, rngs=rngs)
+        self.blocks = nnx.List([Block(embed, heads, rngs) for _ in range(layers)])
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the logits of every next token."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embedding.attend(x)
+
+
+SPECS = {
+    "up": PartitionSpec(None, "model"),
+    "down": PartitionSpec("model"),
+    "embedding": PartitionSpec("model"),
+    "query": PartitionSpec(None, "model"),
+    "key": PartitionSpec(None, "model"),
+    "value": PartitionSpec(None, "model"),
+    "out": PartitionSpec("model"),
+}
+"""Which dimension of a weight is split over `model`, by the name of its layer; others are whole."""
+
+
+def training_step(mesh: Mesh, batch: int = 32, seq: int = 1024, **sizes: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return the jitted step and the shapes it is called with, on a mesh of axes `data` and `model`."""
+    sizes = {"vocab": 32000, "embed": 1024, "heads": 8, "layers": 4} | sizes
+    model = nnx.eval_shape(lambda: Decoder(**sizes, rngs=nnx.Rngs(0)))
+    graph, parameters, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = optax.adam(1e-3)
+
+    def step(parameters: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        def loss(parameters: Any) -> jax.Array:
+            logits = nnx.merge(graph, parameters, rest)(tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+
+        value, gradients = jax.value_and_grad(loss)(parameters)
+        updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state, value
+
+    parameters = sharded(parameters, mesh)
+    state = sharded(jax.eval_shape(optimizer.init, parameters), mesh)
+    tokens = jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    return jax.jit(step, donate_argnums=(0, 1)), (parameters, state, tokens)
+
+
+def sharded(tree: Any, mesh: Mesh) -> Any:
+    """Return shapes with their shardings by `SPECS`."""
+
+    def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        names = jax.tree_util.keystr(path)
+        spec = next((spec for name, spec in SPECS.items() if f"'{name}'" in names and leaf.ndim > 1), PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def main() -> None:
+    """Predict the step for the slice that was asked for."""
+    parser = argparse.ArgumentParser(description="A plain Flax step, predicted for a slice.")
+    parser.add_argument("--target", default="v5e-8", help="the slice")
+    parser.add_argument("--mesh", default="data=2,model=4", help="its axes data and model, in order")
+    parser.add_argument("--html", type=Path, help="write the report as a page")
+    asked = parser.parse_args()
+    slice = valkyrie.slice(asked.target)
+    axes = mesh_axes(asked.mesh)
+    step, arguments = training_step(slice.mesh(list(axes.values()), list(axes)))
+    report = valkyrie.predict(step, *arguments, slice=slice, tokens=32 * 1024)
+    print(report)
+    if asked.html:
+        print(report.html(asked.html))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The examples of predicting programs of others: a plain Flax step, MaxText's, and the same work by both programs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import valkyrie
+from machines import needs_libtpu
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "experiments" / "foreign"
+CASES = yaml.safe_load((FOLDER / "cases.yaml").read_text())
+EXAMPLE = re.findall(
+    r"```python\n(.*?)```", (ROOT / "README.md").read_text().split("## Any JAX program")[1].split("\n## ")[0], re.DOTALL
+)[0]
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_both_programs_of_a_case_do_the_same_work(case: dict[str, Any]):
+    run = valkyrie.compose(*case["ours"], f"target={case['slice']}")
+    theirs = dict(argument.split("=", 1) for argument in case["maxtext"])
+    devices = valkyrie.slice(case["slice"]).devices
+    assert devices == run.config.mesh.size
+    assert devices == math.prod(int(n) for key, n in theirs.items() if key.startswith("ici_"))
+    assert run.config.batch == devices * int(theirs["per_device_batch_size"])
+    assert run.config.seq == int(theirs["max_target_length"])
+    model: Any = run.config.model
+    widths = {"base_emb_dim": model.embed, "base_num_decoder_layers": model.layers, "base_mlp_dim": model.mlp}
+    assert {key: theirs[key] for key in widths if key in theirs} == {
+        k: str(n) for k, n in widths.items() if k in theirs
+    }
+    assert all(re.fullmatch(r"xla_\w+=\w+", option) for option in case["options"])
+
+
+def test_the_table_says_how_many_times_as_fast_ours_is(monkeypatch: pytest.MonkeyPatch):
+    table = example("compare", monkeypatch).markdown
+    program = {"status": "ok", "step_s": 0.5, "hidden": 0.25}
+    result = {"work": "dense 1B", "slice": "v4-64", "ours": program, "maxtext": program | {"step_s": 0.6}}
+    assert "| dense 1B | v4-64 | 0.500 s | 25% | 0.600 s | 25% | 1.20x |" in table([result])
+    refused = table([result | {"maxtext": {"status": "does not fit"}}])
+    assert "| 0.500 s | 25% | does not fit |  |  |" in refused
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(300)
+def test_a_plain_flax_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
+    slice = valkyrie.slice("v5e-8")
+    sizes = {"batch": 8, "seq": 128, "vocab": 1024, "embed": 256, "heads": 4, "layers": 1}
+    step, arguments = example("flax_step", monkeypatch).training_step(slice.mesh((2, 4), ("data", "model")), **sizes)
+    report = valkyrie.predict(step, *arguments, slice=slice, tokens=8 * 128)
+    assert report.fits and report.step_s and report.tokens_per_second
+    lines = [line["source"] for line in report.summary["lines"]]
+    assert len(lines) >= 5 and all("flax_step.py" in line for line in lines)
+    assert any("self.attention(self.first(x)" in (line["text"] or "") for line in report.summary["lines"])
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(300)
+def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(EXAMPLE, "example.py", "exec"), names)
+    report = names["report"]
+    assert report.fits and report.tokens_per_second and (tmp_path / "t.json").is_file()
+    assert "predicted step" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.timeout(900)
+def test_maxtexts_own_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
+    # Kept: MaxText pins other versions of JAX than this package, so it is there only in an environment of its own.
+    if importlib.util.find_spec("maxtext") is None:
+        pytest.skip("needs MaxText: run it in the environment of README's section on any JAX program")
+    small = ("base_emb_dim=256", "base_mlp_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=2")
+    sizes = (*small, "base_num_kv_heads=2", "head_dim=128", "vocab_size=1024", "per_device_batch_size=1")
+    step = example("maxtext_step", monkeypatch)
+    compiled, mesh = step.compile_step(
+        ["compile_topology=v5e-4", *sizes, "max_target_length=512", "ici_fsdp_parallelism=4", "attention=flash"]
+    )
+    report = valkyrie.predict(compiled, slice=valkyrie.slice("v5e-4"), mesh=mesh)
+    assert report.fits and any("maxtext/" in line["source"] for line in report.summary["lines"])
