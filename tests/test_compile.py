@@ -22,11 +22,12 @@ from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
-from valkyrie.search.child import KEYS, OUTCOME, _too_large, parse_out_of_memory
+from valkyrie.search.child import KEYS, OUTCOME, _too_large, parse_out_of_memory, within_memory
 from valkyrie.search.compile import Compiled, compile_layout, program_key
 from valkyrie.search.modes import _others, work_key
 from valkyrie.search.replayed import _from_json
 from valkyrie.train.memory import peak_of
+from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
 from valkyrie.units import GIB
 
 OUT_OF_MEMORY = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
@@ -101,6 +102,34 @@ def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: 
     outcome = compile_layout(tiny.changed(target=target), 300).outcome
     assert outcome["status"] == "does_not_fit" and outcome["needed"] > outcome["usable"] == int(1e-6 * GIB)
     assert "exceeds" in outcome["reason"] and outcome["savings"] is not None
+
+
+@pytest.mark.parametrize(
+    ("needs", "helps", "platform", "calls"),
+    [("16.25G", True, "tpu", 2), ("16.25G", False, "tpu", 2), ("17.40G", True, "tpu", 1), ("16.25G", True, "cpu", 1)],
+)
+def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_that_save_memory(
+    needs: str, helps: bool, platform: str, calls: int
+):
+    asked = []
+    options = [Option("a", "1", CHIP), Option("xla_jf_enable_multi_output_fusion", "true", YOU)]
+    text = f"RESOURCE_EXHAUSTED: memory required for HLO temporaries ({needs}) exceeds available HBM (15.75G)."
+
+    def compiling_it(compiler_options: dict[str, str] | None = None) -> str:
+        asked.append(compiler_options)
+        if compiler_options is None or not helps:
+            raise RuntimeError(text)
+        return "compiled"
+
+    if calls == 2 and helps:
+        compiled, used = within_memory(options, compiling_it, platform)
+        saved = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
+        assert (compiled, used) == ("compiled", saved), "what the user set stays"
+        assert asked[1] == {option.name: option.value for option in saved}
+    else:
+        with pytest.raises(RuntimeError, match=needs):
+            within_memory(options, compiling_it, platform)
+    assert len(asked) == calls
 
 
 def test_a_layout_is_compiled_once(tiny: Run):

@@ -15,15 +15,19 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Platform, topology_of, usable_hbm
 from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.train.folder import saved_config
+
+if TYPE_CHECKING:
+    from valkyrie.train.options import Option
 
 OUTCOME = "outcome.json"
 """The result of a compile in its folder, beside the optimised module."""
@@ -34,6 +38,9 @@ KEYS = {
     "does_not_fit": ("status", "needed", "usable", "largest", "reason", "savings"),
 }
 """The keys of the results that are kept in the cache, by their status."""
+
+NEARLY = 1.1
+"""Up to this multiple of the memory there is, a program is compiled once more with options that save some."""
 
 _BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
@@ -68,7 +75,7 @@ def _outcome(folder: Path) -> dict[str, Any]:
         return {"status": "refused", "reason": str(error)}
     except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
         text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text and "HbmOom" not in text:
+        if not _is_about_memory(error):
             return {"status": "failed", "reason": f"{type(error).__name__}: {_first_lines(text)}"}
         return _too_large(run, parse_out_of_memory(text))
 
@@ -117,7 +124,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     lowered = program.lower_step()
     lowered_at = time.perf_counter()
     with refusals_in_plain_words():
-        compiled = lowered.compile()
+        compiled, options = within_memory(program.options, lowered.compile, devices[0].platform)
     done_at = time.perf_counter()
     built, usable = compiled_program(compiled, mesh), usable_hbm(run.config.target.chip)
     if usable is not None and (peak := built.memory["peak"]) > usable:  # the user's limit is below the compiler's own
@@ -131,7 +138,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
         "status": "ok",
         "lower_s": lowered_at - began,
         "compile_s": done_at - lowered_at,
-        "options": [asdict(option) for option in program.options],
+        "options": [asdict(option) for option in options],
         "memory": compiled_memory(program, compiled),
         "parameters": run.model.parameter_count(),
         "larger": fuller_layouts(run),
@@ -142,6 +149,35 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
         "axes": built.axes,
         "module_sha256": hashlib.sha256(built.module).hexdigest(),
     }
+
+
+def within_memory(options: list[Option], compile: Callable[..., Any], platform: str) -> tuple[Any, list[Option]]:
+    """Return what `compile` returns, and the options it took.
+
+    A program that a TPU's compiler refuses by at most a tenth of the memory is compiled once more with the options that
+    save some; where these do not help, the first refusal is raised.
+    """
+    from valkyrie.train.options import with_saving
+
+    try:
+        return compile(), options
+    except Exception as error:
+        found = parse_out_of_memory(str(error))
+        needed, usable = found["needed"], found["usable"]
+        saving = with_saving(options)
+        if platform != "tpu" or saving == options or not needed or not usable or needed > NEARLY * usable:
+            raise
+        try:
+            values = {option.name: option.value for option in saving if option.value is not None}
+            return compile(compiler_options=values), saving
+        except Exception as again:
+            if not _is_about_memory(again):
+                raise
+            raise error from None
+
+
+def _is_about_memory(error: Exception) -> bool:
+    return any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "HbmOom"))
 
 
 def _placement(run: Run, mesh: Any) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from valkyrie.axes import UNATTRIBUTED
 from valkyrie.search.summary import short_cause, short_source
-from valkyrie.train.options import Option
+from valkyrie.train.options import KEY, TO_FIT, Option
 from valkyrie.units import GIB, duration, gib
 from valkyrie.units import memory as memory_text
 from valkyrie.units import sent as sent_text
@@ -112,6 +112,10 @@ def _memory(summary: dict[str, Any], console: Console) -> None:
     ]
     if beside:
         console.print(f"beside it, on each device: {', '.join(beside)}")
+    needed = [option for option in summary.get("options", []) if option["set_by"] == TO_FIT]
+    if needed:
+        lines = " ".join(f"{KEY}.{Option(**option)}" for option in needed)
+        console.print(f"without compiler options that save memory it does not fit; to train, write: {lines}")
 
 
 def _speed(summary: dict[str, Any], console: Console) -> None:

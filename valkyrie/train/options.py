@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -14,6 +14,11 @@ from valkyrie.hardware import ChipConfig, known_chips
 KEY = "target.chip.xla_options"
 CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
 """Who sets an option: the chip's YAML, the command line (or an experiment), or this package by the model's size."""
+
+TO_FIT = "needed to fit"
+"""Who sets the options of a program that the compiler refused, by a few per cent, without them."""
+SAVING_MEMORY = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enable_multi_output_fusion": "false"}
+"""Options of a TPU that save memory: 3 to 9% of the peak where they were measured (experiments/LOG.md)."""
 
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
 _UNREADABLE = re.compile(r"Failed to parse '([^']*)' into flag (\w+):\s*(.*)")
@@ -47,6 +52,14 @@ def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option
         if value is not None or name in shipped or name in computed:
             options.append(Option(name, option_text(value), CHIP if shipped.get(name, ...) == value else YOU))
     return options
+
+
+def with_saving(options: Sequence[Option]) -> list[Option]:
+    """Return the options with those that save memory; one that the user set stays as it is."""
+    theirs = {option.name for option in options if option.set_by == YOU}
+    saving = {name: value for name, value in SAVING_MEMORY.items() if name not in theirs}
+    kept = [option for option in options if option.name not in saving]
+    return kept + [Option(name, value, TO_FIT) for name, value in saving.items()]
 
 
 def option_text(value: object) -> str | None:
