@@ -123,6 +123,18 @@ def test_dense_is_the_definition_and_chunks_equal_it(case):
 
 
 @pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
+def test_logits_stay_within_a_soft_cap(impl):
+    """Queries a million times as long cannot tell near keys from far ones: two keys differ by a factor e^2 at most."""
+    q, k, v, *_ = make(40, heads=1, kv_heads=1)
+    options = {"window": 2, "impl": impl, "chunk": 8}
+    bounded = attention(1e6 * q, k, v, soft_cap=1.0, **options)
+    signs = jnp.sign(jnp.einsum("bqhd,bkhd->bqk", q, k))
+    here, before = signs[:, 1:].diagonal(1, 1, 2), signs[:, 1:].diagonal(0, 1, 2)
+    share = jax.nn.sigmoid(here - before)[..., None, None]
+    np.testing.assert_allclose(bounded[:, 1:], share * v[:, 1:] + (1 - share) * v[:, :-1], atol=2e-2)
+
+
+@pytest.mark.parametrize("impl", [AttentionImpl.dense, AttentionImpl.chunked])
 def test_equals_transformers_longformer(impl):
     golden = np.load(GOLDEN)
     positions = jnp.asarray(golden["globals"])
@@ -193,20 +205,20 @@ def test_splash_kernel_with_a_stretch_of_keys_before_the_queries(causal):
 
 
 @pytest.mark.parametrize(
-    ("window", "causal", "dilation", "segments", "count"),
+    ("window", "causal", "dilation", "segments", "count", "soft_cap"),
     [
-        (17, False, 1, True, 0),
-        (20, True, 2, True, 3),
-        pytest.param(40, True, 1, False, 0, marks=pytest.mark.slow),
-        pytest.param(None, True, 1, False, 3, marks=pytest.mark.slow),
+        (17, False, 1, True, 0, None),
+        (20, True, 2, True, 3, 0.7),
+        pytest.param(40, True, 1, False, 0, None, marks=pytest.mark.slow),
+        pytest.param(None, True, 1, False, 3, None, marks=pytest.mark.slow),
     ],
 )
-def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, count):
+def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segments, count, soft_cap):
     """The TPU's kernel in Pallas' interpreter; the columns of global tokens test its merged backward pass."""
     from valkyrie.ops import attention as module
 
     q, k, v, ids, tokens = make(200, batch=1, heads=2, kv_heads=1, head_dim=32, global_tokens=count, segments=segments)
-    options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids}
+    options = {"window": window, "causal": causal, "dilation": dilation, "ids": ids, "soft_cap": soft_cap}
     dense = run(AttentionImpl.dense, q, k, v, tokens, **options)
     monkeypatch.setattr(module, "Method", partial(Method, interpret=True))
     kernel = run(AttentionImpl.kernel, q, k, v, tokens, backend="tpu", **options)
@@ -263,15 +275,15 @@ def test_a_sequence_split_over_two_mesh_axes_equals_a_whole_one(case, check_vma)
 
 
 @pytest.mark.parametrize(
-    ("seq", "causal", "segments", "count"),
+    ("seq", "causal", "segments", "count", "soft_cap"),
     [
-        (1024, True, True, 0),
-        pytest.param(1024, True, False, 3, marks=pytest.mark.slow),
-        pytest.param(296, True, True, 3, marks=pytest.mark.slow),
-        pytest.param(200, False, True, 0, marks=pytest.mark.slow),
+        (1024, True, True, 0, 0.7),
+        pytest.param(1024, True, False, 3, None, marks=pytest.mark.slow),
+        pytest.param(296, True, True, 3, None, marks=pytest.mark.slow),
+        pytest.param(200, False, True, 0, None, marks=pytest.mark.slow),
     ],
 )
-def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, causal, segments, count):
+def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, causal, segments, count, soft_cap):
     """In Pallas' interpreter; four shards of 256 trade halves of their queries, other lengths do not."""
     q, k, v, ids, tokens = make(seq, batch=1, heads=2, kv_heads=1, segments=segments, global_tokens=count)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -281,7 +293,7 @@ def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, caus
     def local(q, k, v, tokens, ids):
         return sharded_attention(
             q, k, v, axis_names=("a", "b"), window=None, causal=causal, segment_ids=ids,
-            global_tokens=tokens, backend="tpu", interpret=True,
+            global_tokens=tokens, backend="tpu", soft_cap=soft_cap, interpret=True,
         )  # fmt: skip
 
     @jax.jit
@@ -293,7 +305,7 @@ def test_full_attention_of_a_split_sequence_by_the_kernel_equals_dense(seq, caus
 
     (_, out), grads = f(q, k, v, tokens)
     ours = [out, *(g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0)]
-    expected = run(AttentionImpl.dense, q, k, v, tokens, window=None, causal=causal, ids=ids)
+    expected = run(AttentionImpl.dense, q, k, v, tokens, window=None, causal=causal, ids=ids, soft_cap=soft_cap)
     assert_close(ours, expected, atol=3e-5)
 
 

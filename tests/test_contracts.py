@@ -54,6 +54,10 @@ def pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
     ]
 
 
+OPTIONS = ("model.attention.qk_norm=true", "model.attention.soft_cap=2", "model.attention.kv_heads=1")
+OPTIONS += ("model.residual=parallel", "model.embedding_scale=5.5", "model.logits_soft_cap=3")
+"""What published models have and the tiny ones have not."""
+
 PARAMETERS = {
     "gpt_125m": 123_587_328,
     "gpt_1b": 1_336_248_320,
@@ -180,6 +184,8 @@ def test_same_steps_on_eight_devices_as_on_one(model, partition):
         pytest.param("2x2x2", "2d_tp", ("mesh.placement=[z,x,y]",), marks=pytest.mark.slow),
         pytest.param("1x8x1", "2d_tp", (), marks=pytest.mark.slow),
         pytest.param("8x1x1", "sp", (), marks=pytest.mark.slow),
+        pytest.param("4x2x1", "2d_tp", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("2x2x2", "sp", (*OPTIONS, "seq=64"), marks=pytest.mark.slow),
     ],
 )
 def test_same_steps_on_other_meshes(mesh, partition, overrides):

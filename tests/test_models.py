@@ -76,6 +76,18 @@ VARIANTS = {
     "half_glu2": (*S5, "model.s5.activation=half_glu2", "model.s5.conjugate_symmetric=false"),
     "full_glu": (*S5, "model.s5.activation=full_glu", "model.s5.clip_eigenvalues=false"),
     "s5_without_feed_forward": ("model.feed_forward_after=[attention]", "model.feed_forward=gelu"),
+    "gemma_2": (
+        *ATTENTION,
+        "model.attention.windows=[4,null]",
+        "model.attention.soft_cap=2",
+        "model.attention.kv_heads=1",
+        "model.logits_soft_cap=3",
+        "model.embedding_scale=5.5",
+        "model.feed_forward=geglu",
+    ),
+    "capped_globals": (*ATTENTION, "model.attention.global_tokens=3", "model.attention.soft_cap=0.5"),
+    "qk_norm": (*ATTENTION, "model.attention.qk_norm=true", "model.attention.global_tokens=2"),
+    "parallel": ("model.residual=parallel", "model.feed_forward_after=[attention]"),
     "untied_relu2": ("model.tie_embeddings=false", "model.feed_forward=relu2"),
 }
 

@@ -21,7 +21,9 @@ class Attention(Block):
     """Windowed attention. `windows` and `dilations` are taken in turn by the attention layers, first layer first.
 
     A window counts keys including the token itself (`valkyrie.ops.attention` defines it); null is full attention.
-    `global_tokens` is how many leading positions of a sequence are global, with projections of their own.
+    `global_tokens` is how many leading positions of a sequence are global, with projections of their own. `qk_norm`
+    normalises each query and key before rotation, with a learned scale (Qwen 3, OLMo 2 and Gemma 3 do); `soft_cap` c
+    replaces logits l by c * tanh(l / c) (Gemma 2: 50).
     """
 
     heads: int = 4
@@ -32,6 +34,8 @@ class Attention(Block):
     dilations: list[int] = field(default_factory=lambda: [1])
     global_tokens: int = 0
     rope_theta: float = 10000.0
+    qk_norm: bool = False
+    soft_cap: float | None = None
     impl: AttentionImpl = AttentionImpl.auto
 
     axes = {
@@ -66,6 +70,8 @@ class Attention(Block):
             refusals.append(f"{key}.global_tokens={self.global_tokens}: at least 0 is needed.")
         if not self.rope_theta > 0:
             refusals.append(f"{key}.rope_theta={self.rope_theta:g}: must be above 0.")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            refusals.append(f"{key}.soft_cap={self.soft_cap:g}: must be above 0, or null for none.")
         return refusals
 
     def sizes(self, site: Site) -> dict[str, Size]:
@@ -79,6 +85,9 @@ class Attention(Block):
         for projections in ("local", "globals")[: 1 + bool(self.global_tokens)]:
             weights |= {f"{projections}.query": query}
             weights |= {f"{projections}.{name}": of_key for name in ("key", "value")}
+            if self.qk_norm:
+                scale = weight("head_dim", group="vector")
+                weights |= {f"{projections}.{name}_norm.scale": scale for name in ("query", "key")}
         return weights
 
     def variant(self, site: Site) -> Hashable:
@@ -112,6 +121,8 @@ class Attention(Block):
             saved("kv_heads", "head_dim", count=2),
             saved("embed"),
             saved("embed", count=2, float32=True),
+            saved("heads", "head_dim", count=int(self.qk_norm), float32=True),
+            saved("kv_heads", "head_dim", count=int(self.qk_norm), float32=True),
         ]
 
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:

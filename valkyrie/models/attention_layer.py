@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import Site
-from valkyrie.models.layers import Boundaries, normal, parameter, project
+from valkyrie.models.layers import Boundaries, RMSNorm, normal, parameter, project
 from valkyrie.ops.attention import (
     GlobalStep,
     GlobalTokens,
@@ -26,24 +26,32 @@ from valkyrie.ops.attention import (
 from valkyrie.ops.linear import Numerics
 from valkyrie.ops.rotary import rotate
 
+QK_NORM_EPSILON = 1e-6
+"""Of the norms of queries and keys: what Qwen 3, OLMo 2 and Gemma 3 take."""
+
 
 class Projections(nnx.Module):
-    """Query, key and value projections, rotated by position."""
+    """Query, key and value projections; queries and keys are normalised where the block says so, and rotated."""
 
-    def __init__(self, theta: float, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
-        keys, self.theta, self.numerics = jax.random.split(key, 3), theta, numerics
+    def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
+        keys, self.theta, self.numerics = jax.random.split(key, 3), block.rope_theta, numerics
 
         def made(name: str, key: Array) -> nnx.Param:
             shape = specs[name].shape
             return parameter(specs[name], normal(key, shape, shape[0] ** -0.5), numerics)
 
         self.query, self.key, self.value = made("query", keys[0]), made("key", keys[1]), made("value", keys[2])
+        self.normalised = block.qk_norm
+        if block.qk_norm:
+            norm = partial(RMSNorm, block.head_dim, QK_NORM_EPSILON, numerics=numerics, axis="head_dim")
+            self.query_norm, self.key_norm = norm(), norm()
 
     def queries(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
     ) -> Float[Array, "batch seq heads head_dim"]:
         """Return rotated queries."""
         q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
+        q = self.query_norm(q) if self.normalised else q
         return rotate(q, positions, self.theta, shard.backend)
 
     def keys_values(
@@ -54,6 +62,7 @@ class Projections(nnx.Module):
             project("bse,ehd->bshd", x, weights, shard=shard, numerics=self.numerics)
             for weights in (self.key, self.value)
         )
+        k = self.key_norm(k) if self.normalised else k
         return rotate(k, positions, self.theta, shard.backend), v
 
 
@@ -64,9 +73,9 @@ class AttentionLayer(nnx.Module):
         keys, specs = jax.random.split(key, 3), block.parameters(site)
         self.config, self.numerics = block, numerics
         self.window, self.dilation = block.window(site), block.dilation(site)
-        self.local = Projections(block.rope_theta, _within("local", specs), numerics=numerics, key=keys[0])
+        self.local = Projections(block, _within("local", specs), numerics=numerics, key=keys[0])
         if block.global_tokens:
-            self.globals = Projections(block.rope_theta, _within("globals", specs), numerics=numerics, key=keys[1])
+            self.globals = Projections(block, _within("globals", specs), numerics=numerics, key=keys[1])
         deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
         weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
         # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
@@ -109,6 +118,7 @@ class AttentionLayer(nnx.Module):
                 "causal": c.causal,
                 "dilation": self.dilation,
                 "segment_ids": segment_ids,
+                "soft_cap": c.soft_cap,
                 "global_tokens": _leading(rest[0], own(rest[1]), own(rest[2])) if rest else None,
                 "backend": shard.backend,
             }
@@ -141,7 +151,7 @@ class AttentionLayer(nnx.Module):
         if self.config.global_tokens:
             k_global, v_global = (y[:, 0] for y in self.globals.keys_values(wide, position, UNSHARDED))
             beside = GlobalStep(self.globals.queries(wide, position, UNSHARDED)[:, 0], k_global, v_global)
-        mixed, state = attention_step(q, k, v, state, global_step=beside)
+        mixed, state = attention_step(q, k, v, state, global_step=beside, soft_cap=self.config.soft_cap)
         out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
         return out, state
 

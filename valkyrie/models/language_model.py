@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.layers import Boundaries, Checkpoint, RMSNorm, dropout, normal, parameter
-from valkyrie.models.stack import Boundary, Layer, Stack
+from valkyrie.models.stack import Boundary, Layer, Residual, Stack
+from valkyrie.ops.attention.pattern import capped
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup
 
@@ -44,9 +45,11 @@ class ResidualBlock(nnx.Module):
         self.norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
         self.mixer = layer.mixer.build(layer.site, numerics=numerics, key=keys[0])
         self.has_feed_forward = layer.feed_forward is not None
+        self.parallel = layer.residual is Residual.parallel
         if layer.feed_forward is not None:
             site = layer.feed_forward_site
-            self.feed_forward_norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+            if not self.parallel:
+                self.feed_forward_norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
             self.feed_forward = layer.feed_forward.build(site, numerics=numerics, key=keys[1])
 
     def __call__(
@@ -55,7 +58,11 @@ class ResidualBlock(nnx.Module):
         """Return the residual stream after this block."""
         keys = (None, None) if key is None else jax.random.split(key)
         x = checkpoint_name(x, BLOCK_INPUT)
-        y = self.mixer(self.norm(x), boundaries, shard)
+        normed = self.norm(x)
+        y = self.mixer(normed, boundaries, shard)
+        if self.has_feed_forward and self.parallel:
+            y = dropout(y, self.rate, keys[0]) + dropout(self.feed_forward(normed, shard), self.rate, keys[1])
+            return shard(x + y, "batch", "seq", "embed")
         x = shard(x + dropout(y, self.rate, keys[0]), "batch", "seq", "embed")
         if not self.has_feed_forward:
             return x
@@ -68,7 +75,10 @@ class ResidualBlock(nnx.Module):
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
         """Return the residual stream of one more token and the mixer's state after it."""
-        y, state = self.mixer.step(self.norm(x), state)
+        normed = self.norm(x)
+        y, state = self.mixer.step(normed, state)
+        if self.has_feed_forward and self.parallel:
+            return x + y + self.feed_forward(normed[:, None], UNSHARDED)[:, 0], state
         x = x + y
         if self.has_feed_forward:
             x = x + self.feed_forward(self.feed_forward_norm(x)[:, None], UNSHARDED)[:, 0]
@@ -121,7 +131,7 @@ class LanguageModel(nnx.Module):
     def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
         """Return the residual stream before the first block."""
         x = lookup(self.embedding[...], tokens, axes=("vocab", "embed"), shard=shard, numerics=self.numerics)
-        return shard(x, "batch", "seq", "embed")
+        return shard(self._scaled(x), "batch", "seq", "embed")
 
     def blocks(
         self,
@@ -168,6 +178,7 @@ class LanguageModel(nnx.Module):
             vocab_size=self.config.vocab_size,
             chunk=self.config.loss_chunk,
             z_loss=self.config.z_loss,
+            softcap=self.config.logits_soft_cap,
             shards=shards,
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
@@ -190,7 +201,7 @@ class LanguageModel(nnx.Module):
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
         """Return the logits after one more token and the state that follows it."""
-        x = self.embedding[...].astype(self.numerics.compute)[tokens]
+        x = self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens])
         after = []
 
         def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:
@@ -212,7 +223,12 @@ class LanguageModel(nnx.Module):
 
     def _unembed(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows vocab"]:
         table = self._table[: self.config.vocab_size].astype(x.dtype)
-        return jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...e,ve->...v", x, table, preferred_element_type=jnp.float32)
+        return capped(logits, self.config.logits_soft_cap)
+
+    def _scaled(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
 def _stack(config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array) -> BlockGroup:

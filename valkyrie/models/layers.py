@@ -64,14 +64,17 @@ def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array,
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32."""
+    """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32.
 
-    def __init__(self, embed: int, epsilon: float, *, numerics: Numerics) -> None:
-        self.scale = nnx.Param(jnp.ones((embed,), numerics.parameter), logical_axes=("embed",))
+    `axis` is the logical axis that it normalises, `width` long.
+    """
+
+    def __init__(self, width: int, epsilon: float, *, numerics: Numerics, axis: str = "embed") -> None:
+        self.scale = nnx.Param(jnp.ones((width,), numerics.parameter), logical_axes=(axis,))
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
-        """Return `x` with unit mean square over `embed`, scaled, in x's dtype."""
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return `x` with unit mean square over its last axis, scaled, in x's dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)

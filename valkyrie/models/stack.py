@@ -29,14 +29,22 @@ class Boundary(Enum):
     cross = "cross"
 
 
+class Residual(Enum):
+    """How a block's feed-forward stands to its mixer: after it, or beside it, of one norm and summed (`parallel`)."""
+
+    sequential = "sequential"
+    parallel = "parallel"
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One block of a stack between its norm and its residual sum, and the feed-forward after it, if there is one."""
+    """One block of a stack between its norm and its residual sum, and the feed-forward it has, if any."""
 
     kind: str
     site: Site
     mixer: Block
     feed_forward: FeedForward | None
+    residual: Residual = Residual.sequential
 
     @property
     def variant(self) -> Hashable:
@@ -54,7 +62,8 @@ class Layer:
         parameters = {"norm.scale": width(self.mixer.norm_group)}
         parameters |= _prefixed("mixer", self.mixer.parameters(self.site))
         if self.feed_forward is not None:
-            parameters["feed_forward_norm.scale"] = width("vector")
+            if self.residual is Residual.sequential:
+                parameters["feed_forward_norm.scale"] = width("vector")
             parameters |= _prefixed("feed_forward", self.feed_forward.parameters(self.feed_forward_site))
         return parameters
 
@@ -79,6 +88,10 @@ class Layer:
         if self.feed_forward is None:
             return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT)]
         after = self.feed_forward.kept(self.feed_forward_site, BLOCK_INPUT)
+        if self.residual is Residual.parallel:  # of one norm, whose input and result the mixer counts
+            shared = of_input.tensor
+            after = [kept for kept in after if kept.name is not None or kept.tensor != shared]
+            return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT), *after]
         return [of_input, *self.mixer.kept(self.site), *after]
 
 
@@ -92,7 +105,9 @@ class Stack:
 
     `block_pattern` repeats until `layers` blocks are made; `feed_forward_after` null means every kind. `vocab_size`
     counts real tokens; the embedding has that rounded up to `vocab_multiple` rows, so that it splits evenly. `context`
-    is the length it is trained on unless `seq` says otherwise.
+    is the length it is trained on unless `seq` says otherwise. `residual: parallel` sums attention and feed-forward of
+    one norm (GPT-J, PaLM); `embedding_scale` multiplies embeddings (Gemma: the square root of `embed`);
+    `logits_soft_cap` c replaces the last logits l by c * tanh(l / c) (Gemma 2: 30).
     """
 
     task: ClassVar[str] = "next_token"
@@ -109,6 +124,9 @@ class Stack:
     feed_forward_after: list[str] | None = None
     mlp: int = 512
     norm_epsilon: float = 1e-5
+    residual: Residual = Residual.sequential
+    embedding_scale: float = 1.0
+    logits_soft_cap: float | None = None
     dropout: float = 0.0
     tie_embeddings: bool = True
     document_boundary: Boundary = Boundary.reset
@@ -165,6 +183,10 @@ class Stack:
         for key in ("norm_epsilon", "z_loss"):
             if not 0 <= getattr(self, key) < float("inf"):
                 refusals.append(f"model.{key}={getattr(self, key)}: must be at least 0.")
+        if not 0 < self.embedding_scale < float("inf"):
+            refusals.append(f"model.embedding_scale={self.embedding_scale}: must be above 0.")
+        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+            refusals.append(f"model.logits_soft_cap={self.logits_soft_cap:g}: must be above 0, or null for none.")
         if not refusals:
             for kind, block in self.blocks.items():
                 refusals += block.problems(f"model.{kind}")
@@ -179,7 +201,8 @@ class Stack:
         for kind in self.kinds:
             site = Site(self.embed, self.layers, numbers[kind], f"model.{kind}")
             has_feed_forward = after is None or kind in after
-            layers.append(Layer(kind, site, known[kind], self._feed_forward if has_feed_forward else None))
+            after_it = self._feed_forward if has_feed_forward else None
+            layers.append(Layer(kind, site, known[kind], after_it, self.residual))
             numbers[kind] += 1
         return layers
 

@@ -52,15 +52,17 @@ def attention(
     impl: AttentionImpl = AttentionImpl.auto,
     backend: str | None = None,
     chunk: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return softmax attention within a sliding window, in q's dtype.
 
     Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32;
     matrix products take their operands as they come and accumulate in float32. `backend` (cpu, gpu, tpu) is where the
     result will run, by default where JAX runs now. `chunk` is how many queries the chunked form takes at a time.
+    `soft_cap` bounds logits (`Pattern`).
     Raises ValueError for shapes that do not fit, and for `impl=kernel` where no kernel supports the request.
     """
-    pattern = _checked_pattern(q, k, window, causal, dilation)
+    pattern = _checked_pattern(q, k, window, causal, dilation, soft_cap)
     backend = jax.default_backend() if backend is None else backend
     request = Request(pattern, q.dtype, q.shape[-1], segment_ids is not None, global_tokens is not None)
     impl = choose(impl, backend, q.shape[1], request)
@@ -127,12 +129,16 @@ def _kernel_problem(platform: str, request: Request) -> str | None:
         return "cuDNN's window cannot be combined with segment ids"
     if request.global_tokens:
         return "cuDNN's window cannot be combined with global tokens"
+    if request.pattern.soft_cap is not None:
+        return "cuDNN has no soft cap of logits"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
     return None
 
 
-def _checked_pattern(q: Array, k: Array, window: int | None, causal: bool, dilation: int) -> Pattern:
+def _checked_pattern(
+    q: Array, k: Array, window: int | None, causal: bool, dilation: int, soft_cap: float | None
+) -> Pattern:
     """Return the pattern of arguments whose shapes fit; raises ValueError that names what does not."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
@@ -143,4 +149,4 @@ def _checked_pattern(q: Array, k: Array, window: int | None, causal: bool, dilat
         raise ValueError(f"window={window}: a window counts the token itself. Use window=1 or more, or null for full.")
     if dilation < 1:
         raise ValueError(f"dilation={dilation}: keys are taken every `dilation` positions. Use dilation=1 or more.")
-    return Pattern(window, causal, dilation)
+    return Pattern(window, causal, dilation, soft_cap)

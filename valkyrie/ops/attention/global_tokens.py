@@ -53,7 +53,7 @@ def attend_with_global_tokens(
     at_globals = None if segments is None else take(segments, here)
     visible = _column_visibility(pattern, rows, segments, tokens.positions, valid, at_globals)
     out = attend(stretch._replace(columns=Columns(take(k, here), take(v, here), visible)))
-    full = _global_rows(tokens, pattern.causal, rows, segments, at_globals, axis_names)
+    full = _global_rows(tokens, pattern, rows, segments, at_globals, axis_names)
     return _overwrite_rows(out, full, here, valid)
 
 
@@ -82,7 +82,7 @@ def _column_visibility(
 
 def _global_rows(
     tokens: GlobalTokens,
-    causal: bool,
+    pattern: Pattern,
     key_positions: Int[Array, " seq"],
     key_segments: Int[Array, "batch seq"] | None,
     segments: Int[Array, "batch globals"] | None,
@@ -90,11 +90,11 @@ def _global_rows(
 ) -> Float[Array, "batch globals heads head_dim"]:
     """Return the attention of the global positions over all keys that they may see."""
     mask = same_segment(segments, key_segments)
-    if causal:
+    if pattern.causal:
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
     mask = jnp.broadcast_to(mask, (mask.shape[0], tokens.q.shape[1], tokens.k.shape[1]))
     piece = Piece(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
-    return heads_last(joint_softmax(heads_first(tokens.q, tokens.k.shape[2]), [piece], axis_names))
+    return heads_last(joint_softmax(heads_first(tokens.q, tokens.k.shape[2]), [piece], axis_names, pattern.soft_cap))
 
 
 def _overwrite_rows(

@@ -12,6 +12,7 @@ chunked keys; slicing them out of a closed-over array instead would make the bac
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +77,7 @@ def _undilated(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, s
         by_residue(q),
         by_residue(k),
         by_residue(v),
-        pattern=Pattern(pattern.window, pattern.causal),
+        pattern=replace(pattern, dilation=1),
         method=method,
         stretch=Stretch(
             before=stretch.before // dilation,
@@ -115,7 +116,7 @@ def chunked_attention(
         if stretch.columns is not None and rows.sees_columns is not None:
             columns = stretch.columns
             pieces.append(Piece(columns.k.swapaxes(1, 2), columns.v.swapaxes(1, 2), rows.sees_columns))
-        return carry, heads_last(joint_softmax(heads_first(rows.q, k.shape[2]), pieces))
+        return carry, heads_last(joint_softmax(heads_first(rows.q, k.shape[2]), pieces, (), pattern.soft_cap))
 
     _, out = jax.lax.scan(one_chunk, None, (_queries(q, stretch, chunk), scanned))
     out = out.swapaxes(0, 1).reshape(out.shape[1], -1, *out.shape[3:])[:, :seq]

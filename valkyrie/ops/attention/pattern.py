@@ -43,11 +43,15 @@ class GlobalTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which distances between query and key are visible; see the module's docstring."""
+    """Which distances between query and key are visible (see the module's docstring), and how large a logit may be.
+
+    `soft_cap` c replaces logits l by c * tanh(l / c), as Gemma 2 does (arXiv 2408.00118); None bounds nothing.
+    """
 
     window: int | None
     causal: bool
     dilation: int = 1
+    soft_cap: float | None = None
 
     def reach(self) -> int:
         """Return the largest visible distance in positions; the window must be finite."""
@@ -109,7 +113,10 @@ def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Ar
 
 
 def joint_softmax(
-    q: Float[Array, "batch kv_heads group rows head_dim"], pieces: Sequence[Piece], axis_names: tuple[str, ...] = ()
+    q: Float[Array, "batch kv_heads group rows head_dim"],
+    pieces: Sequence[Piece],
+    axis_names: tuple[str, ...] = (),
+    soft_cap: float | None = None,
 ) -> Float[Array, "batch kv_heads group rows head_dim"]:
     """Return attention by one softmax over all pieces, in q's dtype; logits and sums are float32.
 
@@ -119,7 +126,8 @@ def joint_softmax(
     logits = []
     for piece in pieces:
         scores = jnp.einsum("bkgqd,bksd->bkgqs", q, piece.k, preferred_element_type=jnp.float32)
-        logits.append(jnp.where(piece.mask[:, None, None], scores * q.shape[-1] ** -0.5, -jnp.inf))
+        scores = capped(scores * q.shape[-1] ** -0.5, soft_cap)
+        logits.append(jnp.where(piece.mask[:, None, None], scores, -jnp.inf))
     top = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in logits]))
     if axis_names:
         top = jax.lax.pmax(top, axis_names)
@@ -133,6 +141,11 @@ def joint_softmax(
     if axis_names:
         total, summed = jax.lax.psum((total, summed), axis_names)
     return (summed / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
+
+
+def capped(logits: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
+    """Return logits bent to stay within plus and minus `soft_cap`; unchanged where that is None."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def _maximum(arrays: list[Array]) -> Array:

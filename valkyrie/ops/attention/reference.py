@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from valkyrie.ops.attention.pattern import GlobalTokens, Pattern
+from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, capped
 
 
 def reference_attention(
@@ -29,15 +29,15 @@ def reference_attention(
         allowed = allowed & (column <= row)
     in_window = pattern.sees(row, column)[None]
     if global_tokens is None:
-        return _masked_attention(q, k, v, allowed & in_window)
+        return _masked_attention(q, k, v, allowed & in_window, pattern.soft_cap)
     tokens = global_tokens
     chosen = tokens.valid[:, :, None] & (tokens.positions[:, :, None] == positions)
     is_global = chosen.any(1)
-    local = _masked_attention(q, k, v, allowed & (in_window | is_global[:, None, :]))
+    local = _masked_attention(q, k, v, allowed & (in_window | is_global[:, None, :]), pattern.soft_cap)
     which = jnp.argmax(chosen, axis=1)
     q_global = jax.vmap(lambda rows, index: rows[index])(tokens.q, which)
     everywhere = jnp.broadcast_to(allowed, (1, *in_window.shape[1:]) if segment_ids is None else allowed.shape)
-    full = _masked_attention(q_global, tokens.k, tokens.v, everywhere)
+    full = _masked_attention(q_global, tokens.k, tokens.v, everywhere, pattern.soft_cap)
     return jnp.where(is_global[:, :, None, None], full, local)
 
 
@@ -46,11 +46,12 @@ def _masked_attention(
     k: Float[Array, "batch seq kv_heads head_dim"],
     v: Float[Array, "batch seq kv_heads head_dim"],
     mask: Bool[Array, "#batch seq seq"],
+    soft_cap: float | None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     batch, seq, heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim)
     logits = jnp.einsum("bikgd,bjkd->bkgij", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    mask = mask[:, None, None]
+    logits, mask = capped(logits, soft_cap), mask[:, None, None]
     weights = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(jnp.float32).min), axis=-1)
     weights = jnp.where(mask, weights, 0.0).astype(v.dtype)
     out = jnp.einsum("bkgij,bjkd->bikgd", weights, v, preferred_element_type=jnp.float32)

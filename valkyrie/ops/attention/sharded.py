@@ -34,6 +34,7 @@ def sharded_attention(
     global_tokens: GlobalTokens | None = None,
     backend: str | None = None,
     chunk: int | None = None,
+    soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return this shard's part of `attention` over a sequence split evenly over `axis_names`, the first one major.
@@ -42,7 +43,7 @@ def sharded_attention(
     `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU it runs in the splash
     kernel, elsewhere, and where it is dilated without a window, in chunks. `interpret` runs the kernel without a TPU.
     """
-    pattern = Pattern(window, causal, dilation)
+    pattern = Pattern(window, causal, dilation, soft_cap)
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
     start = jax.lax.axis_index(axis_names) * q.shape[1]
     backend = jax.default_backend() if backend is None else backend
@@ -52,7 +53,7 @@ def sharded_attention(
         if window is None:
             keys, values, stretch = _gathered(k, v, stretch, axis_names)
             if method.platform == "tpu" and dilation == 1:
-                return _full_by_kernel(q, keys, values, causal, method, stretch, axis_names, shards)
+                return _full_by_kernel(q, keys, values, pattern, method, stretch, axis_names, shards)
             return chunked_attention(q, keys, values, pattern=pattern, stretch=stretch, chunk=chunk)
         keys, values, stretch = _with_neighbours(k, v, pattern, stretch, axis_names, shards)
         return local_attention(q, keys, values, pattern=pattern, method=method, stretch=stretch)
@@ -75,16 +76,22 @@ def sharded_attention(
 
 
 def _full_by_kernel(
-    q: Array, k: Keys, v: Keys, causal: bool, method: Method, stretch: Stretch, axis_names: tuple[str, ...], shards: int
+    q: Array,
+    k: Keys,
+    v: Keys,
+    pattern: Pattern,
+    method: Method,
+    stretch: Stretch,
+    axis_names: tuple[str, ...],
+    shards: int,
 ) -> Array:
     """Return full attention of this shard's queries over all keys by splash attention."""
     from valkyrie.ops.attention.splash import Chunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
 
-    if not causal:
-        pattern = Pattern(None, causal)
+    if not pattern.causal:
         return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch._replace(before=0))
     shard, seq = jax.lax.axis_index(axis_names), q.shape[1]
-    attend = functools.partial(splash_causal_shard, interpret=method.interpret)
+    attend = functools.partial(splash_causal_shard, soft_cap=pattern.soft_cap, interpret=method.interpret)
     if seq % 2 or not whole_blocks(seq // 2):
         starts = tuple((i * seq,) for i in range(shards))
         return attend(q, k, v, chunks=Chunks(starts, shard), stretch=stretch)

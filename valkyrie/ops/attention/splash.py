@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 from jaxtyping import Array, Float, Int
 
-from valkyrie.ops.attention.pattern import Columns, Keys, Pattern, Queries, Stretch
+from valkyrie.ops.attention.pattern import Columns, Keys, Pattern, Queries, Stretch, capped
 from valkyrie.ops.choices import CONTEXT
 
 LANES = 128
@@ -60,7 +60,14 @@ class Chunks(NamedTuple):
 
 
 def splash_causal_shard(
-    q: Queries, k: Keys, v: Keys, *, chunks: Chunks, stretch: Stretch, interpret: bool = False
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    *,
+    chunks: Chunks,
+    stretch: Stretch,
+    soft_cap: float | None = None,
+    interpret: bool = False,
 ) -> Queries:
     """Return full causal attention of one shard's queries over the keys of all shards, by splash attention.
 
@@ -85,7 +92,7 @@ def splash_causal_shard(
         tables(blocks.block_q, blocks.block_kv),
         None if blocks.use_fused_bwd_kernel else tables(blocks.block_q_dq, blocks.block_kv_dq),
         tables(blocks.block_q_dkv, blocks.block_kv_dkv, by_key=True),
-        **_options(blocks, _not_later, interpret),
+        **_options(blocks, _not_later, soft_cap, interpret),
     )
     segments = _segments(stretch, True, q.shape[0], q.shape[1], k.shape[1], rows_padded, keys_padded)
     return _run(kernel, q, k, v, segments, stretch.columns, rows_padded, keys_padded)
@@ -133,13 +140,13 @@ def _next_seen(seen: np.ndarray) -> np.ndarray:
     return following
 
 
-def _options(blocks: splash.BlockSizes, mask_function: Any, interpret: bool) -> dict[str, Any]:
+def _options(blocks: splash.BlockSizes, mask_function: Any, soft_cap: float | None, interpret: bool) -> dict[str, Any]:
     return {
         "block_sizes": blocks,
         "is_mqa": False,
         "save_residuals": False,
         "mask_value": splash.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": None,
+        "attn_logits_soft_cap": soft_cap,
         "residual_checkpoint_name": CONTEXT,
         "mask_function": mask_function,
         "interpret": interpret,
@@ -164,7 +171,7 @@ def _run(
     if columns is None:
         out = jax.vmap(lambda *x: kernel(*x))(queries, keys, values, segments)
     else:
-        extra, extra_sum = _columns_attention(q, columns)
+        extra, extra_sum = _columns_attention(q, columns, kernel.kwargs["attn_logits_soft_cap"])
         extra = jnp.pad(extra, ((0, 0), (0, 0), (0, rows_padded - seq), (0, 0)))
         extra_sum = jnp.pad(extra_sum, ((0, 0), (0, 0), (0, rows_padded - seq)), constant_values=-jnp.inf)
         masks = _Masks(kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
@@ -236,19 +243,20 @@ def _splash_kernel(
             block_sizes=blocks,
             head_shards=1,
             q_seq_shards=1,
+            attn_logits_soft_cap=pattern.soft_cap,
             residual_checkpoint_name=CONTEXT,
             interpret=interpret,
         )
 
 
 def _columns_attention(
-    q: Float[Array, "batch seq heads head_dim"], columns: Columns
+    q: Float[Array, "batch seq heads head_dim"], columns: Columns, soft_cap: float | None
 ) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch heads seq"]]:
     """Attention over the columns alone, with the log of its softmax's denominator (-inf where nothing is seen)."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = jnp.repeat(columns.k, group, axis=2), jnp.repeat(columns.v, group, axis=2)
     logits = jnp.einsum("bqhd,bghd->bhqg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    seen = columns.visible[:, None]
+    logits, seen = capped(logits, soft_cap), columns.visible[:, None]
     top = jax.lax.stop_gradient(jnp.max(jnp.where(seen, logits, -jnp.inf), axis=-1, keepdims=True))
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.exp(jnp.where(seen, logits, -jnp.inf) - top)

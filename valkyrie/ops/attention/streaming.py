@@ -73,6 +73,7 @@ def attention_step(
     cache: KVCache,
     *,
     global_step: GlobalStep | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
     """Return the next token's row of causal `attention`, and the cache with that token in it.
 
@@ -91,7 +92,7 @@ def attention_step(
     query = heads_first(q[:, None], k.shape[1])
     first = cache.first
     if first is None:
-        out = heads_last(joint_softmax(query, [ring]))[:, 0]
+        out = heads_last(joint_softmax(query, [ring], (), soft_cap))[:, 0]
         return out, KVCache(keys, values, position + 1, None)
     if global_step is None:
         raise ValueError(f"the cache has {first.k.shape[1]} global tokens: give attention_step their projections too.")
@@ -99,9 +100,9 @@ def attention_step(
     ages = position - jnp.arange(first.k.shape[1])
     in_ring = (ages % dilation == 0) & (ages // dilation < slots)
     beside = Piece(first.k.swapaxes(1, 2), first.v.swapaxes(1, 2), ((ages >= 0) & ~in_ring)[None, None, :])
-    local = joint_softmax(query, [ring, beside])
+    local = joint_softmax(query, [ring, beside], (), soft_cap)
     seen = Piece(first.global_k.swapaxes(1, 2), first.global_v.swapaxes(1, 2), (ages >= 0)[None, None, :])
-    whole = joint_softmax(heads_first(global_step.q[:, None], k.shape[1]), [seen])
+    whole = joint_softmax(heads_first(global_step.q[:, None], k.shape[1]), [seen], (), soft_cap)
     out = jnp.where(position < first.k.shape[1], whole, local)
     return heads_last(out)[:, 0], KVCache(keys, values, position + 1, first)
 
