@@ -89,7 +89,7 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
     from maxtext_step import compile_step
 
     from valkyrie.search.compiled import compiled_program
-    from valkyrie.search.summary import peak_memory, positions
+    from valkyrie.search.summary import positions
 
     options = " ".join(f"--{option}" for option in case["options"])
     about: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}
@@ -105,7 +105,7 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
         built = compiled_program(compiled, mesh)
         (modules / f"{case['name']}.hlo.pb").write_bytes(built.module)
         about |= {"axes": built.axes, "places": positions(built.positions)}
-        about["peak_gib"] = peak_memory(built.memory) / 2**30
+        about["peak_gib"] = built.memory["peak"] / 2**30
     (modules / f"{case['name']}.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
