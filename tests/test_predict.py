@@ -70,7 +70,7 @@ def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Pa
     ):
         assert part in text, part
     assert "assumed: custom call OtherKernel has no estimate" in text
-    assert "arguments take 0.0 GiB of 15.8 GiB usable; this module does not say" in text
+    assert "arguments take 0.0 GiB of 15.8 GiB usable; this module does not say" in text and done.fits is None
     events = json.loads(done.timeline(tmp_path / "t.json").read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * done.step_s, rel=1e-3)
     page = done.html(tmp_path / "r.html").read_text()
@@ -168,6 +168,25 @@ def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsy
     )
     assert run("--target", "v5e-7", "--mesh", "data=7")[0] == 2
     assert mesh_axes("data=8, model=4") == {"data": 8, "model": 4}
+
+
+HOST = """  t = token[] after-all()
+  s = (bf16[4096,4096]{1,0:T(8,128)(2,1)}, u32[], token[]) send(p, t), channel_id=9, is_host_transfer=true
+  e = token[] send-done(s), channel_id=9, is_host_transfer=true
+"""
+RAGGED = """  o = s32[4]{0:T(128)} constant({0,1,2,3})
+  g = TILED ragged-all-to-all(p, p, o, o, o, o), channel_id=8, replica_groups=[2,4]<=[8]
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "note"),
+    [(HOST, "messages to the host, such as callbacks"), (RAGGED, "a ragged-all-to-all is taken to send its whole")],
+)
+def test_what_others_programs_do_besides_is_named_in_notes(step: Path, added: str, note: str):
+    step.write_text(STEP.replace("  ROOT d", added.replace("TILED", TILED) + "  ROOT d"))
+    done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
+    assert any(line.startswith(note) for line in done.summary["notes"]), done.summary["notes"]
 
 
 def test_what_is_no_program_is_refused():

@@ -52,7 +52,9 @@ class Result:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a step fits into the memory of one device; None where the compiler could not tell."""
+        """Whether a step fits into the memory of one device; None where that could not be told."""
+        if self.status == "ok" and self.summary.get("memory", {"peak": 0})["peak"] is None:
+            return None
         return {"ok": True, "does_not_fit": False}.get(self.status)
 
     @property

@@ -276,9 +276,10 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
     spread = [len({coords[i] for _, coords, _ in lie}) for i in range(len(shape))]
     if len(slices) != target.slices or tuple(spread) != shape:
         has = "x".join(str(n) for n in spread)
+        several = f"{len(slices)} slices of " if len(slices) > 1 else ""
         raise ValueError(
-            f"the program's mesh lies on {len(slices)} x {has}, and {target.describe()} is another torus; {how}, and "
-            f"valkyrie.slice('{chip.name}-{has}') is the slice of that torus."
+            f"the program's mesh lies on {several}{has}, and {target.describe()} is another torus; {how}, and "
+            f'valkyrie.slice("{chip.name}-{has}"{f", slices={len(slices)}" if several else ""}) has that torus.'
         )
 
 
