@@ -78,9 +78,16 @@ SPLASH_BUNDLES = {
         "dkv": (1572, 4942, 1736),
         "dq": (1221, 3865, 1307),
     },
+    "tpu7x": {
+        "forward": (1315, 4108, 1794),
+        "dkv_dq": (1756, 5836, 1988),
+        "dkv": (1600, 4823, 1841),
+        "dq": (1142, 4039, 1433),
+    },
 }
 """VLIW bundles that libtpu 0.0.50.1 makes of one block of splash attention, bfloat16, causal, on one core: for a
 block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Read off its dumps (`LIBTPU_INIT_ARGS=
 --xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`, `*-schedule-analysis_final_bundles.txt`); a bundle is a cycle at
-best. Chips that are not listed are taken for a v5p, which a note of the report says. Segment ids and local masks add
+best. tpu7x: libtpu 0.0.42.1, the body of a step of the grid in `*-final_bundles.txt`, which on v6e is within 5% of what
+stands here. Chips that are not listed are taken for a v5p, which a note of the report says. Segment ids and local masks add
 up to 8%."""
