@@ -186,10 +186,15 @@ def test_same_steps_on_eight_devices_as_on_one(model, partition):
         pytest.param("8x1x1", "sp", (), marks=pytest.mark.slow),
         pytest.param("4x2x1", "2d_tp", OPTIONS, marks=pytest.mark.slow),
         pytest.param("2x2x2", "sp", (*OPTIONS, "seq=64"), marks=pytest.mark.slow),
+        pytest.param("2x2x2", "fsdp_tp", ("partition.gradient_sum=all_to_all",)),
+        pytest.param("2x2x2", "fsdp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
+        pytest.param("2x2x2", "sp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
+        pytest.param("2x2x2", "2d_tp_fsdp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
+        pytest.param("2s2x1x2", "fsdp", ("partition.gradient_sum=all_to_all",), marks=pytest.mark.slow),
     ],
 )
 def test_same_steps_on_other_meshes(mesh, partition, overrides):
-    of_model = tuple(o for o in overrides if not o.startswith("mesh"))
+    of_model = tuple(o for o in overrides if not o.startswith(("mesh", "partition")))
     run = small_run("valkyrie_tiny", f"mesh={mesh}", f"partition={partition}", *overrides)
     found = two_steps(run, initial_state((*small("valkyrie_tiny"), *of_model)))
     assert_same_steps(found, reference("valkyrie_tiny", *of_model))

@@ -18,6 +18,7 @@ from valkyrie.train.program import StepProgram
 
 KEY = "target.chip.xla_options"
 GATHERS = "xla_enable_async_all_gather"
+ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 THRESHOLD = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 
@@ -29,7 +30,7 @@ def program(*overrides: str, target: str = "v4-8", backend: str = "tpu") -> Step
 def test_a_step_is_compiled_with_the_options_of_its_chip():
     options = program().compiler_options
     assert options is not None and options[GATHERS] == "true" and THRESHOLD in options
-    assert {o.name: o.set_by for o in program().options} == {GATHERS: CHIP, THRESHOLD: VALKYRIE}
+    assert {o.name: o.set_by for o in program().options} == {GATHERS: CHIP, ALL_TO_ALL: CHIP, THRESHOLD: VALKYRIE}
     assert program(backend="cpu").compiler_options is None, "a CPU's compiler has none of them"
 
 
@@ -42,13 +43,27 @@ def test_every_default_of_a_chip_has_its_evidence_above_it(name: str):
 
 
 def test_a_value_of_the_user_wins_and_null_takes_a_default_away():
-    mine = program(f"{KEY}.{GATHERS}=false", f"{KEY}.{THRESHOLD}=7", f"{KEY}.xla_mine=3")
-    assert mine.compiler_options == {GATHERS: "false", THRESHOLD: "7", "xla_mine": "3"}
+    mine = program(*(f"{KEY}.{o}" for o in (f"{GATHERS}=false", f"{ALL_TO_ALL}=false", f"{THRESHOLD}=7", "xla_mine=3")))
+    assert mine.compiler_options == {GATHERS: "false", ALL_TO_ALL: "false", THRESHOLD: "7", "xla_mine": "3"}
     assert {o.set_by for o in mine.options} == {YOU}
     without = program(f"{KEY}.{GATHERS}=null")
-    assert set(without.compiler_options or {}) == {THRESHOLD}
+    assert set(without.compiler_options or {}) == {ALL_TO_ALL, THRESHOLD}
     assert Option(GATHERS, None, YOU) in without.options
     assert str(Option(GATHERS, None, YOU)) == f"{GATHERS} removed"
+
+
+def test_gradients_are_sent_in_parts_where_the_compiler_does_that_beside_products():
+    def kinds(*overrides: str, **of: str) -> str:
+        fsdp = compose_run("model=gpt_tiny", "partition=fsdp", "mesh=2x2x1", "batch=8", *overrides)
+        lowered = StepProgram(fsdp, abstract_mesh(fsdp.config.mesh), backend=of.get("backend", "tpu")).lower_step()
+        return lowered.as_text()
+
+    assert "all_to_all" in kinds("target=v4-8")
+    assert "all_to_all" not in kinds("target=v4-8", "partition.gradient_sum=reduce_scatter")
+    assert "all_to_all" not in kinds("target=v4-8", f"{KEY}.{ALL_TO_ALL}=null")
+    assert "all_to_all" not in kinds("target=v5e-4"), "its compiler has no asynchronous all-to-all"
+    assert "all_to_all" not in kinds("target=v4-8", backend="cpu")
+    assert "all_to_all" in kinds("target=v5e-4", "partition.gradient_sum=all_to_all")
 
 
 def test_an_option_of_no_default_that_is_null_is_not_named():

@@ -108,6 +108,16 @@ class Shard(Protocol):
         """Return a parameter, or its gradient, as it rests between steps."""
         ...
 
+    def gradient(
+        self, f: Callable[..., jax.Array], operands: Sequence[jax.Array], *axes: str | None, reduction: str
+    ) -> jax.Array:
+        """Return the gradient of a parameter with these logical axes, summed over devices and laid as it rests.
+
+        `f` makes it of operands whose first two dimensions are batch and seq. What devices send of their sums is in the
+        dtype `reduction`.
+        """
+        ...
+
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which the partition splits a logical axis of activations."""
         ...
@@ -150,6 +160,12 @@ class Unsharded:
     def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""
         return x
+
+    def gradient(
+        self, f: Callable[..., jax.Array], operands: Sequence[jax.Array], *axes: str | None, reduction: str
+    ) -> jax.Array:
+        """Return the value of `f`."""
+        return f(*operands)
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return no axes: nothing is split."""

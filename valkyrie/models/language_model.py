@@ -6,7 +6,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -183,6 +183,7 @@ class LanguageModel(nnx.Module):
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
             place=lambda table: shard.computed(table, "vocab", width),
+            total=self._summed(shard),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
 
@@ -216,6 +217,15 @@ class LanguageModel(nnx.Module):
             x, states = jax.lax.scan(body, x, (group, of_group))
             after.append(states)
         return self._unembed(self.norm(x)), after
+
+    def _summed(self, shard: Shard) -> Callable[[Array], Array]:
+        """Return how the gradient of the unembedding is summed over the shards of the batch and the sequence."""
+
+        def summed(parts: Array) -> Array:
+            axes, reduction = ("vocab", "embed"), self.numerics.reduction
+            return shard.gradient(lambda parts: parts.sum((0, 1)), (parts,), *axes, reduction=reduction)
+
+        return summed
 
     @property
     def _table(self) -> Array:

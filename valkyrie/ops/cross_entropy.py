@@ -36,6 +36,7 @@ class _Head(NamedTuple):
     softcap: float | None
     constrain: Constrain | None
     place: Constrain | None
+    total: Constrain | None
     batch_shards: int
     seq_shards: int
 
@@ -54,6 +55,7 @@ def cross_entropy(
     batch_shards: int = 1,
     constrain: Constrain | None = None,
     place: Constrain | None = None,
+    total: Constrain | None = None,
 ) -> CrossEntropy:
     """Return the weighted sums of -log p(target), and the value of every token: unweighted, 0 where the weight is 0.
 
@@ -63,8 +65,9 @@ def cross_entropy(
     of the `shards` into which the sequence is split are taken at a time; `constrain` is applied to each chunk's logits
     (batch, shards * chunk, vocab), and `place` to the unembedding in the dtype of `hidden`, forward and again backward:
     what it gathers is not kept in between, and the gradient is not rounded on its way to a wider parameter.
-    `batch_shards` says into how many parts the batch is split. Targets whose weight is 0 may be any number. Raises
-    ValueError where a length does not divide.
+    `total` sums the gradient of the unembedding, (batch_shards, shards, vocab, embed) in float32, over its first two
+    dimensions. `batch_shards` says into how many parts the batch is split. Targets whose weight is 0 may be any number.
+    Raises ValueError where a length does not divide.
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
@@ -83,7 +86,7 @@ def cross_entropy(
         raise ValueError(f"chunk={chunk}: the loss takes `chunk` positions at a time. Use 1 or more.")
     part = seq // shards
     chunk = min(chunk, part)
-    head = _Head(vocab_size, softcap, constrain, place, batch_shards, shards)
+    head = _Head(vocab_size, softcap, constrain, place, total, batch_shards, shards)
     split = functools.partial(_split, shards=shards, chunk=chunk)
     losses: Any = _token_losses(head, split(hidden), unembed, split(targets))
     nll, log_sum = (_join(x, shards, batch, seq) for x in losses)
@@ -183,7 +186,8 @@ def _token_losses_backward(head, saved, cotangents):
 
     start = jnp.zeros((head.batch_shards, head.seq_shards, *unembed.shape), jnp.float32)
     d_unembed, d_hidden = jax.lax.scan(one_chunk, start, (hidden, targets, log_sum, d_nll, d_log_sum))
-    return d_hidden, d_unembed.sum((0, 1)).astype(dtype), None
+    total = d_unembed.sum((0, 1)) if head.total is None else head.total(d_unembed)
+    return d_hidden, total.astype(dtype), None
 
 
 def _by_shard(head: _Head, x: Array) -> Array:

@@ -63,11 +63,14 @@ def linear(
     def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
         return jnp.einsum(equation, x, cast(w)), (x, w)
 
+    def of_weights(x: Array, g: Array) -> Array:
+        return jnp.einsum(f"{of_x},{out}->{of_w}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
+
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = saved
         dx = jnp.einsum(f"{out},{of_w}->{of_x}", g, cast(w))
-        dw = jnp.einsum(f"{of_x},{out}->{of_w}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
-        return dx.astype(x.dtype), shard.stored(dw, *axes).astype(w.dtype)
+        dw = shard.gradient(of_weights, (x, g), *axes, reduction=numerics.reduction)
+        return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)
     # A slice of a parameter has no placement of its own: without this one, it would be kept as it was gathered.
@@ -90,10 +93,13 @@ def lookup(
     def forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
         return rows(table, tokens), (table, tokens)
 
+    def of_table(tokens: Array, g: Array) -> Array:
+        return jnp.zeros(table.shape, ACCUMULATED.value).at[tokens].add(g.astype(ACCUMULATED.value))
+
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved
-        total = jnp.zeros(table.shape, ACCUMULATED.value).at[tokens].add(g.astype(ACCUMULATED.value))
-        return shard.stored(shard.computed(total, *axes), *axes).astype(table.dtype), None
+        total = shard.gradient(of_table, (tokens, g), *axes, reduction=numerics.reduction)
+        return total.astype(table.dtype), None
 
     rows.defvjp(forward, backward)
     return rows(table, tokens)

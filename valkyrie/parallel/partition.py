@@ -31,6 +31,19 @@ class Memory(Enum):
     host = "host"
 
 
+class GradientSum(Enum):
+    """How devices sum the gradient of a parameter that rests split over data axes: who sends what to whom.
+
+    `all_to_all`: each device is sent its own part by every other and adds the parts in float32. `reduce_scatter`: the
+    platform's own. `auto`: `all_to_all` on chips whose compiler runs those beside products (those whose options have
+    `xla_tpu_enable_async_all_to_all`), `reduce_scatter` elsewhere.
+    """
+
+    auto = "auto"
+    reduce_scatter = "reduce_scatter"
+    all_to_all = "all_to_all"
+
+
 @dataclass
 class PartitionConfig:
     """A partition: for parameters and for activations, the mesh axes of every logical axis.
@@ -39,7 +52,8 @@ class PartitionConfig:
     `w?` is used where the mesh has it and passed over where it has not; a rule for a logical axis `conv?` is for models
     that have that axis. `roles` gives names to mesh axes; rules may use them, and the axis names of a launch
     environment take their place.
-    `zero1` splits optimizer state over the data axes too; `parameter_memory` and `optimizer_memory` may be `host`.
+    `zero1` splits optimizer state over the data axes too; `gradient_sum` says how split gradients are summed;
+    `parameter_memory` and `optimizer_memory` may be `host`.
     """
 
     name: str = "dp"
@@ -48,6 +62,7 @@ class PartitionConfig:
     default: list[str] = field(default_factory=list)
     roles: dict[str, list[str]] = field(default_factory=dict)
     zero1: bool = False
+    gradient_sum: GradientSum = GradientSum.auto
     parameter_memory: Memory = Memory.device
     optimizer_memory: Memory = Memory.device
 

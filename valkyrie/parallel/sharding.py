@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import Axis, Placed
+from valkyrie.axes import BATCH, SEQ, Axis, Placed
 from valkyrie.parallel.layout import Layout
+from valkyrie.parallel.partition import GradientSum
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -22,10 +25,15 @@ def to_spec(split: Sequence[tuple[str, ...]]) -> PartitionSpec:
 class MeshShard:
     """The `Shard` of a layout on a mesh: placements are sharding constraints, `map` is `jax.shard_map`."""
 
-    def __init__(self, layout: Layout, mesh: AnyMesh, backend: str | None = None) -> None:
+    def __init__(
+        self, layout: Layout, mesh: AnyMesh, backend: str | None = None, gradient_sum: GradientSum = GradientSum.auto
+    ) -> None:
+        """`gradient_sum` is what the chip does well, where the partition leaves it to the chip."""
         self.layout = layout
         self.mesh = mesh
         self.backend = backend
+        asked = layout.partition.gradient_sum
+        self._sends_parts = (gradient_sum if asked is GradientSum.auto else asked) is GradientSum.all_to_all
 
     def sharding(self, split: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
         """Return the NamedSharding of per-dimension tuples of mesh axes on this mesh."""
@@ -42,6 +50,38 @@ class MeshShard:
     def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter, or its gradient, as it rests between steps."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored(axes)))
+
+    def gradient(
+        self, f: Callable[..., jax.Array], operands: Sequence[jax.Array], *axes: str | None, reduction: str
+    ) -> jax.Array:
+        """Return the sum over devices of `f`, the gradient of a parameter, as the parameter rests.
+
+        Under `gradient_sum=all_to_all`, what a device keeps of the sum is sent to it and added there, in float32:
+        unlike a reduce-scatter, the TPU compiler runs that beside products (experiments/LOG.md).
+        """
+        data = {*self.mesh_axes(BATCH), *self.mesh_axes(SEQ)}
+        split = [tuple(m for m in entry if m in data) for entry in self.layout.stored(axes)]
+        if not any(split) or not self._sends_parts:
+            return self.stored(f(*operands), *axes)
+        summed = tuple(m for m in self.layout.mesh.axes if m in data and not any(m in entry for entry in split))
+        rows = to_spec((self.mesh_axes(BATCH), self.mesh_axes(SEQ)))
+
+        def own_part(*local: jax.Array) -> jax.Array:
+            total = f(*local)
+            for dim, entry in enumerate(split):
+                if entry:
+                    total = _scatter(total.astype(reduction), entry, dim)
+            return jax.lax.psum(total.astype(reduction), summed) if summed else total
+
+        parts = jax.shard_map(
+            own_part,
+            mesh=self.mesh,  # pyright: ignore[reportArgumentType]
+            in_specs=tuple(rows for _ in operands),
+            out_specs=to_spec(split),
+            axis_names=data,
+            check_vma=False,
+        )(*operands)
+        return self.stored(parts, *axes)
 
     def mesh_axes(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
@@ -71,3 +111,11 @@ class MeshShard:
             # JAX's own kernels do not declare along which axes their results vary, so the check cannot pass on a TPU.
             checked = (self.backend or jax.default_backend()) != "tpu"
         return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)  # pyright: ignore[reportArgumentType]
+
+
+def _scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Return this device's part of the sum over mesh axes, along a dimension; float32. Inside `jax.shard_map`."""
+    count = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    parts = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    received = jax.lax.all_to_all(parts, axes, dim, dim)
+    return received.astype(jnp.float32).sum(dim)

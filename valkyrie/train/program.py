@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.axes import Parameter
-from valkyrie.hardware import chip_of
+from valkyrie.hardware import ChipConfig, chip_of
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import learning_rate, make_optimizer
-from valkyrie.parallel.partition import Memory
+from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
 from valkyrie.run import Run
 from valkyrie.tasks import Array, task_of
-from valkyrie.train.options import Option, options_of, refusals_in_plain_words
+from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
 from valkyrie.train.rematerialise import checkpoint_of
 from valkyrie.train.state import TrainState, init_state, state_shardings
 from valkyrie.train.step import eval_step, train_step
@@ -40,7 +40,7 @@ class StepProgram:
         self.run = run
         self.layout = run.layout
         self.mesh = mesh
-        self.shard = MeshShard(self.layout, mesh, backend)
+        self.shard = MeshShard(self.layout, mesh, backend, _gradient_sum(self._chip(mesh, backend)))
         self.task = task_of(run.model.task)
         self.assembly = Assembly(run.model, Numerics.of(config.precision))
         self.parameter_names = list(self.assembly.specs)
@@ -151,17 +151,20 @@ class StepProgram:
         (compiler estimates for v5p 4x4x4 and v6e 4x4, experiments/LOG.md): the threshold, in MiB, is put above the
         largest of them.
         """
-        chip = self.run.config.target.chip
-        if chip is None and isinstance(self.mesh, jax.sharding.Mesh):
-            chip = chip_of(self.mesh.devices.flat[0].device_kind)
-        if chip is not None and chip.platform.value != self.backend:
-            chip = None
+        chip = self._chip(self.mesh, self.backend)
         if self.backend != "tpu":
             return options_of(chip, {})
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
         largest = max(self._gathered(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
         threshold = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest * itemsize // 2**20 + 1)}
         return options_of(chip, threshold)
+
+    def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
+        """The chip whose options stand: the target's, else that of the devices; None where the backend is another."""
+        chip = self.run.config.target.chip
+        if chip is None and isinstance(mesh, jax.sharding.Mesh):
+            chip = chip_of(mesh.devices.flat[0].device_kind)
+        return chip if chip is not None and chip.platform.value == (backend or jax.default_backend()) else None
 
     def _gathered(self, spec: Parameter) -> int:
         """How many numbers of one layer's parameter a device holds while it is used."""
@@ -175,6 +178,15 @@ class StepProgram:
         """Under a float32 policy products are float32 on every backend, not TF32 or one bfloat16 pass."""
         full = self.run.config.precision.compute is DType.float32
         return jax.default_matmul_precision("highest") if full else contextlib.nullcontext()
+
+
+def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
+    """Return how gradients are summed where the partition leaves it to the chip."""
+    beside_products = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"
+    return GradientSum.all_to_all if beside_products else GradientSum.reduce_scatter
+
+
+_ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 
 
 def _check_memories(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Mesh) -> None:
