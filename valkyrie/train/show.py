@@ -6,11 +6,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from valkyrie.hardware import Platform, usable_hbm
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import EVERYTHING
 from valkyrie.run import Run
 from valkyrie.train.kept import by_policy, kept_bytes
-from valkyrie.train.memory import ExpectedMemory, ParameterRow, expected_memory, parameter_rows
+from valkyrie.train.memory import ExpectedMemory, ParameterRow, estimate_errors, expected_memory, parameter_rows
 from valkyrie.units import GIB
 
 
@@ -65,12 +66,21 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory) -> None:
     table.add_row("total", f"{memory.total / GIB:.3f}", style="bold")
     console.print(table, soft_wrap=False)
     chip = run.config.target.chip
-    if chip is not None and chip.hbm_gib is not None:
-        each = chip.hbm_gib / chip.devices
-        share = memory.total / GIB / each
-        verdict = "does not fit" if share > 1 else "tight" if share > 0.9 else "should fit"
-        whose = "chip" if chip.devices == 1 else "device"
-        console.print(f"{verdict}: {100 * share:.0f}% of the {each:g} GiB of a {chip.name} {whose}")
+    usable = usable_hbm(chip)
+    if chip is not None and usable is not None:
+        whose = f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
+        console.print(verdict(memory, usable, whose, tpu=chip.platform is Platform.tpu), soft_wrap=True)
+
+
+def verdict(memory: ExpectedMemory, usable: int, whose: str, *, tpu: bool) -> str:
+    """Return whether a step fits into the usable bytes of a device, by the estimate and by how far off it was."""
+    off = estimate_errors() if tpu else {"low": 0.5, "high": 2.0}
+    at_rest = memory.parameters + memory.optimizer + memory.average
+    low, high = (max(at_rest, off[key] * memory.total) for key in ("low", "high"))
+    word = "does not fit" if low > usable else "should fit" if high <= usable else "may not fit"
+    held = f"it was for {off['layouts']} layouts of {off['models']} models" if tpu else "it may be, a factor of two"
+    numbers = f"{memory.total / GIB:.1f} GiB, {low / GIB:.1f} to {high / GIB:.1f} GiB by how far off {held}"
+    return f"{word}: an estimate of {numbers}; {whose} has {usable / GIB:.1f} GiB usable. mode=compile says for certain"
 
 
 def _print_remats(console: Console, run: Run, memory: ExpectedMemory) -> None:

@@ -1,0 +1,112 @@
+"""Compares the memory that `mode=show` estimates with what the TPU compiler needs, over partitions and remats.
+
+    python experiments/memory.py                    # some 90 layouts for v5e-8 and v4-16, about 5 s each; needs libtpu
+    python experiments/memory.py --ship             # and write the interval that the estimate of every run is told with
+
+The compiler is told that the chip has 100 MiB: it then refuses a program at once, with the bytes of its peak, in a
+hundredth of the time of a compile (the peak of a whole compile is within 2% of that number, experiments/LOG.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import valkyrie
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.parallel.topology import compile_devices
+from valkyrie.paths import config_names, write_whole
+from valkyrie.run import Run
+from valkyrie.search.child import parse_out_of_memory
+from valkyrie.train.memory import ERRORS, expected_memory
+from valkyrie.train.program import StepProgram
+
+HERE = Path(__file__).resolve().parent
+LIMIT = "target.chip.xla_options.xla_tpu_max_hbm_size_mib=100"
+MODELS = {
+    "gpt_125m": ["batch=64"],
+    "valkyrie_125m": ["batch=64", "seq=1024"],
+    "gpt_1b": ["batch=32", "model.layers=8"],
+}
+TARGETS = ["target=v5e-8", "mesh=2x2x2"]
+REMATS = ("none", "dots", "full", "minimal_with_context")
+
+
+def main() -> None:
+    """Compare every legal layout and print how far off the estimate is."""
+    parser = argparse.ArgumentParser(description="The estimate of mode=show against the compiler.")
+    parser.add_argument("--only", nargs="*", default=[], help="only layouts whose name holds one of these words")
+    parser.add_argument("--json", type=Path, default=HERE / "memory.json", help="where results are kept")
+    parser.add_argument("--kept", action="store_true", help="no compile: only layouts whose bytes are kept")
+    parser.add_argument("--ship", action="store_true", help=f"write the interval to {ERRORS.name}")
+    asked = parser.parse_args()
+    kept = {r["layout"]: r for r in json.loads(asked.json.read_text())} if asked.json.is_file() else {}
+    for model, overrides in MODELS.items():
+        for partition in config_names("partition"):
+            for remat in REMATS:
+                name = f"{model} {partition} {remat}"
+                if (asked.only and not any(word in name for word in asked.only)) or (asked.kept and name not in kept):
+                    continue
+                try:
+                    run = valkyrie.compose(
+                        f"model={model}", *overrides, *TARGETS, f"partition={partition}", f"remat={remat}", LIMIT
+                    )
+                except ValueError as error:
+                    print(f"{name}: left out: {str(error).splitlines()[0][:100]}", flush=True)
+                    continue
+                result = compare(run, kept.get(name, {}).get("needed"))
+                kept[name] = {"layout": name} | result
+                print(name, result, flush=True)
+                write_whole(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
+    told = summary(list(kept.values()))
+    print(json.dumps(told, indent=1))
+    if asked.ship:
+        write_whole(ERRORS, json.dumps(told, indent=1) + "\n")
+
+
+def compare(run: Run, needed: int | None) -> dict[str, Any]:
+    """Return the bytes that a step needs, estimated and by the compiler, which is not asked where `needed` is known."""
+    began = time.perf_counter()
+    devices = compile_devices(run.config.target)
+    program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
+    expected = expected_memory(run, program.abstract_state)
+    if needed is None:
+        try:
+            program.compile_step()
+        except jax.errors.JaxRuntimeError as error:
+            needed = parse_out_of_memory(str(error))["needed"]
+    assert needed is not None, "the compiler did not refuse"
+    at_rest = expected.parameters + expected.average + expected.optimizer
+    return {
+        "needed": needed,
+        "expected": expected.total,
+        "at_rest": at_rest,
+        "gradients": expected.gradients,
+        "ratio": needed / expected.total,
+        "temporary_ratio": (needed - at_rest) / (expected.total - at_rest),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return over how many layouts and models the ratio of needed to estimated bytes lies between what."""
+    ratios = sorted(r["ratio"] for r in results)
+    models = len({r["layout"].split()[0] for r in results})
+    return {
+        "layouts": len(ratios),
+        "models": models,
+        "low": ratios[0],
+        "high": ratios[-1],
+        "median": statistics.median(ratios),
+        "within_15_percent": sum(abs(ratio - 1) <= 0.15 for ratio in ratios),
+    }
+
+
+if __name__ == "__main__":
+    main()
