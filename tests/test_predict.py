@@ -222,7 +222,8 @@ def test_a_function_on_this_machines_devices_is_refused():
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("name", "shape"), [("v4-64", (8, 4)), ("v5e-8", (2, 4)), ("v6e-16", (4, 4)), ("tpu7x-16", (4, 4))]
+    ("name", "shape"),
+    [("v4-64", (8, 4)), ("v5e-8", (2, 4)), ("v6e-16", (4, 4)), ("tpu7x-16", (4, 4)), ("v3-32", (8, 4))],
 )
 def test_places_without_libtpu_are_those_of_its_devices(name: str, shape: tuple[int, ...]):
     slice = valkyrie.slice(name)

@@ -83,7 +83,7 @@ class Place:
 
 
 def described_devices(target: TargetConfig) -> list[Place]:
-    """Return the devices of a slice as libtpu numbers them, by its topology alone."""
+    """Return the devices of a slice as libtpu numbers and lists them, host by host, by its topology alone."""
     topology, chip = topology_of(target), target.chip
     assert chip is not None
     kind = chip.device_kinds[0] if chip.device_kinds else chip.name
@@ -96,4 +96,10 @@ def described_devices(target: TargetConfig) -> list[Place]:
         for a in range(shape[0])
         for core in range(topology.devices_per_chip)
     )
-    return [Place(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(places)]
+    devices = [Place(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(places)]
+    bounds = (*topology.host_bounds, *(1,) * (3 - len(topology.host_bounds)))
+
+    def host(device: Place) -> tuple[int, ...]:
+        return device.slice_index, *(n // by for n, by in zip(device.coords[::-1], bounds[::-1], strict=True))
+
+    return sorted(devices, key=lambda device: (host(device), device.id))
