@@ -89,5 +89,5 @@ SPLASH_BUNDLES = {
 block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Read off its dumps (`LIBTPU_INIT_ARGS=
 --xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`, `*-schedule-analysis_final_bundles.txt`); a bundle is a cycle at
 best. tpu7x: libtpu 0.0.42.1, the body of a step of the grid in `*-final_bundles.txt`, which on v6e is within 5% of what
-stands here. Chips that are not listed are taken for a v5p, which a note of the report says. Segment ids and local masks add
-up to 8%."""
+stands here. Chips that are not listed are taken for a v5p, which a note of the report says. Segment ids and local masks
+add up to 8%."""
