@@ -26,11 +26,13 @@ from helpers import (
     some_quick,
     two_steps,
 )
+from valkyrie.machine.replay import Cost
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.run import Run
-from valkyrie.train.kept import by_policy, kept_bytes, named_bytes
+from valkyrie.search.recomputed import keep_next, recomputation
+from valkyrie.train.kept import by_policy, kept_bytes, made_again
 from valkyrie.train.program import StepProgram
 from valkyrie.train.saved import saved_config
 
@@ -91,7 +93,7 @@ def test_every_activation_that_a_model_declares_is_named_in_its_step(model: str)
 
 def test_saving_an_activation_takes_the_bytes_that_are_told():
     run = small_run("valkyrie_tiny", "remat=full")
-    for name, size in named_bytes(run).items():
+    for name, (size, _) in made_again(run).items():
         assert kept_bytes(run, remat=RematConfig("full", [name])).on_device - kept_bytes(run).on_device == size, name
 
 
@@ -133,6 +135,27 @@ def test_a_run_is_repeated_with_its_lists(tmp_path: Path):
     assert (
         again.config.remat == run.config.remat == RematConfig("qkv_proj_offloaded", ["out"], ["query", "key", "value"])
     )
+
+
+def again(name: str, seconds: float) -> Cost:
+    return Cost("matmul", f"jit(step)/while/body/checkpoint/rematted_computation/{name}/dot_general", "", 24.0, seconds)
+
+
+def test_the_dearest_activation_with_room_is_the_next_to_keep():
+    run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
+    forward = Cost("matmul", "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
+    costs = [again("up", 0.02), again("up/x", 0.01), again("driven", 0.05), again("states", 0.01), again("out", 0.3)]
+    found = recomputation(run, [forward, *costs])
+    assert [(e["name"], round(e["seconds"], 9)) for e in found["again"][:2]] == [("states", 0.06), ("driven", 0.05)]
+    assert (found["save"], found["offload"], {*found["device"]}) == (["out"], [], {"block_input", "out"})
+    summary = {"remat": found, "memory": {"headroom": 2**30}, "step": {"step_s": 1.0}}
+    (line,) = keep_next(summary)
+    assert line.startswith("Keep states next: remat.save=[out,states] takes about 96.0 KiB more of the 1.0 GiB")
+    assert "spares 60.0 ms (6% of the step) of computing it again, by the replay" in line
+    (line,) = keep_next(summary | {"memory": {"headroom": 0}})
+    assert "Offload states next: remat.offload=[states] sends about 96.0 KiB to the host and back" in line
+    assert keep_next(summary | {"step": {"step_s": 100.0}}) == [], "it is worth nothing"
+    assert keep_next(summary | {"remat": recomputation(run, [forward])}) == [], "nothing is made again"
 
 
 def test_every_policy_has_its_bytes():

@@ -166,7 +166,7 @@ def test_partitions_that_send_no_less_are_not_named(tmp_path: Path):
 def test_hints_about_copies_and_narrow_products(run: Run, tmp_path: Path):
     found = summary(run, tmp_path, replay([])) | {"seconds": {"matmul": 0.6, "copies": 0.4}}
     assert "Waiting for copies between memories is 40% of the step" in hints(found)[0] and "host" not in hints(found)[0]
-    offloads = found | {"about": {**found["about"], "remat": "offload"}}
+    offloads = found | {"about": {**found["about"], "remat": "offload"}, "remat": {"host": {"query": 1}, "again": []}}
     offloads["step"] = {**found["step"], "executed_flops": 2e13, "model_flops": 1e13}
     assert not any("recomputation" in hint for hint in hints(offloads)), "an offload is not blamed for it"
     larger = [{"change": "remat=none", "needs": 99 * 2**30}, {"change": "remat=dots", "needs": 2**30}]

@@ -23,6 +23,7 @@ from valkyrie.ops.attention import (
     init_cache,
     sharded_attention,
 )
+from valkyrie.ops.choices import CONTEXT
 from valkyrie.ops.linear import Numerics
 from valkyrie.ops.rotary import rotate
 
@@ -50,20 +51,21 @@ class Projections(nnx.Module):
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
     ) -> Float[Array, "batch seq heads head_dim"]:
         """Return rotated queries."""
-        q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
-        q = self.query_norm(q) if self.normalised else q
-        return rotate(q, positions, self.theta, shard.backend)
+        with jax.named_scope("query"):
+            q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
+            q = self.query_norm(q) if self.normalised else q
+            return rotate(q, positions, self.theta, shard.backend)
 
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
     ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
         """Return rotated keys, and values."""
-        k, v = (
-            project("bse,ehd->bshd", x, weights, shard=shard, numerics=self.numerics)
-            for weights in (self.key, self.value)
-        )
-        k = self.key_norm(k) if self.normalised else k
-        return rotate(k, positions, self.theta, shard.backend), v
+        with jax.named_scope("value"):
+            v = project("bse,ehd->bshd", x, self.value, shard=shard, numerics=self.numerics)
+        with jax.named_scope("key"):
+            k = project("bse,ehd->bshd", x, self.key, shard=shard, numerics=self.numerics)
+            k = self.key_norm(k) if self.normalised else k
+            return rotate(k, positions, self.theta, shard.backend), v
 
 
 class AttentionLayer(nnx.Module):
@@ -101,9 +103,9 @@ class AttentionLayer(nnx.Module):
             k_global, v_global = self.globals.keys_values(x, positions, shard)
             inputs += [q_global, k_global, v_global]
             axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
-        mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
-        out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics)
-        return checkpoint_name(out, "out")
+        with jax.named_scope(CONTEXT):
+            mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
+        return project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
 
     def _local(self, segmented: bool, shard: Shard):
         """Return what each device does with its heads, rows and, under a sequence split, positions."""

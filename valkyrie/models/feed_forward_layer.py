@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from valkyrie.axes import Shard
@@ -41,15 +40,12 @@ class FeedForwardLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the product of each position."""
-        up = project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics)
-        up = checkpoint_name(up, "up")
+        up = project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up")
         if self.kind.gated:
-            gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics)
-            gate = checkpoint_name(gate, "gate")
+            gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
             up, gate = made_once(up, gate)
             hidden = _NONLINEAR[self.kind](gate) * up
         else:
             hidden = _NONLINEAR[self.kind](up)
         hidden = shard(hidden, "batch", "seq", "mlp")
-        down = project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics)
-        return checkpoint_name(down, "down")
+        return project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import Parameter, Shard
@@ -51,11 +52,23 @@ def parameter(spec: Parameter, value: Array, numerics: Numerics) -> nnx.Param:
 
 
 def project(
-    equation: str, x: Float[Array, "..."], weights: nnx.Param, *, shard: Shard, numerics: Numerics
+    equation: str,
+    x: Float[Array, "..."],
+    weights: nnx.Param,
+    *,
+    shard: Shard,
+    numerics: Numerics,
+    name: str | None = None,
 ) -> Float[Array, "..."]:
-    """Return the einsum of an activation and a parameter in the compute dtype (`valkyrie.ops.linear.linear`)."""
+    """Return the einsum of an activation and a parameter in the compute dtype (`valkyrie.ops.linear.linear`).
+
+    `name` is that of the result: `remat` keeps it by that, and reports tell its cost.
+    """
     axes = weights.get_metadata()["logical_axes"]
-    return linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics)
+    if name is None:
+        return linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics)
+    with jax.named_scope(name):
+        return checkpoint_name(linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics), name)
 
 
 def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:

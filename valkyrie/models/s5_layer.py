@@ -21,6 +21,7 @@ from valkyrie.axes import UNSHARDED, Axes, Shard
 from valkyrie.models.block import Site
 from valkyrie.models.layers import Boundaries, normal, parameter, project
 from valkyrie.models.s5 import S5, Activation
+from valkyrie.ops.choices import STATES
 from valkyrie.ops.linear import FLOAT32, Numerics, linear
 from valkyrie.ops.scan import is_checkable, linear_recurrence, recurrence_step, sharded_linear_recurrence
 from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
@@ -99,7 +100,8 @@ class S5Layer(nnx.Module):
             clip_eigs=c.clip_eigenvalues,
         )
         B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
-        re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
+        with jax.named_scope("driven"):
+            re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
         return lam_bar, (checkpoint_name(re, "driven"), checkpoint_name(im, "driven"))
 
     def _scan(
@@ -123,15 +125,17 @@ class S5Layer(nnx.Module):
         of_keep = None if keep is None else ("batch", "seq")
         checked = is_checkable(c.scan, shard.backend)
         run = shard.map(local, [("state",), states, of_keep], [states, states], checked=checked)
-        re, im = run(lam_bar, bu, keep)
+        with jax.named_scope(STATES):
+            re, im = run(lam_bar, bu, keep)
         return re, im
 
     def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
         # A sum, not a difference: where `state` is split, a compiler may then add first and reduce over devices once.
         signed = C[..., 0], -C[..., 1]
-        re, im = (
-            linear("bsp,ep->bse", x[part], signed[part], axes=_C_AXES, shard=shard, numerics=FLOAT32) for part in (0, 1)
-        )
+        with jax.named_scope("read"):
+            re, im = (
+                linear("bsp,ep->bse", x[i], signed[i], axes=_C_AXES, shard=shard, numerics=FLOAT32) for i in (0, 1)
+            )
         return (2 if self.config.conjugate_symmetric else 1) * (re + im)
 
     def _gated(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
@@ -140,7 +144,7 @@ class S5Layer(nnx.Module):
             return jax.nn.gelu(y)
 
         def dense(x: Array, w: nnx.Param, name: str) -> Array:
-            return checkpoint_name(project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics), name)
+            return project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics, name=name)
 
         active = jax.nn.gelu(y)
         # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.

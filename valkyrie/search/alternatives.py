@@ -21,7 +21,8 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, An
     """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
 
     Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`, which may err by a
-    factor of two in activations. Changes of one key are tried; where none of them saves `missing` bytes, full
+    factor of two in activations. Changes of one key are tried, of rematerialisations only that which saves most and
+    that which keeps most and is enough, with host memory and without; where none saves `missing` bytes, full
     rematerialisation with ever more microbatches too.
     """
     now = _expected(run)
@@ -31,7 +32,9 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, An
         listed = [{"change": change, "saves": now - _expected(other)} for change, other in legal]
         return sorted((entry for entry in listed if entry["saves"] > 0), key=lambda entry: -entry["saves"])
 
-    changes = savings(_variants(run))
+    remats = [savings(_remats(run, offload)) for offload in (False, True)]
+    changes = savings(_variants(run)) + [entry for found in remats for entry in _most_and_least(found, missing)]
+    changes.sort(key=lambda entry: -entry["saves"])
     if not any(entry["saves"] >= missing for entry in changes):
         enough = [entry for entry in savings(_combined(run)) if entry["saves"] >= missing]
         changes = enough[-1:] + changes
@@ -39,14 +42,14 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, An
 
 
 def fuller_layouts(run: Run) -> list[dict[str, Any]]:
-    """Return the rematerialisations that keep more than this run's, the fullest first, with the bytes each needs.
+    """Return the rematerialisations that keep more on the device, the fullest first, with the bytes each needs.
 
     Each is {"change": "remat=none", "needs": further bytes on one device}.
     """
     now = _expected(run)
     changes = []
     for remat in read_group("remat", RematConfig):
-        needs = _expected(run.changed(remat=remat)) - now
+        needs = 0 if remat.offload else _expected(run.changed(remat=remat)) - now
         if needs > 0:
             changes.append({"change": f"remat={remat.name}", "needs": needs})
     return sorted(changes, key=lambda entry: -entry["needs"])
@@ -89,8 +92,7 @@ def _sent_for_data(run: Run) -> int | None:
 
 def _variants(run: Run) -> list[tuple[str, Run]]:
     config = run.config
-    remats = read_group("remat", RematConfig)
-    variants = [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != config.remat.label]
+    variants = []
     for factor in (2, 4):
         count = config.microbatches * factor
         variants.append((f"microbatches={count}", run.changed(microbatches=count)))
@@ -100,6 +102,18 @@ def _variants(run: Run) -> list[tuple[str, Run]]:
         for partition in partitions
         if partition.name != config.partition.name
     ]
+
+
+def _remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
+    """Return the other rematerialisations: those that send activations to host memory, or those that send none."""
+    remats = [remat for remat in read_group("remat", RematConfig) if bool(remat.offload) is offload]
+    return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
+
+
+def _most_and_least(savings: list[dict[str, Any]], missing: int) -> list[dict[str, Any]]:
+    """Return of rematerialisations, the most saving first, that first one and the last that still saves enough."""
+    enough = [entry for entry in savings if entry["saves"] >= missing]
+    return savings[:1] + [entry for entry in enough[-1:] if entry is not savings[0]]
 
 
 def _combined(run: Run) -> list[tuple[str, Run]]:

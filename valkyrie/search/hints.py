@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from valkyrie.machine.timeline import COPIES
+from valkyrie.search.recomputed import keep_next
 from valkyrie.search.summary import short_cause, short_source
 from valkyrie.units import GIB, gib, percent, sent
 
@@ -27,7 +28,7 @@ def hints(summary: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> lis
     """
     if summary["status"] != "ok" or "step" not in summary:
         return []
-    own = (_reduction, _recomputation, _memory_bound, _copies, _narrow)
+    own = (_reduction, _recomputation, keep_next, _memory_bound, _copies, _narrow)
     lines = [*_exposed(summary, others), *_faster(summary, others), *(line for about in own for line in about(summary))]
     return lines or [_largest(summary)]
 
@@ -151,7 +152,8 @@ def _faster(summary: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[s
 def _recomputation(summary: dict[str, Any]) -> list[str]:
     extra = summary["step"]["executed_flops"] / summary["step"]["model_flops"] - 1
     headroom = summary["memory"]["headroom"]
-    if extra < WORTH_A_HINT or headroom is None or summary["about"]["remat"] in ("none", "offload"):
+    offloads = bool(summary.get("remat", {}).get("host"))
+    if extra < WORTH_A_HINT or headroom is None or summary["about"]["remat"] == "none" or offloads:
         return []
     fitting = [entry for entry in summary["larger"] if entry["needs"] < headroom]
     if not fitting:
@@ -179,9 +181,9 @@ def _copies(summary: dict[str, Any]) -> list[str]:
     if share < WORTH_A_HINT:
         return []
     text = f"Waiting for copies between memories is {percent(share)} of the step"
-    if summary["about"]["remat"] != "offload":
+    if not summary.get("remat", {}).get("host"):
         return [f"{text}: what products need is not on the chip in time."]
-    text += ": remat=offload sends saved activations to the host and back"
+    text += f": remat={summary['about']['remat']} sends saved activations to the host and back"
     headroom = summary["memory"]["headroom"] or 0
     fitting = [e for e in summary["larger"] if e["needs"] < headroom and e["change"] != "remat=full"]
     if not fitting:

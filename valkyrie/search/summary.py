@@ -15,6 +15,7 @@ from valkyrie.axes import UNATTRIBUTED
 from valkyrie.hardware import usable_hbm
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
+from valkyrie.search.recomputed import recomputation
 from valkyrie.search.trust import trust
 from valkyrie.train.folder import versions
 from valkyrie.units import GIB
@@ -64,6 +65,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     summary["reduction"] = run.config.precision.reduction.value
     if replay is not None:
         summary["step"] = speed(run, replay)
+    summary["remat"] = recomputation(run, replay.costs if replay is not None else [])
     return summary | parts_of_step(replay, uses)
 
 

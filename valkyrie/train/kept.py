@@ -46,14 +46,21 @@ def kept_bytes(run: Run, layout: Layout | None = None, remat: RematConfig | None
     return KeptBytes(device, host)
 
 
-def named_bytes(run: Run) -> dict[str, int]:
-    """Return the bytes of one device that keeping each named activation takes that this run computes again."""
+def made_again(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Return the named activations that this run computes again: the bytes of one device that keeping one takes.
+
+    With them the names of those that only serve to make it, and would not be made again either.
+    """
     layout, remat = run.layout, run.config.remat
     sizes: dict[str, float] = defaultdict(float)
+    serving: dict[str, dict[str, None]] = defaultdict(dict)
     for kept in run.model.kept():
-        if kept.name is not None and _place(kept, remat) is Place.nowhere and not _is_spared(kept, remat):
+        again = _place(kept, remat) is Place.nowhere and not _is_spared(kept, remat)
+        if again and kept.name is not None and kept.count:
             sizes[kept.name] += bytes_of(kept, run, layout)
-    return {name: int(size) for name, size in sizes.items() if size}
+            if kept.remakes is not None:
+                serving[kept.remakes][kept.name] = None
+    return {name: (int(size), tuple(serving[name])) for name, size in sizes.items()}
 
 
 def by_policy(run: Run) -> dict[str, KeptBytes]:
