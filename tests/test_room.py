@@ -17,7 +17,8 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.train import host, room
 from valkyrie.train.devices import Devices, missing_devices
 from valkyrie.train.host import free_memory
-from valkyrie.train.memory import ExpectedMemory, _activation_bytes, _gathered_bytes, estimate_errors
+from valkyrie.train.kept import kept_bytes
+from valkyrie.train.memory import ExpectedMemory, _gathered_bytes, activation_bytes, estimate_errors
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, out_of_memory_in_plain_words
 from valkyrie.train.show import verdict
@@ -206,7 +207,7 @@ def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
 def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_loss_or_the_gradients():
     def activations(*overrides: str) -> tuple[int, int]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)
-        return _activation_bytes(run, run.layout, 0), _gathered_bytes(run, run.layout)
+        return activation_bytes(run, 0, kept_bytes(run)), _gathered_bytes(run, run.layout)
 
     simulated, _ = activations("partition=fsdp", "target=cpu4")
     on_tpu, gathered = activations("partition=fsdp", "target=v5e-4")

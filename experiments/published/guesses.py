@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from valkyrie.run import Run
 
-PRODUCTS_ONCE = ("none", "dots")
+PRODUCTS_ONCE = ("none", "dots", "minimal", "minimal_with_context", "minimal_offloaded")
 """The rematerialisations that compute no product of weights twice."""
 
 

@@ -19,7 +19,7 @@ from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
 from valkyrie.precision import ACCUMULATED
 from valkyrie.run import Run
-from valkyrie.train.kept import UNNAMED, bytes_of, kept_bytes
+from valkyrie.train.kept import UNNAMED, KeptBytes, bytes_of, kept_bytes
 
 ERRORS = Path(__file__).with_name("memory.json")
 """How far the estimate was off where it was held to the compiler; experiments/memory.py writes it."""
@@ -108,7 +108,7 @@ def expected_memory(run: Run, abstract_state: Any) -> ExpectedMemory:
         gradients=(gradients := min(parameters, reduced) + (added if layout.microbatches > 1 else 0)),
         optimizer=_local_bytes(abstract_state.optimizer) if optimizer_here else 0,
         average=_local_bytes(abstract_state.ema) if parameters_here else 0,
-        activations=_activation_bytes(run, layout, gradients),
+        activations=activation_bytes(run, gradients, kept_bytes(run, layout)),
     )
 
 
@@ -117,12 +117,12 @@ def _local_bytes(abstract: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
 
 
-def _activation_bytes(run: Run, layout: Layout, gradients: int) -> int:
-    """Return what the backward pass keeps of all blocks, and the working set of one group of blocks and of the loss.
+def activation_bytes(run: Run, gradients: int, kept: KeptBytes) -> int:
+    """Return what a policy keeps for the backward pass, and the working set of one group of blocks and of the loss.
 
     On a TPU the peak is at the loss, or in the backward pass, when gradients are there beside a group's working set.
     """
-    kept, working = kept_bytes(run, layout), run.model.working()
+    layout, working = run.layout, run.model.working()
     loss = sum(bytes_of(part, run, layout) for part in working if part.positions is not None)
     group = sum(bytes_of(part, run, layout) for part in working if part.positions is None)
     if run.config.target.platform is not Platform.tpu:

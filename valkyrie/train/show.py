@@ -11,7 +11,14 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import EVERYTHING
 from valkyrie.run import Run
 from valkyrie.train.kept import by_policy, kept_bytes
-from valkyrie.train.memory import ExpectedMemory, ParameterRow, estimate_errors, expected_memory, parameter_rows
+from valkyrie.train.memory import (
+    ExpectedMemory,
+    ParameterRow,
+    activation_bytes,
+    estimate_errors,
+    expected_memory,
+    parameter_rows,
+)
 from valkyrie.units import GIB
 
 
@@ -84,14 +91,14 @@ def verdict(memory: ExpectedMemory, usable: int, whose: str, *, tpu: bool) -> st
 
 
 def _print_remats(console: Console, run: Run, memory: ExpectedMemory) -> None:
-    own = kept_bytes(run).on_device
+    rest = memory.total - memory.activations
     title = "memory of each remat on one device, GiB (estimate)"
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
     table.add_column("remat=")
     for column in ("kept on the device", "in host memory", "total"):
         table.add_column(column, justify="right")
     for name, kept in by_policy(run).items():
-        sizes = (kept.on_device, kept.on_host, memory.total - own + kept.on_device)
+        sizes = (kept.on_device, kept.on_host, rest + activation_bytes(run, memory.gradients, kept))
         style = "bold" if name == run.config.remat.label else None
         table.add_row(name, *(f"{size / GIB:.3f}" for size in sizes), style=style)
     console.print(table, soft_wrap=False)
