@@ -13,6 +13,13 @@ class DType(Enum):
     bfloat16 = "bfloat16"
 
 
+class ProductDType(Enum):
+    """The narrow dtypes that products may take their operands in; the value is NumPy's name."""
+
+    int8 = "int8"
+    float8_e4m3fn = "float8_e4m3fn"
+
+
 ACCUMULATED = DType.float32
 """The dtype of whatever is added to in small parts, under every policy: moments, averages, gradients of microbatches.
 
@@ -26,11 +33,14 @@ class PolicyConfig:
     """A precision policy. S5 parameters and every softmax, norm and loss stay in float32 under all of them.
 
     `parameter`: dtype of stored parameters; `compute`: dtype of activations and of the operands of matrix products;
-    `reduction`: dtype in which gradients are summed over devices. Optimizer moments, the average of the parameters and
-    sums over microbatches are float32 (`ACCUMULATED`).
+    `products`: narrow dtype of the operands of blocks' products with parameters, forward and by the activations
+    backward (null: `compute`); each row and column is scaled to it anew. Gradients of parameters are products in
+    `compute`, as are attention and logits. `reduction`: dtype in which gradients are summed over devices. Optimizer
+    moments, the average of the parameters and sums over microbatches are float32 (`ACCUMULATED`).
     """
 
     name: str = "float32"
     parameter: DType = DType.float32
     compute: DType = DType.float32
+    products: ProductDType | None = None
     reduction: DType = DType.float32

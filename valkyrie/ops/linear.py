@@ -13,20 +13,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import Axes, Shard
+from valkyrie.ops.narrow import narrow_einsum
 from valkyrie.precision import ACCUMULATED, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
-    """The dtypes of a precision policy, hashable: parameters as stored, operands of products, gradient sums."""
+    """The dtypes of a precision policy, hashable: parameters as stored, operands of products, gradient sums.
+
+    `products` is a narrow one that operands are scaled to (`valkyrie.ops.narrow`), None for none.
+    """
 
     parameter: str
     compute: str
     reduction: str
+    products: str | None = None
 
     @staticmethod
     def of(policy: PolicyConfig) -> Numerics:
         """Return the dtypes that a policy names."""
-        return Numerics(policy.parameter.value, policy.compute.value, policy.reduction.value)
+        narrow = None if policy.products is None else policy.products.value
+        return Numerics(policy.parameter.value, policy.compute.value, policy.reduction.value, narrow)
 
 
 FLOAT32 = Numerics(DType.float32.value, DType.float32.value, DType.float32.value)
@@ -55,20 +61,25 @@ def linear(
     def cast(w: Array) -> Array:
         return shard.computed(w.astype(numerics.compute), *axes)
 
+    def multiplied(equation: str, x: Array, w: Array) -> Array:
+        if numerics.products is None:
+            return jnp.einsum(equation, x, cast(w))
+        return narrow_einsum(equation, x, w, numerics.products, lambda narrow: shard.computed(narrow, *axes))
+
     @jax.custom_vjp
     def product(x: Array, w: Array) -> Array:
-        return jnp.einsum(equation, x, cast(w))
+        return multiplied(equation, x, w)
 
     # The product stands here once more, not a call of `product`: rematerialisation that saves products must see it.
     def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-        return jnp.einsum(equation, x, cast(w)), (x, w)
+        return multiplied(equation, x, w), (x, w)
 
     def of_weights(x: Array, g: Array) -> Array:
         return jnp.einsum(f"{of_x},{out}->{of_w}", x, g, preferred_element_type=jnp.dtype(numerics.reduction))
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
         x, w = saved
-        dx = jnp.einsum(f"{out},{of_w}->{of_x}", g, cast(w))
+        dx = multiplied(f"{out},{of_w}->{of_x}", g, w)
         dw = shard.gradient(of_weights, (x, g), *axes, reduction=numerics.reduction)
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
