@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import compose_run, names
-from valkyrie.search.trust import Published, interval, published
+from valkyrie.search.trust import Published, correction, interval, published
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))
@@ -55,7 +55,14 @@ def predict(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def row(predict: ModuleType, name: str, chip: str, ideal: float, measured: float, **values: Any) -> Any:
-    values = {"model": "m", "family": "f", "layout": "dp", "repeated": 4 / 3, "tokens_per_chip": 100.0} | values
+    values = {
+        "model": "m",
+        "family": "f",
+        "layout": "dp",
+        "slices": 1,
+        "repeated": 4 / 3,
+        "tokens_per_chip": 100.0,
+    } | values
     return sys.modules["guesses"].Row(name, chip=chip, ideal_s=ideal, measured_s=measured, **values)
 
 
@@ -72,12 +79,15 @@ def test_tables_have_the_errors_of_all_three_by_chip_family_and_order(predict: M
     tables = sys.modules["tables"]
     rows = [row(predict, "a", "v4", 1.0, 2.0), row(predict, "b", "v4", 1.0, 2.5), row(predict, "c", "v4", 1.5, 2.02)]
     results = [
-        {"row": name, "status": "ok", "libtpu": "0.0.1", "predicted_s": predicted}
-        for name, predicted in (("a", 1.8), ("b", 1.7), ("c", 1.9))
+        {"row": name, "status": "ok", "libtpu": "0.0.1", "replayed_s": replayed}
+        for name, replayed in (("a", 1.8), ("b", 1.7), ("c", 1.9))
     ]
-    results = [tables.with_guesses(result, of, rows) for result, of in zip(results, rows, strict=True)]
-    table = tables.markdown([*results, {"row": "x", "status": "failed", "reason": "it crashed"}])
-    assert "| a | dp | 2.000 | 1.800 | -10.0% | 1.750 | -12.5% | 1.333 | -33.3% |" in table
+    known = [run_of("other", "v4", 1.1), run_of("a", "v4", 9.0, family="f")]
+    corrected = tables.with_guesses(results[0], rows[0], rows, known)
+    assert corrected["seconds_by"]["predicted"] == pytest.approx(1.8 * 1.1), "its own family is left out"
+    results = [tables.with_guesses(result, of, rows, []) for result, of in zip(results, rows, strict=True)]
+    table = tables.markdown([*results, {"row": "x", "status": "failed", "reason": "it crashed"}], [])
+    assert "| a | dp | 2.000 | 1.800 | -10.0% | 1.800 | -10.0% | 1.750 | -12.5% | 1.333 | -33.3% |" in table
     assert "| x |  |  | failed: it crashed |" in table
     assert "| v4 | 3 | 10.0%, 32.0%, 32.0% | " in table and "| f | 3 | 10.0%" in table and "| all | 3 | 10.0%" in table
     assert "3 of 4 rows predicted, by libtpu 0.0.1." in table
@@ -105,10 +115,11 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
         calls.append(run.config.batch)
         if run.config.batch == 16:
             return SimpleNamespace(status="failed"), {"status": "failed", "reason": "it crashed"}, None
-        found = {"step": {"step_s": 0.4}, "seconds": {"matmul": 0.4}, "memory": {"peak": 2**30}}
+        found = {"step": {"step_s": 0.4, "replayed_s": 0.4}, "seconds": {"matmul": 0.4}, "memory": {"peak": 2**30}}
         return SimpleNamespace(status="ok"), found, None
 
     monkeypatch.setattr(predict, "compile_and_summarise", compiled)
+    monkeypatch.setattr(predict, "published", tuple)  # nothing to correct a replay by
     table = str(tmp_path / "rows.csv")
     monkeypatch.setattr(sys, "argv", ["predict.py", "--rows", table, "--config-dir", str(tmp_path / "own")])
     predict.main()
@@ -126,22 +137,39 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
     assert calls == [8, 16, 16] and "1 of 6 rows predicted" in capsys.readouterr().out
 
 
-def test_an_interval_comes_from_runs_of_other_models_on_the_chip_else_on_all():
-    rows = [Published(f"r{n}", f"m{n % 2}", f"f{n % 2}", "v4", 1 + n / 10, "0.0.1") for n in range(8)]
-    found = interval(rows, "v4", "mine")
-    assert found is not None and (found.low, found.high, found.rows, found.chip) == (1.0, 1.7, 8, "v4")
-    own = interval(rows, "v4", "m0")
-    assert own is not None and (own.low, own.rows, own.models, own.left_out) == (1.1, 4, 1, 4)
-    elsewhere = interval(rows, "v6e", "mine")
-    assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (8, None)
-    assert interval(rows[:3], "v4", "mine") is None
+def run_of(row: str, chip: str, ratio: float, slices: int = 1, family: str = "") -> Published:
+    return Published(row, f"m{family}", family or row, chip, slices, ratio, "0.0.1")
+
+
+SLOW = [run_of(f"a{n}", "v4", 1.2 * 1.05**n, slices=2**n, family="a") for n in range(3)]
+SLOW += [run_of("b", "v4", 1.1, family="b"), run_of("c", "v6e", 0.9, family="c"), run_of("d", "v6e", 0.9, family="c")]
+
+
+def test_a_replay_is_corrected_by_the_recipes_on_its_chip_and_by_the_slices_that_runs_waited_for():
+    found = correction(SLOW, "v4", slices=1)
+    assert found.of_chip == pytest.approx((1.2 * 1.1) ** 0.5), "recipes count alike, however many rows they have"
+    assert (found.of_slices, found.rows, found.families) == (1.0, 4, 2)
+    assert correction(SLOW, "v4", slices=8).of_slices == pytest.approx(1.05**3)
+    alone = correction(SLOW, "v4", slices=2, without="a")
+    assert (alone.of_chip, alone.of_slices) == (pytest.approx(1.1), 1.0), "no other recipe says what slices lose"
+    assert correction(SLOW, "v6e", slices=1).factor == pytest.approx(0.9)
+    assert correction(SLOW, "v5e", slices=1).factor == 1.0
+
+
+def test_an_interval_comes_from_runs_that_other_recipes_on_their_chip_predict():
+    found = interval(SLOW, "v4")
+    assert found is not None and (found.rows, found.models, found.chip) == (4, 2, "v4")
+    assert (found.low, found.high) == (pytest.approx(1.1 / 1.2), pytest.approx(1.2 * 1.05**2 / 1.1))
+    elsewhere = interval(SLOW, "v6e")
+    assert elsewhere is not None and (elsewhere.rows, elsewhere.chip) == (4, None), "v6e's have no other recipe"
+    assert interval(SLOW[1:], "v4") is None
 
 
 def test_the_intervals_of_reports_are_what_the_script_makes_of_its_results(predict: ModuleType):
     results = {r["row"]: r for r in json.loads(TABLE.with_name("results.json").read_text())}
     measured = {line["row"]: float(line["step_s"]) for line in STATED}
     assert {row.row: row.ratio for row in published()} == {
-        name: pytest.approx(measured[name] / r["predicted_s"]) for name, r in results.items() if r.get("predicted_s")
+        name: pytest.approx(measured[name] / r["replayed_s"]) for name, r in results.items() if r.get("replayed_s")
     }
     assert {row.family for row in published()} == {line["family"] for line in STATED}
 

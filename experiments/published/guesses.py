@@ -24,6 +24,7 @@ class Row:
     family: str
     chip: str
     layout: str
+    slices: int
     ideal_s: float
     repeated: float
     tokens_per_chip: float
@@ -50,6 +51,7 @@ def row_of(line: dict[str, str], run: Run) -> Row:
         family=line.get("family") or f"{run.model.name} on {chip.name}",
         chip=chip.name,
         layout=run.layout.name,
+        slices=config.target.slices,
         ideal_s=run.step_flops / (chips * chip.peak_tflops["bfloat16"] * 1e12),
         repeated=1.0 if str(run.about()["remat"]) in PRODUCTS_ONCE else 4 / 3,
         tokens_per_chip=config.batch * config.seq / chips,

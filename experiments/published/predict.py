@@ -11,10 +11,11 @@ needs libtpu (`uv sync --extra tpu`) and no TPU. A row that cannot be composed, 
 reported with its reason. Results are kept (`--json`): begun again, it does what is missing, and what other sources or
 another compiler made. `--ship` writes the errors that every report of a compile holds its prediction to.
 
-Nothing is fitted to a row: the prediction is the replay of the compiled step, as `valkyrie-train mode=compile` prints
-it. Where a source gives FLOP/s or MFU in place of seconds, its own count of FLOPs turned them into seconds: 6 x
-parameters x tokens, and attention as if every token saw the whole sequence (MaxText counted so until its issue 1988;
-PaLM, appendix B).
+The prediction is the replay of the compiled step, as `valkyrie-train mode=compile` prints it, corrected by published
+runs: a factor for the chip, and one for every doubling of slices (valkyrie/search/trust.py). No row is fitted to
+itself: its whole family is left out of its correction. Where a source gives FLOP/s or MFU in place of seconds, its own
+count of FLOPs turned them into seconds: 6 x parameters x tokens, and attention as if every token saw the whole sequence
+(MaxText counted so until its issue 1988; PaLM, appendix B).
 
 Beside each prediction stand two guesses that need no compiler (guesses.py): the model's FLOPs at the median MFU of the
 other rows on the same chip, which has seen measured times of its neighbours; and those FLOPs at the peak of the chip.
@@ -36,12 +37,12 @@ from valkyrie.paths import source_digest, write_whole
 from valkyrie.run import Run
 from valkyrie.search.compile import program_key
 from valkyrie.search.modes import compile_and_summarise
-from valkyrie.search.trust import FILE, as_json
+from valkyrie.search.trust import FILE, Published, as_json, published
 from valkyrie.train.arguments import run_of
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from guesses import row_of  # noqa: E402  # beside this script
+from guesses import Row, row_of  # noqa: E402  # beside this script
 from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
 
 NEEDED = ("row", "experiment", "overrides", "step_s")
@@ -74,15 +75,16 @@ def main() -> None:
             results.setdefault(name, {"status": "not comparable", "reason": line.get("note") or "says too little"})
     every = list(rows.values())
     listed = [{"row": n} | results[n] for n in (line["row"] for line in lines)]
-    listed = [with_guesses(r, rows[r["row"]], every) if r["row"] in rows else r for r in listed]
+    runs_known = known_runs(asked, kept, rows)
+    listed = [with_guesses(r, rows[r["row"]], every, runs_known) if r["row"] in rows else r for r in listed]
     for result in listed:
         result["earlier"] = "made_by" in result and result["made_by"] != made_by_now(runs[result["row"]])
-    table = markdown(listed) + "\n\n" + order(listed, every)
+    table = markdown(listed, runs_known) + "\n\n" + order(listed, every)
     console.print(table, soft_wrap=True)
     if asked.markdown:
         asked.markdown.write_text(table + "\n")
     if asked.ship:
-        write_whole(FILE, as_json(shipped_errors(listed)))
+        write_whole(FILE, as_json(shipped_errors(listed, rows)))
 
 
 def arguments() -> argparse.Namespace:
@@ -99,6 +101,13 @@ def arguments() -> argparse.Namespace:
     asked = parser.parse_args()
     asked.json = asked.json or asked.rows.with_name("results.json")
     return asked
+
+
+def known_runs(asked: argparse.Namespace, kept: dict[str, dict[str, Any]], rows: dict[str, Row]) -> list[Published]:
+    """Return the runs that replays are corrected by: of our own table its kept results, for others what is shipped."""
+    shipped = {run.row: run for run in published()}
+    own = shipped_errors(kept.values(), rows) if asked.rows.resolve() == HERE / "rows.csv" else []
+    return list((shipped | {run.row: run for run in own}).values())
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
@@ -151,8 +160,9 @@ def kept_or_predicted(name: str, run: Run, kept: dict[str, dict[str, Any]], cons
         return {"status": "refused", "reason": str(error), "made_by": made_by}
     result = {"status": compiled.status, "reason": found.get("reason"), "made_by": made_by, "libtpu": libtpu()}
     if "step" in found:
-        result["predicted_s"] = found["step"]["step_s"]
-        result["seconds"] = {key: round(value, 4) for key, value in found["seconds"].items()}
+        result["replayed_s"] = found["step"]["replayed_s"]
+        by = found["step"]["replayed_s"] / found["step"]["step_s"]
+        result["seconds"] = {key: round(by * value, 4) for key, value in found["seconds"].items()}
     if "peak" in found.get("memory", {}):
         result["peak_gib"] = found["memory"]["peak"] / 2**30
     return result
@@ -173,10 +183,10 @@ def libtpu() -> str:
 
 def describe(result: dict[str, Any], measured_s: float, name: str) -> str:
     """Return one line about a row."""
-    if "predicted_s" not in result:
+    if "replayed_s" not in result:
         return f"{name}: {result['status']}: {result['reason']}"
-    numbers = f"predicted {result['predicted_s']:.3f} s, measured {measured_s:.3f} s"
-    return f"{name}: {numbers}, {100 * (result['predicted_s'] / measured_s - 1):+.1f}%  {result.get('seconds', '')}"
+    numbers = f"replayed {result['replayed_s']:.3f} s, measured {measured_s:.3f} s"
+    return f"{name}: {numbers}, {100 * (result['replayed_s'] / measured_s - 1):+.1f}%  {result.get('seconds', '')}"
 
 
 if __name__ == "__main__":

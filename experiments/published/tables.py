@@ -9,39 +9,46 @@ from typing import Any
 
 from guesses import Row, constant_mfu, pairs, roofline
 
-from valkyrie.search.trust import Published, interval
+from valkyrie.search.trust import Published, correction, interval, unseen_ratio
 
 Result = dict[str, Any]
-KINDS = ("predicted", "mfu", "roofline")
-TITLES = {"predicted": "prediction", "mfu": "constant MFU", "roofline": "roofline"}
+KINDS = ("predicted", "replayed", "mfu", "roofline")
+TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constant MFU", "roofline": "roofline"}
 
 
-def with_guesses(result: Result, row: Row, rows: Sequence[Row]) -> Result:
-    """Return a result with what was measured and guessed, and the error of each: seconds over measured, less 1."""
-    seconds = {"predicted": result.get("predicted_s"), "mfu": constant_mfu(row, rows), "roofline": roofline(row)}
+def with_guesses(result: Result, row: Row, rows: Sequence[Row], published: Sequence[Published]) -> Result:
+    """Return a result with what was measured, predicted and guessed; each error is seconds over measured, less 1.
+
+    Its prediction is its replay, corrected by the published runs of other families.
+    """
+    replayed = result.get("replayed_s")
+    by = correction(published, row.chip, row.slices, without=row.family).factor
+    seconds = {"predicted": by * replayed if replayed else None, "replayed": replayed}
+    seconds |= {"mfu": constant_mfu(row, rows), "roofline": roofline(row)}
     errors = {kind: None if s is None else s / row.measured_s - 1 for kind, s in seconds.items()}
-    known = {"family": row.family, "model": row.model, "chip": row.chip, "layout": row.layout}
+    known = {"family": row.family, "model": row.model, "chip": row.chip, "layout": row.layout, "slices": row.slices}
     return result | known | {"measured_s": row.measured_s, "seconds_by": seconds, "errors": errors}
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[Result], published: Sequence[Published]) -> str:
     """Return the table row by row, and its summary under it: errors by chip, by family, of all."""
     lines = [
-        "| published run | layout | measured s | predicted s | error | constant MFU s | error | roofline s | error |"
+        "| published run | layout | measured s | predicted s | error | replay alone s | error | constant MFU s | error "
+        "| roofline s | error |"
     ]
-    lines.append("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    lines.append("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for r in results:
         cells = [f"{r['measured_s']:.3f}" if "measured_s" in r else ""]
         for kind in KINDS:
             seconds, error = (r.get(key, {}).get(kind) for key in ("seconds_by", "errors"))
-            mark = "†" if kind == "predicted" and r.get("earlier") else ""
+            mark = "†" if kind == "replayed" and r.get("earlier") else ""
             cells += ["", ""] if seconds is None else [f"{seconds:.3f}{mark}", f"{100 * error:+.1f}%"]
         if r["status"] != "ok":
             cells[1] = f"{r['status']}: {r['reason']}"
         lines.append(f"| {r['row']} | {r.get('layout', '')} | {' | '.join(cells)} |")
     if any(r.get("earlier") for r in results):
         lines += ["", "†: of an earlier program, replay or compiler than this one."]
-    return "\n".join([*lines, "", *summary(results), "", coverage(results)])
+    return "\n".join([*lines, "", *summary(results), "", coverage(published)])
 
 
 def summary(results: Sequence[Result]) -> list[str]:
@@ -50,7 +57,7 @@ def summary(results: Sequence[Result]) -> list[str]:
     if not predicted:
         return ["No row was predicted."]
     lines = [f"| rows | n | {' | '.join(f'{TITLES[kind]}: median, p90, worst' for kind in KINDS)} |"]
-    lines.append("|---|---:|---:|---:|---:|")
+    lines.append("|---|---:|---:|---:|---:|---:|")
     chips, families = (sorted({r[key] for r in predicted}) for key in ("chip", "family"))
     groups: list[tuple[str, Callable[[Result], bool]]] = [(chip, lambda r, c=chip: r["chip"] == c) for chip in chips]
     groups += [(family, lambda r, f=family: r["family"] == f) for family in families]
@@ -69,22 +76,23 @@ def _spread(results: Iterable[Result], kind: str) -> str:
     return f"{statistics.median(errors):.1f}%, {errors[math.ceil(0.9 * len(errors)) - 1]:.1f}%, {errors[-1]:.1f}%"
 
 
-def shipped_errors(results: Iterable[Result]) -> list[Published]:
-    """Return what reports hold their predictions to: measured over predicted seconds of every row."""
+def shipped_errors(results: Iterable[Result], rows: dict[str, Row]) -> list[Published]:
+    """Return what reports correct their replays by: measured over replayed seconds of every row."""
     return [
-        Published(r["row"], r["model"], r["family"], r["chip"], r["measured_s"] / r["predicted_s"], r["libtpu"])
+        Published(r["row"], row.model, row.family, row.chip, row.slices, row.measured_s / r["replayed_s"], r["libtpu"])
         for r in results
-        if r.get("predicted_s") and "measured_s" in r
+        if r.get("replayed_s") and (row := rows.get(r["row"])) is not None
     ]
 
 
-def coverage(results: Sequence[Result]) -> str:
+def coverage(published: Sequence[Published]) -> str:
     """Return how many measured steps lie in the interval that a report would have given without the row's family."""
-    inside, total, rows = 0, 0, shipped_errors(results)
-    for row in rows:
-        found = interval(rows, row.chip, row.model)
-        if found is not None:
-            total, inside = total + 1, inside + (found.low <= row.ratio <= found.high)
+    inside, total = 0, 0
+    for row in published:
+        others = [other for other in published if other.family != row.family]
+        found, ratio = interval(others, row.chip), unseen_ratio(published, row)
+        if found is not None and ratio is not None:
+            total, inside = total + 1, inside + (found.low <= ratio <= found.high)
     return f"Measured within the interval earned on the other families: {inside} of {total}."
 
 
@@ -95,7 +103,8 @@ def order(results: Iterable[Result], rows: Iterable[Row]) -> str:
     layouts of one model by what it was told of the other.
     """
     by_name = {row.row: row for row in rows}
-    predicted = {r["row"]: r["predicted_s"] for r in results if r.get("predicted_s") and r["row"] in by_name}
+    made = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}
+    predicted = {name: seconds for name, seconds in made.items() if seconds}
     lines = []
     for share in (0.0, 0.02):
         found = pairs([by_name[name] for name in predicted], share)

@@ -66,7 +66,8 @@ class Replay:
     `copies` are waits for a copy between memories; `exposed x,y` those for a collective over these mesh axes.
 
     `flops`: products per device and step. `sending_s`: the time in which any collective was under way. `spans`: the
-    timeline, of loops the first and last iteration. `notes`: what had to be assumed for this module.
+    timeline, of loops the first and last iteration. `notes`: what had to be assumed for this module. `correction`: what
+    its times were multiplied by since.
     """
 
     step_s: float
@@ -77,6 +78,7 @@ class Replay:
     costs: list[Cost]
     spans: list[Span]
     notes: list[str]
+    correction: float = 1.0
 
 
 def replay(module: Module, machine: Machine) -> Replay:

@@ -17,7 +17,7 @@ from valkyrie.hardware import topology_of, usable_hbm
 from valkyrie.machine import assumptions
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.hints import program_hints
-from valkyrie.search.replayed import replay_on
+from valkyrie.search.replayed import corrected, replay_on
 from valkyrie.search.summary import SCHEMA, beside_peak, parts_of_step, positions, speed_on
 from valkyrie.train.folder import versions
 from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
@@ -151,7 +151,7 @@ def _predicted(
     options: list[dict[str, Any]],
 ) -> Predicted:
     assert target.chip is not None
-    replay = replay_on(target, module, dict(axes), lie)
+    replay = corrected(replay_on(target, module, dict(axes), lie), target)
     told = memory_of_program(target, memory)
     too_large = told["headroom"] is not None and told["headroom"] < 0
     summary = {
@@ -163,7 +163,7 @@ def _predicted(
         "positions": positions(lie),
         "memory": told,
         "options": options,
-        "step": speed_on(target.chip, len(lie), replay, about["program"], work.tokens, work.flops),
+        "step": speed_on(target.chip, len(lie), replay, work.tokens, work.flops),
         **parts_of_step(replay, replay.collectives),
     }
     summary["hints"] = program_hints(summary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -19,10 +19,11 @@ from valkyrie.machine.torus import Position
 from valkyrie.paths import source_digest, write_whole
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
+from valkyrie.search.trust import correction, published
 
 
 def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[CollectiveUse]]:
-    """Return the replay of a compiled run and what its program sends; no replay where the target has no schedule.
+    """Return the corrected replay of a compiled run and what its program sends; none where the target has no schedule.
 
     Only the TPU compiler leaves a schedule with its own cycle estimates. Other targets have bytes sent and no time.
     """
@@ -35,7 +36,34 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
         outcome = compiled.outcome
         result = replay_on(target, parse(compiled.module.read_bytes()), outcome["axes"], outcome["positions"])
         write_whole(kept, json.dumps(asdict(result)))
+    result = corrected(result, target)
     return result, list(result.collectives)
+
+
+def corrected(raw: Replay, target: TargetConfig) -> Replay:
+    """Return a replay with all its times as published runs on the chip, and on as many slices, took them."""
+    assert target.chip is not None
+    found = correction(published(), target.chip.name, target.slices)
+    by, notes = found.factor, list(raw.notes)
+    if found.families:
+        notes.append(
+            f"all times are the replay's x {found.of_chip:.3f}: so much {found.rows} published runs of "
+            f"{found.families} recipe{'s' * (found.families > 1)} on {target.chip.name} took of theirs"
+        )
+    if target.slices > 1:
+        more = 100 * (found.of_slices - 1)
+        notes.append(f"and {more:.1f}% more: so much published runs lost to {target.slices} slices instead of one")
+    return replace(
+        raw,
+        step_s=by * raw.step_s,
+        seconds={name: by * seconds for name, seconds in raw.seconds.items()},
+        sending_s=by * raw.sending_s,
+        collectives=[replace(u, busy_s=by * u.busy_s, exposed_s=by * u.exposed_s) for u in raw.collectives],
+        costs=[replace(cost, seconds=by * cost.seconds) for cost in raw.costs],
+        spans=[replace(s, start_s=by * s.start_s, duration_s=by * s.duration_s) for s in raw.spans],
+        notes=notes,
+        correction=by,
+    )
 
 
 def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Sequence[Any]]) -> Replay:

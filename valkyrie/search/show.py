@@ -145,10 +145,10 @@ def how_far(interval: dict[str, Any] | None) -> str:
         return "no published run was predicted that could be held beside it"
     chip = interval["chip"]
     runs = f"{interval['rows']} published runs of {interval['models']} model{'s' * (interval['models'] > 1)}"
-    where = f"on {chip}" if chip else "on all chips, for want of enough on this one,"
-    took = f"took {100 * (interval['low'] - 1):+.0f}% to {100 * (interval['high'] - 1):+.0f}% of what was predicted"
-    left = f"; {interval['left_out']} runs of this model are not counted" if interval["left_out"] else ""
-    return f"{duration(interval['low_s'])} to {duration(interval['high_s'])}: {runs} {where} {took}{left}"
+    where = f"on {chip}" if chip else "on chips with several recipes, for want of some on this one"
+    took = f"took {100 * (interval['low'] - 1):+.0f}% to {100 * (interval['high'] - 1):+.0f}% of it"
+    span = f"{duration(interval['low_s'])} to {duration(interval['high_s'])}"
+    return f"{span}: {runs} {where}, predicted by other recipes, {took}"
 
 
 def _seconds(summary: dict[str, Any], console: Console) -> None:

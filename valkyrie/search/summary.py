@@ -148,22 +148,21 @@ def speed(run: Run, replay: Replay) -> dict[str, Any]:
     assert chip is not None
     compute = config.precision.compute.value
     tokens = config.batch * config.seq
-    return speed_on(chip, config.mesh.size, replay, run.model.name, tokens, run.step_flops, compute)
+    return speed_on(chip, config.mesh.size, replay, tokens, run.step_flops, compute)
 
 
 def speed_on(
     chip: ChipConfig,
     devices: int,
     replay: Replay,
-    name: str,
     tokens: float | int | None = None,
     model_flops: float | int | None = None,
     compute: str = "bfloat16",
 ) -> dict[str, Any]:
     """Return what the predicted seconds of a step of any program mean; None what needs `tokens` or `model_flops`.
 
-    Both are of one step of all devices. Published runs of the model `name` are not counted for its interval. MFU counts
-    the FLOPs of the model, `hardware_utilisation` those executed.
+    Both are of one step of all devices. MFU counts the FLOPs of the model, `hardware_utilisation` those executed.
+    `replayed_s` is the step before its correction by published runs.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None
@@ -181,7 +180,8 @@ def speed_on(
         "executed_flops": replay.flops,
         "hardware_utilisation": replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
         "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
-        "interval": trust(replay.step_s, chip.name, name),
+        "replayed_s": replay.step_s / replay.correction,
+        "interval": trust(replay.step_s, chip.name),
         "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
     }
 

@@ -1,13 +1,16 @@
-"""How far a predicted step time was off on published runs: the interval that every prediction carries.
+"""What published runs say of a prediction: the correction of a replay by them, and the interval it carries.
 
-`published.json` holds measured over predicted seconds of every published run; experiments/published/predict.py writes
-it. Nothing was fitted to those runs.
+`published.json` holds measured over replayed seconds of every published run; experiments/published/predict.py writes
+it. A replay is multiplied by what the runs on its chip took of theirs (the median of their families), and for every
+doubling of slices by what runs lost to it. What is said of a published run itself leaves its own family out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +23,7 @@ ENOUGH = 4
 
 @dataclass(frozen=True)
 class Published:
-    """A published run that was predicted. `ratio`: measured over predicted seconds of a step.
+    """A published run that was replayed. `ratio`: measured over replayed seconds of a step.
 
     Runs of one `family` are one recipe on one chip.
     """
@@ -29,15 +32,34 @@ class Published:
     model: str
     family: str
     chip: str
+    slices: int
     ratio: float
     libtpu: str
 
 
 @dataclass(frozen=True)
-class Interval:
-    """The least and the largest ratio of measured to predicted seconds of some published runs.
+class Correction:
+    """What a replay is multiplied by: `of_chip`, and `of_slices` for several slices that wait for each other.
 
-    `chip`: theirs, None where they are of several; `left_out`: those of the same model, which are not counted.
+    `rows` and `families`: the published runs on the chip that it comes from.
+    """
+
+    of_chip: float
+    of_slices: float
+    rows: int
+    families: int
+
+    @property
+    def factor(self) -> float:
+        """The product of both."""
+        return self.of_chip * self.of_slices
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The least and the largest ratio of measured to predicted seconds of published runs, each without its family.
+
+    `chip`: theirs, None where they are of several.
     """
 
     low: float
@@ -45,25 +67,38 @@ class Interval:
     rows: int
     models: int
     chip: str | None
-    left_out: int
     libtpu: tuple[str, ...]
 
 
-def interval(rows: Sequence[Published], chip: str, model: str) -> Interval | None:
-    """Return how published runs on a chip did, without the families that the model itself belongs to.
+def correction(rows: Sequence[Published], chip: str, slices: int, without: str | None = None) -> Correction:
+    """Return what published runs say of a replay on a chip, those of the family `without` left out."""
+    others = [row for row in rows if row.family != without]
+    loss = _loss(others)
+    on_chip = [row for row in others if row.chip == chip]
+    families = sorted({row.family for row in on_chip})
+    each = [_median(row.ratio / _doublings(loss, row.slices) for row in on_chip if row.family == f) for f in families]
+    return Correction(_median(each) if each else 1.0, _doublings(loss, slices), len(on_chip), len(families))
 
-    Those of all chips where fewer than four are left; None where these are too few as well.
+
+def interval(rows: Sequence[Published], chip: str) -> Interval | None:
+    """Return how published runs did, each predicted by the runs of other families on its chip.
+
+    Those on the chip, or of all chips where fewer than four are left; None where these are too few as well.
     """
-    own = {row.family for row in rows if row.model == model}
-    others = [row for row in rows if row.family not in own]
-    of_chip = [row for row in others if row.chip == chip]
-    used = of_chip if len(of_chip) >= ENOUGH else others
+    ratios = {row: ratio for row in rows if (ratio := unseen_ratio(rows, row)) is not None}
+    on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
+    used = on_chip if len(on_chip) >= ENOUGH else ratios
     if len(used) < ENOUGH:
         return None
-    ratios, versions = [row.ratio for row in used], sorted({row.libtpu for row in used})
-    models, left_out = len({row.model for row in used}), len(rows) - len(others)
-    of = chip if used is of_chip else None
-    return Interval(min(ratios), max(ratios), len(used), models, of, left_out, tuple(versions))
+    versions, models = sorted({row.libtpu for row in used}), len({row.model for row in used})
+    of = chip if used is on_chip else None
+    return Interval(min(used.values()), max(used.values()), len(used), models, of, tuple(versions))
+
+
+def unseen_ratio(rows: Sequence[Published], row: Published) -> float | None:
+    """Return measured over predicted seconds of a run by those of other families; None without any on its chip."""
+    found = correction(rows, row.chip, row.slices, without=row.family)
+    return row.ratio / found.factor if found.families else None
 
 
 @cache
@@ -74,16 +109,36 @@ def published() -> tuple[Published, ...]:
 
 def as_json(rows: Sequence[Published]) -> str:
     """Return the text of `published.json`."""
-    about = "measured over predicted seconds; written by experiments/published/predict.py --ship"
+    about = "measured over replayed seconds; written by experiments/published/predict.py --ship"
     return json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
 
 
-def trust(step_s: float, chip: str, model: str) -> dict[str, Any] | None:
+def trust(step_s: float, chip: str) -> dict[str, Any] | None:
     """Return the interval of a predicted step in seconds, as `compile.json` holds it; None where none is known.
 
     Keys: `low_s`, `high_s`, and those of `Interval`.
     """
-    found = interval(published(), chip, model)
+    found = interval(published(), chip)
     if found is None:
         return None
     return {"low_s": step_s * found.low, "high_s": step_s * found.high} | asdict(found)
+
+
+def _loss(rows: Sequence[Published]) -> float:
+    """Return the logarithm by which a step grows with every doubling of slices: the slope within families."""
+    products = squares = 0.0
+    for family in {row.family for row in rows}:
+        doublings = [math.log2(row.slices) for row in rows if row.family == family]
+        logs = [math.log(row.ratio) for row in rows if row.family == family]
+        middle, mean = statistics.fmean(doublings), statistics.fmean(logs)
+        products += sum((x - middle) * (y - mean) for x, y in zip(doublings, logs, strict=True))
+        squares += sum((x - middle) ** 2 for x in doublings)
+    return products / squares if squares else 0.0
+
+
+def _doublings(loss: float, slices: int) -> float:
+    return math.exp(loss * math.log2(slices))
+
+
+def _median(ratios: Iterable[float]) -> float:
+    return math.exp(statistics.median(math.log(ratio) for ratio in ratios))
