@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ def test_gradients_are_sent_in_parts_where_the_compiler_does_that_beside_product
     assert "all_to_all" not in kinds("target=v5e-4"), "its compiler has no asynchronous all-to-all"
     assert "all_to_all" not in kinds("target=v4-8", backend="cpu")
     assert "all_to_all" in kinds("target=v5e-4", "partition.gradient_sum=all_to_all")
+
+
+def test_a_default_that_a_later_compiler_refuses_is_left_out_with_it(monkeypatch: pytest.MonkeyPatch):
+    chip, fused = known_chips()["v5p"], "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+    for version, kept in (("0.0.42.1", True), ("0.0.46", False), ("0.1.0", False)):
+        monkeypatch.setattr("valkyrie.train.options.metadata.version", lambda name, version=version: version)
+        assert (fused in [option.name for option in options_of(chip, {})]) is kept
+    mine = replace(chip, xla_options=chip.xla_options | {fused: "maybe"})
+    assert Option(fused, "maybe", YOU) in options_of(mine, {}), "what the user writes stands"
 
 
 def test_an_option_of_no_default_that_is_null_is_not_named():

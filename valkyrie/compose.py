@@ -246,7 +246,7 @@ def accelerators() -> int:
 
 def _open_rules(config: DictConfig) -> DictConfig:
     """Let the command line add rules of a partition (every axis has one, if only the default) and compiler options."""
-    open_keys = {PartitionConfig: ("parameters", "activations"), ChipConfig: ("xla_options",)}
+    open_keys = {PartitionConfig: ("parameters", "activations"), ChipConfig: ("xla_options", "xla_options_until")}
     for key in open_keys.get(OmegaConf.get_type(config) or type(config), ()):
         OmegaConf.set_struct(config[key], False)
     return config

@@ -42,7 +42,7 @@ class ChipConfig:
     before the N (`v5litepod-N`).
     `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
     `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: options that a step is compiled with,
-    whether to train or to predict; null takes one away.
+    whether to train or to predict; null takes one away. `xla_options_until`: the last libtpu that takes one of them.
     `device_kinds`: by which JAX reports it.
     """
 
@@ -69,6 +69,7 @@ class ChipConfig:
     compiler_name: str | None = None
     compiler_options: dict[str, Any] = field(default_factory=dict)
     xla_options: dict[str, Any] = field(default_factory=dict)
+    xla_options_until: dict[str, str] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
 
     def peak_flops(self, compute: DType) -> float | None:

@@ -34,9 +34,10 @@ class Memory(Enum):
 class GradientSum(Enum):
     """How devices sum the gradient of a parameter that rests split over data axes: who sends what to whom.
 
-    `all_to_all`: each device is sent its own part by every other and adds the parts in float32. `reduce_scatter`: the
-    platform's own. `auto`: `all_to_all` on chips whose compiler runs those beside products (those whose options have
-    `xla_tpu_enable_async_all_to_all`), `reduce_scatter` elsewhere.
+    `all_to_all`: each device is sent its own part by every other and adds the parts in float32, where no axis of tensor
+    parallelism splits the parameter too. `reduce_scatter`: the platform's own. `auto`: `all_to_all` on chips whose
+    compiler runs those beside products (those whose options have `xla_tpu_enable_async_all_to_all`), `reduce_scatter`
+    elsewhere.
     """
 
     auto = "auto"

@@ -57,11 +57,13 @@ class MeshShard:
         """Return the sum over devices of `f`, the gradient of a parameter, as the parameter rests.
 
         Under `gradient_sum=all_to_all`, what a device keeps of the sum is sent to it and added there, in float32:
-        unlike a reduce-scatter, the TPU compiler runs that beside products (experiments/LOG.md).
+        unlike a reduce-scatter, the TPU compiler runs that beside products (experiments/LOG.md). Not where an axis of
+        tensor parallelism splits the parameter too: the compiler then gathers what was sent over that axis.
         """
         data = {*self.mesh_axes(BATCH), *self.mesh_axes(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.stored(axes)]
-        if not any(split) or not self._sends_parts:
+        in_parts = self._sends_parts and any(split)
+        if not in_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.computed(axes) for m in entry):
             return self.stored(f(*operands), *axes)
         summed = tuple(m for m in self.layout.mesh.axes if m in data and not any(m in entry for entry in split))
         rows = to_spec((self.mesh_axes(BATCH), self.mesh_axes(SEQ)))

@@ -43,10 +43,14 @@ class Option:
 def options_of(chip: ChipConfig | None, computed: dict[str, str]) -> list[Option]:
     """Return every option that stands, and every default taken away; `computed` are Valkyrie's, which a chip's replace.
 
-    An option is the chip's default where it is as the chip's shipped YAML has it.
+    An option is the chip's default where it is as the chip's shipped YAML has it; defaults that a later compiler
+    refuses (`xla_options_until`) are left out with it.
     """
-    written = chip.xla_options if chip else {}
+    written = dict(chip.xla_options) if chip else {}
     shipped = known_chips()[chip.name].xla_options if chip and chip.name in known_chips() else {}
+    for name in [name for name, until in (chip.xla_options_until if chip else {}).items() if _later_than(until)]:
+        if name in shipped and written.get(name) == shipped[name]:
+            del written[name]
     options = [Option(name, value, VALKYRIE) for name, value in computed.items() if name not in written]
     for name, value in written.items():
         if value is not None or name in shipped or name in computed:
@@ -94,6 +98,18 @@ def refusal(message: str) -> str | None:
         because = f" {why.strip().rstrip('.')}." if why.strip() else ""
         return f"{KEY}.{name}={value}: {_compiler()} cannot read this value.{because}"
     return None
+
+
+def _later_than(version: str) -> bool:
+    """Return whether the installed libtpu is later than a version; False without one."""
+    try:
+        return _numbers(metadata.version("libtpu")) > _numbers(version)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)]
 
 
 def _compiler() -> str:
