@@ -46,7 +46,7 @@ ONE_LINE = {
     ),
     "a choice that is none": (
         ["precision=banana"],
-        "precision=banana is not a choice. Choices: bf16, bf16_mixed, float32.",
+        "precision=banana is not a choice. Choices: bf16, bf16_mixed, float32, fp8, int8.",
     ),
     "a mode that is none": (
         ["mode=shw"],

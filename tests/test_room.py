@@ -134,7 +134,7 @@ def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
     assert "microbatches=" in lines[0] and "batch=4 (about " in lines[0]
     free(12 * GIB)
     check_room(program_of(*run), simulated(), say=lines.append)
-    assert lines[1].startswith("memory: may not fit: about 7.8 GiB")
+    assert lines[1].startswith("memory: may not fit: about 7.7 GiB")
     free(22 * GIB)
     check_room(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 2
