@@ -109,12 +109,17 @@ class Shard(Protocol):
         ...
 
     def gradient(
-        self, f: Callable[..., jax.Array], operands: Sequence[jax.Array], *axes: str | None, reduction: str
+        self,
+        f: Callable[..., jax.Array],
+        operands: Sequence[jax.Array],
+        *axes: str | None,
+        reduction: str,
+        whole: bool = False,
     ) -> jax.Array:
         """Return the gradient of a parameter with these logical axes, summed over devices and laid as it rests.
 
         `f` makes it of operands whose first two dimensions are batch and seq. What devices send of their sums is in the
-        dtype `reduction`.
+        dtype `reduction`. `whole`: no compiler is to move operands to where their part of the gradient rests.
         """
         ...
 
@@ -162,7 +167,12 @@ class Unsharded:
         return x
 
     def gradient(
-        self, f: Callable[..., jax.Array], operands: Sequence[jax.Array], *axes: str | None, reduction: str
+        self,
+        f: Callable[..., jax.Array],
+        operands: Sequence[jax.Array],
+        *axes: str | None,
+        reduction: str,
+        whole: bool = False,
     ) -> jax.Array:
         """Return the value of `f`."""
         return f(*operands)

@@ -109,7 +109,7 @@ def lookup(
 
     def backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, None]:
         table, tokens = saved
-        total = shard.gradient(of_table, (tokens, g), *axes, reduction=numerics.reduction)
+        total = shard.gradient(of_table, (tokens, g), *axes, reduction=numerics.reduction, whole=True)
         return total.astype(table.dtype), None
 
     rows.defvjp(forward, backward)

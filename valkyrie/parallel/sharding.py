@@ -52,7 +52,12 @@ class MeshShard:
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored(axes)))
 
     def gradient(
-        self, f: Callable[..., jax.Array], operands: Sequence[jax.Array], *axes: str | None, reduction: str
+        self,
+        f: Callable[..., jax.Array],
+        operands: Sequence[jax.Array],
+        *axes: str | None,
+        reduction: str,
+        whole: bool = False,
     ) -> jax.Array:
         """Return the sum over devices of `f`, the gradient of a parameter, as the parameter rests.
 
@@ -64,7 +69,8 @@ class MeshShard:
         split = [tuple(m for m in entry if m in data) for entry in self.layout.stored(axes)]
         in_parts = self._sends_parts and any(split)
         if not in_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.computed(axes) for m in entry):
-            return self.stored(f(*operands), *axes)
+            total = f(*operands)
+            return self.stored(self.computed(total, *axes) if whole else total, *axes)
         summed = tuple(m for m in self.layout.mesh.axes if m in data and not any(m in entry for entry in split))
         rows = to_spec((self.mesh_axes(BATCH), self.mesh_axes(SEQ)))
 
