@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,15 +66,19 @@ def command(*arguments: str) -> int:
 
 
 def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
-    """Return a process of `valkyrie-train` with its streams in pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Return a process of `valkyrie-train` with its streams in pipes, which hears SIGHUP even under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a process inherits what its parent ignores
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore::SyntaxWarning", "-m", "valkyrie.cli.train", *arguments],
+            cwd=cwd,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -254,24 +253,19 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(running: subprocess.Popen
 
 
 def test_a_run_folder_that_goes_ends_the_training_in_words(running: subprocess.Popen[str], tmp_path: Path):
-    shutil.rmtree(tmp_path / "runs" / "live")
+    (tmp_path / "runs" / "live").rename(tmp_path / "gone")  # at once: files keep coming while a tree is deleted
     out, err = running.communicate(timeout=60)
     assert running.returncode == 1 and "is gone" in err and "Traceback" not in out + err
     assert "resume=" not in err, "there is nothing to resume"
 
 
-def test_a_reader_that_goes_and_a_terminal_that_goes_are_saved(tmp_path: Path):
+def test_a_reader_that_goes_is_saved(tmp_path: Path):
     arguments = shlex.join([*TRAINING, "steps=1000000", "log_every=1"])
     command = f"{shlex.quote(sys.executable)} -m valkyrie.cli.train {arguments}"
     piped = f"set -o pipefail; {command} name=piped | head -n 12"
     began = subprocess.run(["bash", "-c", piped], cwd=tmp_path, capture_output=True, text=True, timeout=TRAINED_S)
     assert began.returncode == 130 and "Traceback" not in began.stderr
     assert saved_steps(tmp_path / "runs" / "piped")
-    process = start(*TRAINING, "steps=1000000", "log_every=1", "name=ssh", cwd=tmp_path)
-    until(process, "step 3/")
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=60)
-    assert process.returncode == 130 and saved_steps(tmp_path / "runs" / "ssh")
 
 
 def test_wandb_that_cannot_be_reached_is_offline(tmp_path: Path):
