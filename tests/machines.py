@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.compiled.hlo import Module, parse
@@ -21,7 +19,7 @@ from valkyrie.hardware import ChipConfig, Topology
 from valkyrie.machine.network import Machine
 from valkyrie.machine.torus import Position
 from valkyrie.parallel.topology import ENVIRONMENT
-from valkyrie.search.compiled import serialised_module
+from valkyrie.search.compiled import serialised_module, without_cache
 
 # Kept, because libtpu has wheels for Linux on x86_64 alone: elsewhere these tests can only be left out. `.ci/run`
 # installs the extra wherever there is a wheel, and skips none of them there.
@@ -91,19 +89,6 @@ def tpu_devices(name: str, slices: int = 1) -> list[Any]:
     if name.startswith("v4"):
         more |= {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices)
-
-
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
-    """Compile anew: what was compiled for absent devices cannot be read back from JAX's cache on disk."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 @lru_cache

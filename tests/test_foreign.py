@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import re
 import sys
@@ -81,19 +80,3 @@ def test_the_example_of_the_readme_runs_as_written(tmp_path: Path, monkeypatch: 
     report = names["report"]
     assert report.fits and report.tokens_per_second and (tmp_path / "t.json").is_file()
     assert "predicted step" in (tmp_path / "r.html").read_text()
-
-
-@pytest.mark.slow  # compiles for a TPU
-@pytest.mark.timeout(900)
-def test_maxtexts_own_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
-    # Kept: MaxText pins other versions of JAX than this package, so it is there only in an environment of its own.
-    if importlib.util.find_spec("maxtext") is None:
-        pytest.skip("needs MaxText: run it in the environment of README's section on any JAX program")
-    small = ("base_emb_dim=256", "base_mlp_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=2")
-    sizes = (*small, "base_num_kv_heads=2", "head_dim=128", "vocab_size=1024", "per_device_batch_size=1")
-    step = example("maxtext_step", monkeypatch)
-    compiled, mesh = step.compile_step(
-        ["compile_topology=v5e-4", *sizes, "max_target_length=512", "ici_fsdp_parallelism=4", "attention=flash"]
-    )
-    report = valkyrie.predict(compiled, slice=valkyrie.slice("v5e-4"), mesh=mesh)
-    assert report.fits and any("maxtext/" in line["source"] for line in report.summary["lines"])

@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
-from machines import CHIPS, compiled, needs_libtpu, tpu_mesh, without_cache
+from machines import CHIPS, compiled, needs_libtpu, tpu_mesh
 from valkyrie.compiled.hlo import parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.search.compiled import serialised_module
+from valkyrie.search.compiled import serialised_module, without_cache
 from valkyrie.train.program import StepProgram
 
 pytestmark = needs_libtpu

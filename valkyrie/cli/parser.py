@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NoReturn
+
+from valkyrie.interrupt import EXIT_STATUS, usable_streams
 
 NOBODY_READS = 141
 """Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
@@ -24,6 +27,22 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+@contextlib.contextmanager
+def ends_in_words(command: str) -> Iterator[None]:
+    """A context for a command: a user's mistake is one line on stderr and exit status 2, without a traceback."""
+    usable_streams()
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_unread()
+    except (ValueError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_STATUS)
 
 
 def leave_unread() -> NoReturn:

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, leave_unread, without_comment
-from valkyrie.interrupt import usable_streams
+from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
 
 NOT_FITTING = 3
 """Exit status where the program needs more memory than the slice has: a result, not an error."""
@@ -18,18 +17,8 @@ NOT_FITTING = 3
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    usable_streams()
-    asked = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
-    try:
-        fits = _predict(asked)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        leave_unread()
-    except (ValueError, OSError) as error:
-        print(f"valkyrie-predict: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with ends_in_words("valkyrie-predict"):
+        fits = _predict(_parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv)))
     sys.exit(0 if fits is not False else NOT_FITTING)
 
 

@@ -7,28 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from valkyrie.cli.parser import OneLineParser, leave_unread, without_comment
-from valkyrie.interrupt import usable_streams
+from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
 from valkyrie.report.wandb import add_arguments, main_wandb
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    usable_streams()
-    arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
-    try:
+    with ends_in_words("valkyrie-report"):
+        arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
         _refuse_ignored(arguments)
         if arguments.wandb is not None:
             sys.exit(main_wandb(arguments.wandb, arguments.group, arguments.dry_run))
         _report(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        leave_unread()
-    except (ValueError, OSError) as error:
-        print(f"valkyrie-report: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,9 +7,10 @@ What XLA writes under `--xla_dump_to` is read as it is: `*.after_optimizations.t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -143,10 +144,10 @@ def _of_replicas(path: Path, replicas: int) -> str:
     return f"{path} was compiled for {replicas} replicas (jax.pmap). Only jit over a mesh of devices is predicted."
 
 
-def _memory(allocations: object) -> dict[str, int] | None:
+def _memory(allocations: Sequence[Any]) -> dict[str, int] | None:
     """Return the bytes of buffers in HBM, split as `memory_analysis` does; outputs in place of arguments are these."""
     sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "aliased", "temporary", "code"), 0)
-    entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]  # type: ignore[attr-defined]
+    entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
     for entry in entries:
         key = "arguments" if entry.argument else "outputs" if entry.output else "temporary"
         sizes[key] += entry.size

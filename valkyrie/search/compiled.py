@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from valkyrie.train.memory import expected_memory, peak_of
 from valkyrie.train.program import StepProgram
@@ -88,3 +91,16 @@ def serialised_module(compiled: jax.stages.Compiled) -> bytes:
     executable = compiled.runtime_executable()
     assert executable is not None
     return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compile anew: what was compiled for absent devices cannot be read back from JAX's cache on disk."""
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

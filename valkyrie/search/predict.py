@@ -5,8 +5,7 @@ It uses what `mode=compile` uses for our own step: what is read of the compiled 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +64,8 @@ def predict_function(
     """
     import jax
 
+    from valkyrie.search.compiled import compiled_program, without_cache
+
     lowered, compiled = _stage(function, arguments, named, options)
     mesh = mesh or _mesh_of([arguments, dict(named)])
     if mesh is not None:
@@ -73,7 +74,7 @@ def predict_function(
     work = work or Work()
     if compiled is None:
         try:
-            with refusals_in_plain_words(), _no_cache():
+            with refusals_in_plain_words(), without_cache():
                 compiled = lowered.compile(compiler_options=set_by_us or None)
         except jax.errors.JaxRuntimeError as error:
             if not any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "HbmOom")) or mesh is None:
@@ -88,8 +89,6 @@ def predict_function(
                 "NamedSharding of slice.mesh(...), or hand the mesh to predict: mesh=slice.mesh(...)."
             )
         _refuse_other_devices(mesh, target)
-    from valkyrie.search.compiled import compiled_program
-
     built = compiled_program(compiled, mesh)
     module = parse(built.module)
     about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
@@ -295,19 +294,3 @@ def _places(texts: Iterable[str], default: Sequence[Sequence[Any]], target: Slic
     if sorted(places) != sorted([s, list(c), core] for s, c, core in default):
         raise ValueError(f"the {len(places)} places are not those of the devices of {target.describe()}, each once.")
     return places
-
-
-@contextlib.contextmanager
-def _no_cache() -> Iterator[None]:
-    """Compile anew: what was compiled for absent devices cannot be read back from JAX's cache on disk."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
