@@ -79,7 +79,7 @@ def numbers(result: Any) -> dict[str, Any]:
     if result.status != "ok":
         return {"status": result.reason or result.status}
     sent = summary["communication"]
-    hidden = 1 - sent["exposed_s"] / sent["sending_s"] if sent["sending_s"] else None
+    hidden = max(0.0, 1 - sent["exposed_s"] / sent["sending_s"]) if sent["sending_s"] else None
     parts = {"status": "ok", "step_s": result.step_s, "peak_gib": result.peak_gib, "hidden": hidden}
     return parts | {"sent_gb": sent["bytes"] / 1e9, "seconds": summary["seconds"], "notes": summary["notes"]}
 
