@@ -14,9 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
+from machines import needs_libtpu, tpu_mesh
 from valkyrie.hardware import ChipConfig, Platform
 from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import source_digest
@@ -24,6 +28,7 @@ from valkyrie.run import Run
 from valkyrie.search import compile as compiling
 from valkyrie.search.child import KEYS, OUTCOME, _too_large, parse_out_of_memory, within_memory
 from valkyrie.search.compile import Compiled, compile_layout, program_key
+from valkyrie.search.compiled import without_cache
 from valkyrie.search.modes import _others, work_key
 from valkyrie.search.replayed import _from_json
 from valkyrie.train.memory import peak_of
@@ -90,9 +95,43 @@ def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
 
 @pytest.mark.parametrize(("backend", "peak"), [("tpu", 700), ("cpu", 100 + 90 - 80 + 900 + 7)])
 def test_a_tpu_s_peak_is_the_compiler_s_not_its_temporaries_which_count_arrays_twice(backend: str, peak: int):
-    sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 900, "generated_code": 7}
+    sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 900, "generated_code": 7, "host_temp": 500}
     analysis = SimpleNamespace(peak_memory_in_bytes=700, **{f"{k}_size_in_bytes": n for k, n in sizes.items()})
     assert peak_of(analysis, backend) == peak
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.parametrize(("layers", "keeps"), [(24, False), (24, True), (2, False)])
+def test_activations_in_host_memory_are_not_in_the_peak_of_a_tpu(layers: int, keeps: bool):
+    rows, width = 2**15, 2048
+    mesh, _ = tpu_mesh("v5e:2x2")
+    policies = jax.checkpoint_policies
+    offload = {"offload_src": "device", "offload_dst": "pinned_host"}
+    policy = (
+        policies.save_only_these_names("kept")
+        if keeps
+        else policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=["kept"], **offload
+        )
+    )
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.tanh(jax.ad_checkpoint.checkpoint_name(x, "kept") @ w)
+
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0].astype(jnp.float32))
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    w = jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16, sharding=whole)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16, sharding=whole)
+    with without_cache():
+        sizes = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+    activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
+    assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
+    held = layers if keeps else 0
+    assert held + 2 <= (peak_of(sizes, "tpu") - weights) / activation <= held + 7
 
 
 @pytest.mark.slow

@@ -69,11 +69,14 @@ def peak_of(sizes: Any, backend: str) -> int:
 
     The TPU compiler states the peak, arguments included, and holds it to its limit: it is the number of its refusals.
     What it calls temporaries has some arrays twice (20 GiB of a program that fits into 15.75, experiments/LOG.md).
-    Other backends state no peak, but temporaries that are one allocation; the code is counted there too.
+    Beside the arguments that peak has the larger of temporaries in HBM and in host memory: where offloaded activations
+    are the larger, all temporaries in HBM stand for it, which is too much at worst. Other backends state no peak, but
+    temporaries that are one allocation; the code is counted there too.
     """
-    if backend == "tpu" and sizes.peak_memory_in_bytes:
-        return sizes.peak_memory_in_bytes
     at_rest = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    if backend == "tpu" and (stated := sizes.peak_memory_in_bytes):
+        of_host = stated - at_rest <= sizes.host_temp_size_in_bytes
+        return min(stated, at_rest + sizes.temp_size_in_bytes) if of_host else stated
     return at_rest + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
 
 
