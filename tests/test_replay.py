@@ -13,7 +13,6 @@ from machines import CHIPS, machine, torus
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
-from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.search.compiled import serialised_module
@@ -265,22 +264,3 @@ def test_latency_passes_before_links_are_needed():
     links.start(second)
     assert links.wait(second) == pytest.approx(1.0)
     assert links.wait(first) == pytest.approx(1.0)
-
-
-def test_a_kernel_whose_devices_mask_different_blocks_takes_what_the_busiest_one_does():
-    """Two devices look their tables up among both: one skips three of four blocks of a head, the other two."""
-    blocks = r'{"xprof_metadata": "{\"block_q\": 512, \"block_kv\": 512}"}'.replace("\\", "\\\\").replace('"', r"\"")
-    module = parse(
-        "HloModule m, is_scheduled=true\n"
-        "own {\n  t = s8[2,1,2,2] parameter(0)\n  d = s32[] parameter(1)\n  z = s32[] constant(0)\n"
-        "  c = s8[1,1,2,2] dynamic-slice(t, d, z, z, z), dynamic_slice_sizes={1,1,2,2}\n"
-        "  ROOT b = s8[1,2,2] bitcast(c)\n}\n"
-        "ENTRY e {\n  t = s8[2,1,2,2] constant({{{{1,0},{0,0}}},{{{1,0},{2,0}}}})\n  d = s32[] parameter(0)\n"
-        "  q = bf16[3,1024,128] parameter(1)\n  k = bf16[3,1024,128] parameter(2)\n"
-        "  m = s8[1,2,2] fusion(t, d), kind=kLoop, calls=own\n"
-        '  ROOT splash_mha_fwd = bf16[3,1024,128] custom-call(m, m, q, k, k), custom_call_target="tpu_custom_call", '
-        f'frontend_attributes={{kernel_metadata="{blocks}"}}\n}}\n'
-    )
-    work = kernel_cost(module.instructions["splash_mha_fwd"], "v5e")
-    assert work.cycles == 3 * 2 * assumptions.SPLASH_BUNDLES["v5e"]["forward"][0]
-    assert work.note == ""

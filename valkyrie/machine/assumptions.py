@@ -4,6 +4,8 @@ None is fitted to a single published row. Sources: `scaling-book` is jax-ml/scal
 AI-Hypercomputer/tpu-recipes (microbenchmarks).
 """
 
+from typing import NamedTuple
+
 COLLECTIVE_START_S = 5e-6
 """Start and barrier of any collective. An all-gather of 32 kB shards over 4 v5e chips took 8 us of which 3 are hops
 (scaling-book, sharding, worked problem)."""
@@ -48,46 +50,63 @@ LOOP_ITERATION_S = 0.3e-6
 
 KERNEL_EFFICIENCY = 0.6
 """Share of peak FLOP/s a Pallas kernel reaches where it states its FLOPs alone. Splash, whose bundles are known,
-reaches 0.25 to 0.97 of it, by chip and pass."""
+reaches 0.25 to 1.0 of it, by chip and pass."""
 
 CORES = {"v4": 2, "v5p": 2}
 """TensorCores behind one JAX device (megacore): the grid of a Pallas kernel is split between them. Elsewhere 1."""
 
+
+class SplashBundles(NamedTuple):
+    """VLIW bundles of a splash attention kernel on one core, bfloat16, causal.
+
+    Each for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256.
+    """
+
+    step: tuple[int, int, int]
+    """Every step of the grid takes these, also one at a block that the mask skips: fetching, index arithmetic, and in
+    the fused backward pass clearing dq."""
+    block: tuple[int, int, int]
+    """A block that the mask does not skip."""
+    ends: tuple[int, int, int]
+    """Beginning and ending a row of blocks (dkv: a column): clearing the sums, then normalising and writing them."""
+
+
 SPLASH_BUNDLES = {
     "v4": {
-        "forward": (2765, 8601, 4220),
-        "dkv_dq": (3676, 12459, 6175),
-        "dkv": (3126, 10124, 5042),
-        "dq": (2269, 7375, 3906),
+        "forward": SplashBundles((398, 398, 397), (1569, 6611, 2882), (973, 1958, 1149)),
+        "dkv_dq": SplashBundles((632, 698, 631), (2837, 11259, 5020), (365, 749, 749)),
+        "dkv": SplashBundles((537, 540, 535), (2368, 10266, 4089), (365, 749, 749)),
+        "dq": SplashBundles((409, 409, 407), (1687, 6697, 3176), (173, 365, 365)),
     },
     "v5e": {
-        "forward": (1885, 6069, 2856),
-        "dkv_dq": (2827, 9934, 5185),
-        "dkv": (2262, 7846, 4288),
-        "dq": (1719, 6018, 3259),
+        "forward": SplashBundles((336, 336, 337), (1192, 4886, 2179), (688, 1369, 841)),
+        "dkv_dq": SplashBundles((412, 476, 413), (2312, 9222, 4545), (324, 644, 644)),
+        "dkv": SplashBundles((347, 350, 350), (1918, 7270, 3741), (324, 644, 644)),
+        "dq": SplashBundles((315, 315, 319), (1488, 5701, 2917), (162, 324, 324)),
     },
     "v5p": {
-        "forward": (2078, 6364, 3236),
-        "dkv_dq": (2954, 9948, 5383),
-        "dkv": (2346, 8022, 4392),
-        "dq": (1780, 6094, 3377),
+        "forward": SplashBundles((419, 419, 421), (1163, 4935, 2130), (691, 1371, 844)),
+        "dkv_dq": SplashBundles((662, 725, 660), (2347, 9238, 4501), (324, 644, 644)),
+        "dkv": SplashBundles((559, 557, 557), (1899, 7377, 3216), (324, 644, 644)),
+        "dq": SplashBundles((435, 435, 434), (1447, 5707, 2964), (162, 324, 324)),
     },
     "v6e": {
-        "forward": (1398, 4081, 1483),
-        "dkv_dq": (1858, 6221, 2113),
-        "dkv": (1572, 4942, 1736),
-        "dq": (1221, 3865, 1307),
+        "forward": SplashBundles((384, 384, 379), (895, 3260, 948), (338, 694, 418)),
+        "dkv_dq": SplashBundles((443, 475, 443), (1507, 5734, 1597), (163, 323, 323)),
+        "dkv": SplashBundles((407, 413, 407), (1275, 4519, 1311), (163, 323, 323)),
+        "dq": SplashBundles((349, 353, 353), (1011, 3612, 1062), (83, 163, 163)),
     },
     "tpu7x": {
-        "forward": (1315, 4108, 1794),
-        "dkv_dq": (1756, 5836, 1988),
-        "dkv": (1600, 4823, 1841),
-        "dq": (1142, 4039, 1433),
+        "forward": SplashBundles((235, 299, 350), (904, 3361, 1296), (317, 679, 403)),
+        "dkv_dq": SplashBundles((303, 439, 412), (1424, 5315, 1497), (151, 309, 311)),
+        "dkv": SplashBundles((241, 337, 339), (1291, 4353, 1374), (151, 309, 310)),
+        "dq": SplashBundles((184, 276, 275), (976, 3793, 1185), (71, 151, 151)),
     },
 }
-"""VLIW bundles that libtpu 0.0.50.1 makes of one block of splash attention, bfloat16, causal, on one core: for a
-block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Read off its dumps (`LIBTPU_INIT_ARGS=
---xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`, `*-schedule-analysis_final_bundles.txt`); a bundle is a cycle at
-best. tpu7x: libtpu 0.0.42.1, the body of a step of the grid in `*-final_bundles.txt`, which on v6e is within 5% of what
-stands here. Chips that are not listed are taken for a v5p, which a note of the report says. Segment ids and local masks
-add up to 8%."""
+"""What libtpu 0.0.42.1 makes of splash attention with a batch and residuals, each kernel compiled alone. Read off its
+dumps (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR --xla_jf_dump_llo_text=true`): in `*-final_bundles.txt` the loop over the
+grid begins at `LB:`, and in it the last three branches ahead (`sbr.rel`) pass over the beginning of a row, the block
+and the end of a row; the bundles between a branch and its region are theirs, and a step has the rest of the loop. A
+bundle is a cycle at best. Longer grids, grouped heads and a kernel without a batch move a step by up to 80 bundles;
+segment ids and local masks add up to 8% to a block. Chips that are not listed are taken for a v5p, which a note of the
+report says."""

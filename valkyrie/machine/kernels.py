@@ -50,39 +50,55 @@ def _splash_blocks(instruction: Instruction) -> dict[str, Any] | None:
 
 
 def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip: str) -> KernelCost:
-    """Splash attention: products and cycles of every block of the mask that is not empty.
+    """Splash attention: products and cycles of every block of the mask that is not empty, and of stepping over others.
 
     A forward block does two products of block_q x block_kv x head size, a dkv block four (five where it makes dq too),
-    a dq block three.
+    a dq block three. The forward and the dq kernel go along rows of blocks, the dkv kernel down columns, for which the
+    query heads of a group share one beginning and end.
     """
     name = instruction.name
     part = "_dkv" if "_dkv" in name else "_dq" if "_dq" in name else ""
-    rows, columns = blocks[f"block_q{part}"], blocks[f"block_kv{part}"]
+    block_q, block_kv = blocks[f"block_q{part}"], blocks[f"block_kv{part}"]
     arrays = [o.shape.dims for o in instruction.operands if len(o.shape.dims) >= 3 and o.shape.dtype in ("bf16", "f32")]
     *outer, length, head_dim = arrays[0]
-    fused = part == "_dkv" and len(instruction.shape.parts) == 3 and instruction.shape.parts[0].elements > 0
+    *kv_outer, keys, _ = arrays[1]
+    # dq comes once per column of blocks, in one more dimension than queries have.
+    fused = part == "_dkv" and any(len(result.dims) > len(arrays[0]) for result in instruction.shape.parts)
     products = {"": 2, "_dkv": 5 if fused else 4, "_dq": 3}[part]
-    visited = _blocks_visited(instruction.operands[1])
+    mask = instruction.operands[1]
+    visited = _blocks_visited(mask)
     notes = []
     if chip not in assumptions.SPLASH_BUNDLES:
         notes.append(f"the cycles of splash attention on {chip} are not known: those of {UNKNOWN_CHIP} are taken")
     if visited is None:
         notes.append(f"the mask of {name} was not found: every block is counted")
-        visited = length // rows * (arrays[1][-2] // columns)
-    runs = math.prod(outer) * visited
+        rows, columns = length // block_q, keys // block_kv
+        visited = rows * columns
+    else:
+        rows, columns = mask.shape.dims[1:]
+    heads = math.prod(outer)
     kind = {"": "forward", "_dkv": "dkv_dq" if fused else "dkv", "_dq": "dq"}[part]
-    cycles = runs * _block_cycles(kind, rows * columns, head_dim, chip)
-    return KernelCost(2.0 * products * rows * columns * head_dim * runs, moved, cycles, "; ".join(notes))
+    step, block, end = _cycles(kind, block_q, block_kv, head_dim, chip)
+    ends = math.prod(kv_outer) * columns if part == "_dkv" else heads * rows
+    cycles = heads * (rows * columns * step + visited * block) + ends * end
+    return KernelCost(2.0 * products * block_q * block_kv * head_dim * heads * visited, moved, cycles, "; ".join(notes))
 
 
-def _block_cycles(kind: str, logits: int, head_dim: int, chip: str) -> float:
-    """Cycles of one core for a block of the mask, from the bundles libtpu makes of it."""
-    known = assumptions.SPLASH_BUNDLES.get(chip, assumptions.SPLASH_BUNDLES[UNKNOWN_CHIP])
-    small, large, wide = known[kind]
-    per_area = (large - small) / 3
-    per_lanes = wide - small
-    area, lanes = logits / 512**2, -(-head_dim // 128)
-    return small - per_area + area * (per_area + (lanes - 1) * per_lanes)
+def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: str) -> tuple[float, float, float]:
+    """Cycles of one core for a step of the grid, a block of the mask, and the ends of a row (dkv: column) of blocks."""
+    bundles = assumptions.SPLASH_BUNDLES.get(chip, assumptions.SPLASH_BUNDLES[UNKNOWN_CHIP])[kind]
+    lanes = -(-head_dim // 128)
+    step = _scaled(bundles.step, block_q / 512, 2, lanes)
+    block = _scaled(bundles.block, block_q * block_kv / 512**2, 4, lanes)
+    end = _scaled(bundles.ends, (block_kv if kind.startswith("dkv") else block_q) / 512, 2, lanes)
+    return step, block, end
+
+
+def _scaled(bundles: tuple[int, int, int], size: float, large_size: int, lanes: int) -> float:
+    """Bundles at a size (rows or area of a block, 1 at 512): a constant, a part by size, and one by size and lanes."""
+    small, large, wide = bundles
+    per_size = (large - small) / (large_size - 1)
+    return small + (size - 1) * per_size + size * (lanes - 1) * (wide - small)
 
 
 def _blocks_visited(mask: Instruction) -> float | None:

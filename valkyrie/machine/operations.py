@@ -119,7 +119,8 @@ class OpCosts:
         if work.note:
             self.notes[work.note] = None
         if work.cycles is not None:
-            busy = work.cycles / self._cores / self._clock
+            # No faster than peak: bundles do not show where one waits for a matrix unit.
+            busy = max(work.cycles / self._cores / self._clock, work.flops / self._peak)
         else:
             busy = work.flops / (self._peak * assumptions.KERNEL_EFFICIENCY)
         seconds = max(busy, work.bytes / (self._hbm * assumptions.HBM_EFFICIENCY))

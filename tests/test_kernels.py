@@ -1,0 +1,101 @@
+"""What a Pallas kernel is charged: splash attention by its steps, its blocks, and the ends of its rows of blocks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from machines import CHIPS
+from valkyrie.compiled.hlo import parse
+from valkyrie.machine import assumptions
+from valkyrie.machine.kernels import kernel_cost
+from valkyrie.machine.operations import OpCosts
+
+
+def splash(kernel, blocks, body):
+    """Return a splash kernel's instruction: its result, its operands after the two tables, and computations before."""
+    name, result, operands = kernel
+    metadata = json.dumps({"xprof_metadata": json.dumps(blocks)}).replace("\\", "\\\\").replace('"', r"\"")
+    before, entry = body
+    module = parse(
+        f"HloModule m, is_scheduled=true\n{before}ENTRY e {{\n{entry}"
+        f'  ROOT {name} = {result} custom-call(m, m, {operands}), custom_call_target="tpu_custom_call", '
+        f'frontend_attributes={{kernel_metadata="{metadata}"}}\n}}\n'
+    )
+    return module.instructions[name]
+
+
+def causal(rows, columns, wider=1):
+    """Return the constant table of a causal mask whose blocks have `wider` times as many keys as queries."""
+    table = [[int(wider * j <= i) for j in range(columns)] for i in range(rows)]
+    return f"  m = s8[1,{rows},{columns}] constant({{{{{str(table)[1:-1].replace('[', '{').replace(']', '}')}}}}})\n"
+
+
+def test_a_kernel_whose_devices_mask_different_blocks_takes_what_the_busiest_one_does():
+    """Two devices look their tables up among both: one skips three of four blocks of a head, the other two."""
+    own = (
+        "own {\n  t = s8[2,1,2,2] parameter(0)\n  d = s32[] parameter(1)\n  z = s32[] constant(0)\n"
+        "  c = s8[1,1,2,2] dynamic-slice(t, d, z, z, z), dynamic_slice_sizes={1,1,2,2}\n"
+        "  ROOT b = s8[1,2,2] bitcast(c)\n}\n"
+    )
+    entry = (
+        "  t = s8[2,1,2,2] constant({{{{1,0},{0,0}}},{{{1,0},{2,0}}}})\n  d = s32[] parameter(0)\n"
+        "  q = bf16[3,1024,128] parameter(1)\n  k = bf16[3,1024,128] parameter(2)\n"
+        "  m = s8[1,2,2] fusion(t, d), kind=kLoop, calls=own\n"
+    )
+    forward = ("splash_mha_fwd", "bf16[3,1024,128]", "q, k, k")
+    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, (own, entry)), "v5e")
+    step, block, ends = (sizes[0] for sizes in assumptions.SPLASH_BUNDLES["v5e"]["forward"])
+    assert work.cycles == 3 * (4 * step + 2 * block + 2 * ends)
+    assert work.note == ""
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_forward_kernel_begins_and_ends_every_row_of_blocks_once(head_dim):
+    """4 rows of 4 blocks for each of 2 sequences' 4 heads; 10 blocks of a head are seen, 16 stepped over."""
+    entry = (
+        causal(4, 4) + f"  q = bf16[2,4,2048,{head_dim}] parameter(0)\n  k = bf16[2,2,2048,{head_dim}] parameter(1)\n"
+    )
+    forward = ("splash_mha_fwd", f"bf16[2,4,2048,{head_dim}]", "q, k, k")
+    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, ("", entry)), "v6e")
+    size = 0 if head_dim == 128 else 2
+    step, block, ends = (sizes[size] for sizes in assumptions.SPLASH_BUNDLES["v6e"]["forward"])
+    assert work.cycles == 8 * (16 * step + 10 * block + 4 * ends)
+    assert work.flops == 8 * 10 * 2 * 2 * 512 * 512 * head_dim
+
+
+@pytest.mark.parametrize("kind", ["dkv", "dkv_dq"])
+def test_a_backward_kernel_ends_a_column_of_blocks_once_per_group_of_heads(kind):
+    """The results are JAX 0.10's: sums of dk and dv, then dq per column of blocks where it is fused, then dk and dv."""
+    entry = causal(4, 4) + "  q = bf16[2,8,4096,128] parameter(0)\n  k = bf16[2,2,4096,128] parameter(1)\n"
+    dq = "bf16[2,4,8,4096,128], " if kind == "dkv_dq" else ""
+    result = f"(f32[2,1024,128], f32[2,1024,128], {dq}bf16[2,2,4096,128], bf16[2,2,4096,128])"
+    blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}
+    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), "v5p")
+    step, block, ends = (sizes[1] for sizes in assumptions.SPLASH_BUNDLES["v5p"][kind])
+    assert work.cycles == 16 * (16 * step + 10 * block) + 4 * 4 * ends
+    assert work.flops == 16 * 10 * 2 * (5 if kind == "dkv_dq" else 4) * 1024 * 1024 * 128
+
+
+def test_blocks_of_other_sizes_are_near_what_the_compiler_makes_of_them():
+    """Fused backward in blocks of 1024 by 2048 on v6e, compiled: 538 a step, 11,345 a block, 724 a column's ends."""
+    entry = causal(8, 4, 2) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
+    sums = "f32[1024,128], f32[2048,128], f32[2048,128]"  # dq's too, as dq is summed over halves of a block
+    result = f"({sums}, bf16[4,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
+    blocks = {"block_q_dkv": 1024, "block_kv_dkv": 2048}
+    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), "v6e")
+    assert work.cycles == pytest.approx(32 * 538 + 20 * 11345 + 4 * 724, rel=0.02)
+
+
+def test_a_kernel_is_no_faster_than_the_peak_whatever_its_bundles():
+    """v5e's fused backward pass has fewer bundles than its products take on the matrix units."""
+    entry = causal(8, 8) + "  q = bf16[1,8192,128] parameter(0)\n  k = bf16[1,8192,128] parameter(1)\n"
+    result = "(f32[1024,128], f32[1024,128], bf16[8,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
+    blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}
+    kernel = splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry))
+    work, chip = kernel_cost(kernel, "v5e"), CHIPS["v5e"]
+    assert work.cycles is not None and chip.clock_ghz is not None
+    at_peak = work.flops / (chip.peak_tflops["bfloat16"] * 1e12)
+    assert work.cycles / (chip.clock_ghz * 1e9) < at_peak
+    assert OpCosts(chip).cost(kernel).seconds == pytest.approx(at_peak)
