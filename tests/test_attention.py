@@ -396,7 +396,8 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
     [
         (200, 128, None, 200, 200, True),
         (2048, 128, None, 512, 1024, True),
-        (8192, 128, None, 1024, 2048, True),
+        (8192, 128, None, 1024, 1024, True),
+        (16384, 128, None, 1024, 2048, True),
         (32768, 128, None, 1024, 1024, False),
         (4096, 256, None, 512, 512, True),
         (4096, 128, 512, 512, 512, True),

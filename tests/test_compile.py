@@ -26,7 +26,7 @@ from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
-from valkyrie.search.child import KEYS, OUTCOME, _too_large, parse_out_of_memory, within_memory
+from valkyrie.search.child import KEYS, OUTCOME, _too_large, is_about_memory, parse_out_of_memory, within_memory
 from valkyrie.search.compile import Compiled, compile_layout, program_key
 from valkyrie.search.compiled import without_cache
 from valkyrie.search.modes import _others, work_key
@@ -83,6 +83,14 @@ def test_numbers_of_the_short_form():
     text = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)"
     found = parse_out_of_memory(text)
     assert (found["needed"], found["usable"]) == (int(37.85 * 2**30), int(30.75 * 2**30))
+
+
+def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit():
+    assert is_about_memory(RuntimeError(OUT_OF_MEMORY))
+    vmem = OUT_OF_MEMORY.replace("memory space hbm", "memory space vmem").replace(
+        "37.85G of 30.75G", "19.55M of 16.00M"
+    )
+    assert not is_about_memory(RuntimeError(vmem))
 
 
 def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():

@@ -75,7 +75,7 @@ def _outcome(folder: Path) -> dict[str, Any]:
         return {"status": "refused", "reason": str(error)}
     except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
         text = str(error)
-        if not _is_about_memory(error):
+        if not is_about_memory(error):
             return {"status": "failed", "reason": f"{type(error).__name__}: {_first_lines(text)}"}
         return _too_large(run, parse_out_of_memory(text))
 
@@ -171,13 +171,18 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
             values = {option.name: option.value for option in saving if option.value is not None}
             return compile(compiler_options=values), saving
         except Exception as again:
-            if not _is_about_memory(again):
+            if not is_about_memory(again):
                 raise
             raise error from None
 
 
-def _is_about_memory(error: Exception) -> bool:
-    return any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "HbmOom"))
+def is_about_memory(error: Exception) -> bool:
+    """Return whether a compiler's error says that a program needs more of a device's memory than there is.
+
+    A kernel that needs more of a core's scratch memory (VMEM) is another matter: no layout helps.
+    """
+    text = str(error)
+    return any(word in text for word in ("RESOURCE_EXHAUSTED", "HbmOom")) and "memory space vmem" not in text
 
 
 def _placement(run: Run, mesh: Any) -> list[str]:

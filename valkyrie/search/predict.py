@@ -64,6 +64,7 @@ def predict_function(
     """
     import jax
 
+    from valkyrie.search.child import is_about_memory
     from valkyrie.search.compiled import compiled_program, without_cache
 
     lowered, compiled = _stage(function, arguments, named, options)
@@ -77,7 +78,7 @@ def predict_function(
             with refusals_in_plain_words(), without_cache():
                 compiled = lowered.compile(compiler_options=set_by_us or None)
         except jax.errors.JaxRuntimeError as error:
-            if not any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "HbmOom")) or mesh is None:
+            if not is_about_memory(error) or mesh is None:
                 raise
             about = _about(work.name or _name(function), target, dict(mesh.shape))
             return Predicted(_refused_for_memory(about, str(error)), None)

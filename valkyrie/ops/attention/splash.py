@@ -29,7 +29,7 @@ LANES = 128
 BLOCK = 512
 WIDE_BLOCK = 1024
 WIDE_FROM = 4096
-LONG_FROM = 8192
+LONG_FROM = 16384
 WIDE_HEAD = 128
 DQ_WRITES = 8
 
@@ -217,7 +217,7 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
     return splash.BlockSizes(
         block_q=row_block,
         block_kv=key_block,
-        block_q_dkv=row_block,
+        block_q_dkv=fitting(BLOCK, rows) if fused and backward > wide else row_block,  # 1024 by 2048 exceed v4's VMEM
         block_kv_dkv=backward if fused else fitting(wide, keys),
         block_kv_dkv_compute=fitting(wide, keys),
         block_q_dq=None if fused else row_block,
