@@ -64,19 +64,26 @@ def predict_function(
     """
     import jax
 
-    from valkyrie.search.child import is_about_memory
+    from valkyrie.search.child import is_about_memory, within_memory
     from valkyrie.search.compiled import compiled_program, without_cache
 
     lowered, compiled = _stage(function, arguments, named, options)
     mesh = mesh or _mesh_of([arguments, dict(named)])
     if mesh is not None:
         _refuse_other_devices(mesh, target)
-    set_by_us = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
+    told = [
+        Option(name, text, YOU) for name, value in (options or {}).items() if (text := option_text(value)) is not None
+    ]
     work = work or Work()
     if compiled is None:
+
+        def compile(compiler_options: dict[str, str] | None = None) -> Any:
+            asked = {option.name: option.value for option in told}
+            return lowered.compile(compiler_options=compiler_options or asked or None)
+
         try:
             with refusals_in_plain_words(), without_cache():
-                compiled = lowered.compile(compiler_options=set_by_us or None)
+                compiled, told = within_memory(told, compile, "tpu")
         except jax.errors.JaxRuntimeError as error:
             if not is_about_memory(error) or mesh is None:
                 raise
@@ -93,8 +100,8 @@ def predict_function(
     built = compiled_program(compiled, mesh)
     module = parse(built.module)
     about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
-    told = [asdict(Option(name, value, YOU)) for name, value in set_by_us.items()]
-    return _predicted(about, module, target, built.axes, built.positions, built.memory, work, told)
+    set_for_it = [asdict(option) for option in told]
+    return _predicted(about, module, target, built.axes, built.positions, built.memory, work, set_for_it)
 
 
 def predict_file(
