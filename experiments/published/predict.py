@@ -27,6 +27,7 @@ import argparse
 import csv
 import json
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from valkyrie.train.arguments import run_of
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from guesses import Row, row_of  # noqa: E402  # beside this script
+from guesses import row_of  # noqa: E402  # beside this script
 from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
 
 NEEDED = ("row", "experiment", "overrides", "step_s")
@@ -75,16 +76,17 @@ def main() -> None:
             results.setdefault(name, {"status": "not comparable", "reason": line.get("note") or "says too little"})
     every = list(rows.values())
     listed = [{"row": n} | results[n] for n in (line["row"] for line in lines)]
-    runs_known = known_runs(asked, kept, rows)
+    for result in [*kept.values(), *listed]:
+        name = result["row"]
+        result["earlier"] = "made_by" in result and name in runs and result["made_by"] != made_by_now(runs[name])
+    runs_known = known_runs(asked, shipped_errors([r for r in kept.values() if not r["earlier"]], rows))
     listed = [with_guesses(r, rows[r["row"]], every, runs_known) if r["row"] in rows else r for r in listed]
-    for result in listed:
-        result["earlier"] = "made_by" in result and result["made_by"] != made_by_now(runs[result["row"]])
     table = markdown(listed, runs_known) + "\n\n" + order(listed, every)
     console.print(table, soft_wrap=True)
     if asked.markdown:
         asked.markdown.write_text(table + "\n")
     if asked.ship:
-        write_whole(FILE, as_json(shipped_errors(listed, rows)))
+        write_whole(FILE, as_json(runs_known))
 
 
 def arguments() -> argparse.Namespace:
@@ -103,11 +105,11 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def known_runs(asked: argparse.Namespace, kept: dict[str, dict[str, Any]], rows: dict[str, Row]) -> list[Published]:
-    """Return the runs that replays are corrected by: of our own table its kept results, for others what is shipped."""
-    shipped = {run.row: run for run in published()}
-    own = shipped_errors(kept.values(), rows) if asked.rows.resolve() == HERE / "rows.csv" else []
-    return list((shipped | {run.row: run for run in own}).values())
+def known_runs(asked: argparse.Namespace, anew: Sequence[Published]) -> list[Published]:
+    """Return the runs that replays are corrected by: what is shipped; of a family of ours done anew, those results."""
+    anew = anew if asked.rows.resolve() == HERE / "rows.csv" else []
+    families = {run.family for run in anew}
+    return [*(run for run in published() if run.family not in families), *anew]
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
