@@ -26,7 +26,15 @@ from valkyrie.modes import MODULE, TEXT
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
 from valkyrie.search import compile as compiling
-from valkyrie.search.child import KEYS, OUTCOME, _too_large, is_about_memory, parse_out_of_memory, within_memory
+from valkyrie.search.child import (
+    KEYS,
+    OUTCOME,
+    _too_large,
+    is_about_memory,
+    parse_out_of_memory,
+    peak_beside_host,
+    within_memory,
+)
 from valkyrie.search.compile import Compiled, compile_layout, program_key
 from valkyrie.search.compiled import without_cache
 from valkyrie.search.modes import _others, work_key
@@ -134,12 +142,16 @@ def test_activations_in_host_memory_are_not_in_the_peak_of_a_tpu(layers: int, ke
     whole = NamedSharding(mesh, PartitionSpec())
     w = jax.ShapeDtypeStruct((layers, width, width), jnp.bfloat16, sharding=whole)
     x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16, sharding=whole)
+    lowered = jax.jit(jax.grad(loss)).lower(w, x)
     with without_cache():
-        sizes = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+        compiled = lowered.compile()
+        alone = peak_beside_host(compiled, lowered.compile, [], "tpu")
+    sizes = compiled.memory_analysis()
     activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
     assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
     held = layers if keeps else 0
     assert held + 2 <= (peak_of(sizes, "tpu") - weights) / activation <= held + 7
+    assert (alone is None) == keeps and (alone is None or 2 <= (alone - weights) / activation <= 5)
 
 
 @pytest.mark.slow

@@ -29,26 +29,29 @@ class CompiledProgram:
     device_kind: str
 
 
-def compiled_program(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> CompiledProgram:
-    """Return what is read of a program compiled for a mesh, whoever wrote it."""
+def compiled_program(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, peak: int | None = None
+) -> CompiledProgram:
+    """Return what is read of a program compiled for a mesh, whoever wrote it; `peak` as `program_memory` takes it."""
     return CompiledProgram(
         module=serialised_module(compiled),
-        memory=program_memory(compiled, mesh.devices.flat[0].platform),
+        memory=program_memory(compiled, mesh.devices.flat[0].platform, peak),
         positions=[device_position(device) for device in mesh.devices.flat],
         axes={str(name): int(size) for name, size in mesh.shape.items()},
         device_kind=mesh.devices.flat[0].device_kind,
     )
 
 
-def program_memory(compiled: jax.stages.Compiled, platform: str) -> dict[str, int]:
+def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> dict[str, int]:
     """Return what XLA says a program compiled for a platform takes on one device, in bytes.
 
+    `peak`: that of the device alone, where XLA's own number has host memory in it (`peak_beside_host`).
     Keys: `arguments`, `outputs`, `aliased` (outputs that lie where arguments did), `peak`, `temporary` (what the peak
     holds beside those), `code` (in a TPU's peak it is not), and `host`, which the program has in host memory.
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
-    peak, code = peak_of(sizes, platform), sizes.generated_code_size_in_bytes
+    peak, code = peak or peak_of(sizes, platform), sizes.generated_code_size_in_bytes
     at_rest = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     host = sizes.host_argument_size_in_bytes + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
     return {
@@ -62,7 +65,7 @@ def program_memory(compiled: jax.stages.Compiled, platform: str) -> dict[str, in
     }
 
 
-def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled) -> dict[str, int]:
+def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled, peak: int | None = None) -> dict[str, int]:
     """Return bytes on one device: what XLA says of the compiled step, and of that what follows from shapes.
 
     `parameters`, `optimizer` and `gradients` follow from shapes; the others are those of `program_memory`.
@@ -72,7 +75,7 @@ def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled) -> dict
         "parameters": expected.parameters + expected.average,
         "optimizer": expected.optimizer,
         "gradients": expected.gradients,
-        **program_memory(compiled, program.backend),
+        **program_memory(compiled, program.backend, peak),
     }
 
 

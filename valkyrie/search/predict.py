@@ -64,7 +64,7 @@ def predict_function(
     """
     import jax
 
-    from valkyrie.search.child import is_about_memory, within_memory
+    from valkyrie.search.child import is_about_memory, peak_beside_host, within_memory
     from valkyrie.search.compiled import compiled_program, without_cache
 
     lowered, compiled = _stage(function, arguments, named, options)
@@ -74,7 +74,7 @@ def predict_function(
     told = [
         Option(name, text, YOU) for name, value in (options or {}).items() if (text := option_text(value)) is not None
     ]
-    work = work or Work()
+    work, peak = work or Work(), None
     if compiled is None:
 
         def compile(compiler_options: dict[str, str] | None = None) -> Any:
@@ -84,6 +84,7 @@ def predict_function(
         try:
             with refusals_in_plain_words(), without_cache():
                 compiled, told = within_memory(told, compile, "tpu")
+                peak = peak_beside_host(compiled, compile, told, "tpu")
         except jax.errors.JaxRuntimeError as error:
             if not is_about_memory(error) or mesh is None:
                 raise
@@ -97,7 +98,7 @@ def predict_function(
                 "NamedSharding of slice.mesh(...), or hand the mesh to predict: mesh=slice.mesh(...)."
             )
         _refuse_other_devices(mesh, target)
-    built = compiled_program(compiled, mesh)
+    built = compiled_program(compiled, mesh, peak)
     module = parse(built.module)
     about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
     set_for_it = [asdict(option) for option in told]
