@@ -159,7 +159,7 @@ def _unchanged(loop: Instruction, index: int) -> bool:
     if body.root is None or body.root.opcode != "tuple":
         return False
     value = body.root.operands[index]
-    while value.opcode in _PASSES:
+    while value.opcode in (*_PASSES, "copy-start"):
         value = value.operands[0]
     parameter = body.parameters[0]
     return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index
