@@ -82,7 +82,11 @@ def test_every_experiment_is_a_legal_run(name: str):
 @pytest.mark.parametrize("spelling", ["experiment=", "+experiment="])
 def test_an_experiment_is_chosen_either_way_and_overridden(command: Any, spelling: str):
     run = command(f"{spelling}valkyrie_1b_v4_64", "steps=7").run
-    assert (run.model.name, run.layout.name, run.config.seq) == ("valkyrie_1b", "4x4x2-fsdp-remat_dots", 4096)
+    assert (run.model.name, run.layout.name, run.config.seq) == (
+        "valkyrie_1b",
+        "4x4x2-fsdp-remat_minimal_with_context",
+        4096,
+    )
     assert (run.config.steps, run.config.target.name) == (7, "v4-64")
 
 
