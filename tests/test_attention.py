@@ -392,21 +392,22 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, options, message):
 
 
 @pytest.mark.parametrize(
-    ("length", "head_dim", "window", "forward", "backward", "fused"),
+    ("length", "head_dim", "window", "forward", "backward", "at_once", "fused"),
     [
-        (200, 128, None, 200, 200, True),
-        (2048, 128, None, 512, 1024, True),
-        (8192, 128, None, 1024, 1024, True),
-        (16384, 128, None, 1024, 2048, True),
-        (32768, 128, None, 1024, 1024, False),
-        (4096, 256, None, 512, 512, True),
-        (4096, 128, 512, 512, 512, True),
-        (8192, 128, 512, 512, 512, False),
+        (200, 128, None, 200, 200, 200, True),
+        (2048, 128, None, 512, 1024, 1024, True),
+        (8192, 128, None, 1024, 1024, 1024, True),
+        (16384, 128, None, 1024, 2048, 256, True),
+        (32768, 128, None, 1024, 1024, 1024, False),
+        (4096, 256, None, 512, 512, 512, True),
+        (4096, 128, 512, 512, 512, 512, True),
+        (8192, 128, 512, 512, 512, 512, False),
     ],
 )
-def test_tiles_of_the_splash_kernel(length, head_dim, window, forward, backward, fused):
+def test_tiles_of_the_splash_kernel(length, head_dim, window, forward, backward, at_once, fused):
     from valkyrie.ops.attention.splash import _block_sizes
 
     sizes = _block_sizes(length, length, head_dim, window)
-    assert (sizes.block_q, sizes.block_kv, sizes.block_kv_dkv) == (forward, forward, backward)
+    assert (sizes.block_q, sizes.block_kv, sizes.block_q_dkv) == (forward, forward, forward)
+    assert (sizes.block_kv_dkv, sizes.block_kv_dkv_compute) == (backward, at_once)
     assert sizes.use_fused_bwd_kernel is fused

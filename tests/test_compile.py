@@ -29,6 +29,7 @@ from valkyrie.search import compile as compiling
 from valkyrie.search.child import (
     KEYS,
     OUTCOME,
+    _about_scratch_memory,
     _too_large,
     is_about_memory,
     parse_out_of_memory,
@@ -99,6 +100,20 @@ def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit()
         "37.85G of 30.75G", "19.55M of 16.00M"
     )
     assert not is_about_memory(RuntimeError(vmem))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RESOURCE_EXHAUSTED: XLA:TPU compile error. Ran out of memory in memory space vmem while allocating on "
+        "stack for %mha.1 = bf16[8]{0} custom-call(). Used 19.55M of 16.00M vmem. Exceeded vmem capacity by 3.55M.",
+        "RESOURCE_EXHAUSTED: E1001: ScopedVmemOom:\nRan out of memory in memory space vmem while allocating on "
+        "stack for %mha.1 = (f32[2]{0})\nScoped allocation with size 19.55M and limit 16.00M exceeded scoped vmem",
+    ],
+)
+def test_a_kernel_without_enough_scratch_memory_is_named(text):
+    assert _about_scratch_memory(text).startswith("a kernel, mha.1, needs 19.55 MiB of the 16 MiB of scratch memory")
+    assert _about_scratch_memory(OUT_OF_MEMORY) is None
 
 
 def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():

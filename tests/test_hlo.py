@@ -132,6 +132,18 @@ def test_a_bound_on_the_left_means_the_same():
     assert loops(parse(text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1"))) == [6]
 
 
+def test_a_bound_that_each_turn_copies_asynchronously_is_followed():
+    text = LOOP.replace("LEFT", "ci").replace("RIGHT", "cn").replace("DIRECTION", "LT")
+    text = text.replace("START", "0").replace("LIMIT", "6").replace("STEP", "1")
+    begun = "{indent}begun{n} = (s32[], s32[], u32[]) copy-start({source})\n  {name} = s32[] copy-done(begun{n})"
+    outside = begun.format(indent="", n=1, source="limit", name="copied")
+    text = text.replace("copied = s32[] copy(limit)", outside)
+    inside = begun.format(indent="", n=2, source="n", name="kept")
+    text = text.replace("  ROOT t =", f"  {inside}\n  ROOT t =").replace("tuple(next, n,", "tuple(next, kept,")
+    assert text.count("copy-done") == 2 and "(next, kept" in text
+    assert loops(parse(text)) == [6]
+
+
 def test_a_loop_whose_end_is_data_has_no_count():
     module = module_of(lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x @ x) + 1, x), (8, 8))
     assert loops(module) == [None]

@@ -62,11 +62,11 @@ def main() -> None:
                 rows[line["row"]], runs[line["row"]] = row_of(line, run), run
         except ValueError as error:
             results[line["row"]] = {"status": "refused", "reason": " ".join(str(error).split())}
-    kept = read_kept(asked.json)
+    made_by, kept = {name: made_by_now(run) for name, run in runs.items()}, read_kept(asked.json)
     for line in lines:
         name = line["row"]
         if name in runs and not asked.kept:
-            results[name] = kept_or_predicted(name, runs[name], kept, console)
+            results[name] = kept_or_predicted(name, made_by[name], runs[name], kept, console)
             kept[name] = {"row": name} | results[name]
             write_whole(asked.json, json.dumps(list(kept.values()), indent=1) + "\n")
             console.print(describe(results[name], rows[name].measured_s, name), soft_wrap=True)
@@ -78,7 +78,7 @@ def main() -> None:
     listed = [{"row": n} | results[n] for n in (line["row"] for line in lines)]
     for result in [*kept.values(), *listed]:
         name = result["row"]
-        result["earlier"] = "made_by" in result and name in runs and result["made_by"] != made_by_now(runs[name])
+        result["earlier"] = "made_by" in result and name in runs and result["made_by"] != made_by[name]
     runs_known = known_runs(asked, shipped_errors([r for r in kept.values() if not r["earlier"]], rows))
     listed = [with_guesses(r, rows[r["row"]], every, runs_known) if r["row"] in rows else r for r in listed]
     table = markdown(listed, runs_known) + "\n\n" + order(listed, every)
@@ -151,9 +151,11 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     return run
 
 
-def kept_or_predicted(name: str, run: Run, kept: dict[str, dict[str, Any]], console: Console) -> dict[str, Any]:
+def kept_or_predicted(
+    name: str, made_by: str, run: Run, kept: dict[str, dict[str, Any]], console: Console
+) -> dict[str, Any]:
     """Return a row's result: the kept one if the same program, compiler and replay made it and it is final."""
-    made_by, before = made_by_now(run), kept.get(name, {})
+    before = kept.get(name, {})
     if before.get("made_by") == made_by and before["status"] in ("ok", "does_not_fit"):
         return before
     try:

@@ -7,27 +7,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from valkyrie.cli.parser import OneLineParser, without_comment
+from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
 from valkyrie.data.config import DataConfig, Source
-from valkyrie.interrupt import usable_streams
 from valkyrie.paths import cache_root
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
-    usable_streams()
-    arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
-    try:
+    with ends_in_words("valkyrie-data"):
+        arguments = _parser().parse_args(without_comment(sys.argv[1:] if argv is None else argv))
         arguments.run(arguments)
-    except (ValueError, OSError) as error:
-        sys.exit(_complain(str(error), 2))
-    except KeyboardInterrupt:
-        sys.exit(_complain("stopped; nothing half-written is left", 130))
-
-
-def _complain(message: str, status: int) -> int:
-    print(f"valkyrie-data: {message}", file=sys.stderr)
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from valkyrie.compiled.hlo import Computation, Instruction
 
 _TRIPS = re.compile(rb'"known_trip_count":(\{[^}]*\})')
-_PASSES = {"copy", "bitcast", "reshape", "convert", "optimization-barrier", "copy-done", "broadcast"}
+_PASSES = {"copy", "bitcast", "reshape", "convert", "optimization-barrier", "copy-start", "copy-done", "broadcast"}
 """Operations that hand a scalar on unchanged."""
 _TURNED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
@@ -117,8 +117,6 @@ def _source(instruction: Instruction) -> Instruction | None:
     opcode = instruction.opcode
     if opcode in _PASSES:
         return instruction.operands[0]
-    if opcode == "copy-start":
-        return instruction.operands[0]
     if opcode in ("fusion", "call") and not instruction.shape.parts:
         root = instruction.called[0].root
         passed = root is not None and root.opcode in ("parameter", "constant", *_PASSES)
@@ -159,7 +157,7 @@ def _unchanged(loop: Instruction, index: int) -> bool:
     if body.root is None or body.root.opcode != "tuple":
         return False
     value = body.root.operands[index]
-    while value.opcode in (*_PASSES, "copy-start"):
+    while value.opcode in _PASSES:
         value = value.operands[0]
     parameter = body.parameters[0]
     return value.opcode == "get-tuple-element" and value.operands[0] is parameter and value.message.tuple_index == index

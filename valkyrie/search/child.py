@@ -76,7 +76,8 @@ def _outcome(folder: Path) -> dict[str, Any]:
     except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
         text = str(error)
         if not is_about_memory(error):
-            return {"status": "failed", "reason": f"{type(error).__name__}: {_first_lines(text)}"}
+            reason = _about_scratch_memory(text) or f"{type(error).__name__}: {_first_lines(text)}"
+            return {"status": "failed", "reason": reason}
         return _too_large(run, parse_out_of_memory(text))
 
 
@@ -180,7 +181,7 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
 def peak_beside_host(compiled: Any, compile: Callable[..., Any], options: list[Option], platform: str) -> int | None:
     """Return the bytes of a device at the peak of a TPU's program that has arrays in host memory; None for others.
 
-    XLA states the peak of both memories as one. Told that the device has 100 MiB, `compile(compiler_options=...)`
+    XLA states the peak of both memories as one. Told that the device has 1 MiB, `compile(compiler_options=...)`
     refuses the program in seconds, with the bytes it needs: within 2% of a whole compile's (experiments/LOG.md).
     """
     from valkyrie.train.memory import peak_of
@@ -190,7 +191,7 @@ def peak_beside_host(compiled: Any, compile: Callable[..., Any], options: list[O
         return None
     values = {option.name: option.value for option in options if option.value is not None}
     try:
-        compile(compiler_options=values | {"xla_tpu_max_hbm_size_mib": "100"})
+        compile(compiler_options=values | {"xla_tpu_max_hbm_size_mib": "1"})
     except Exception as error:
         if is_about_memory(error) and (needed := parse_out_of_memory(str(error))["needed"]):
             return min(needed, peak_of(sizes, platform))
@@ -204,6 +205,22 @@ def is_about_memory(error: Exception) -> bool:
     """
     text = str(error)
     return any(word in text for word in ("RESOURCE_EXHAUSTED", "HbmOom")) and "memory space vmem" not in text
+
+
+def _about_scratch_memory(text: str) -> str | None:
+    """Return what a compiler's refusal of a kernel for its scratch memory says, in words; None for other messages."""
+    used = re.search(
+        rf"memory space vmem.*?(?:size {_SIZE} and limit {_SIZE}|Used {_SIZE} of {_SIZE})", text, re.DOTALL
+    )
+    if used is None:
+        return None
+    needed, limit = (float(size) for size in (used[1] or used[5], used[3] or used[7]))
+    kernel = re.search(r"allocating on stack for %?([\w.-]+)", text)
+    name = kernel[1] if kernel else "that XLA does not name"
+    return (
+        f"a kernel, {name}, needs {needed:g} MiB of the {limit:g} MiB of scratch memory (VMEM) of a core. No layout helps: "
+        "another model.attention.head_dim may, or a larger target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
+    )
 
 
 def _placement(run: Run, mesh: Any) -> list[str]:

@@ -101,8 +101,8 @@ def predict_function(
     built = compiled_program(compiled, mesh, peak)
     module = parse(built.module)
     about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
-    set_for_it = [asdict(option) for option in told]
-    return _predicted(about, module, target, built.axes, built.positions, built.memory, work, set_for_it)
+    taken = [asdict(option) for option in told]
+    return _predicted(about, module, target, built.axes, built.positions, built.memory, work, taken)
 
 
 def predict_file(

@@ -217,9 +217,9 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
     return splash.BlockSizes(
         block_q=row_block,
         block_kv=key_block,
-        block_q_dkv=fitting(BLOCK, rows) if fused and backward > wide else row_block,  # 1024 by 2048 exceed v4's VMEM
+        block_q_dkv=row_block,
         block_kv_dkv=backward if fused else fitting(wide, keys),
-        block_kv_dkv_compute=fitting(wide, keys),
+        block_kv_dkv_compute=fitting(BLOCK // 2 if fused and backward > wide else wide, keys),  # for v4's VMEM
         block_q_dq=None if fused else row_block,
         block_kv_dq=None if fused else key_block,
         use_fused_bwd_kernel=fused,
