@@ -219,7 +219,8 @@ def _about_scratch_memory(text: str) -> str | None:
     name = kernel[1] if kernel else "that XLA does not name"
     return (
         f"a kernel, {name}, needs {needed:g} MiB of the {limit:g} MiB of scratch memory (VMEM) of a core. "
-        "No layout helps: another model.attention.head_dim may, or a larger target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
+        "No layout helps: another model.attention.head_dim may, or a larger "
+        "target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
     )
 
 
