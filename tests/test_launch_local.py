@@ -1,0 +1,217 @@
+"""valkyrie-launch target=local: processes started together, ended together, started again; with small children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from valkyrie.launch.local import INDEX, RESTARTS, Supervisor, cluster
+
+HEAD = f"""
+import os, pathlib, signal, sys, time
+index, starts = int(os.environ.get("{INDEX}", 0)), int(os.environ["{RESTARTS}"])
+def alive(): pathlib.Path(f"pid-{{starts}}-{{index}}").write_text(str(os.getpid()))
+def others_alive(count=3):
+    while len(list(pathlib.Path().glob(f"pid-{{starts}}-*"))) < count: time.sleep(0.01)
+def on(number, status):
+    def end(*_): print(f"{{index}} saved", flush=True); os._exit(status)
+    signal.signal(number, end)
+"""
+
+
+def member(code: str) -> list[str]:
+    """The command of a child."""
+    return [sys.executable, "-S", "-E", "-c", HEAD + code]
+
+
+def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
+    """The exit status of a launch in this process and the current folder."""
+    settings = {"grace_s": 0.1, "notice_s": 2.0, "soon_s": 0.0, **settings}
+    return Supervisor(lambda: cluster(member(code), processes), restarts, Path("logs"), **settings).run()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a child of init may be left as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def pids() -> list[int]:
+    return [int(file.read_text()) for file in Path().glob("pid-*") if file.read_text()]
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    wait_until(lambda: all(is_gone(pid) for pid in pids()))
+
+
+def test_every_process_knows_the_others_and_the_port_is_another_at_each_start(capfd: Any):
+    code = """
+with open(f"env-{index}", "a") as file:
+    print(os.environ["JAX_COORDINATOR_ADDRESS"], os.environ["JAX_PROCESS_COUNT"], file=file)
+print("printed by", index)
+sys.exit(0 if starts else 1)
+"""
+    assert run(code) == 0
+    lines = [Path(f"env-{index}").read_text().splitlines() for index in range(3)]
+    assert lines[0] == lines[1] == lines[2] and len(set(lines[0])) == 2
+    assert all(line.startswith("127.0.0.1:") and line.endswith(" 3") for line in lines[0])
+    out = capfd.readouterr().out
+    assert out == "printed by 0\nprinted by 0\n"
+    assert Path("logs/process-2.log").read_text() == "printed by 2\nprinted by 2\n"
+
+
+def test_one_process_is_no_cluster():
+    assert run(f'sys.exit(3 if "{INDEX}" in os.environ else 0)', processes=1) == 0
+
+
+def test_a_worker_killed_by_hand_ends_the_others_and_all_start_again(capfd: Any):
+    code = """
+alive()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+others_alive()
+if starts: sys.exit(0)
+if index == 1:
+    print("the last words of 1", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    assert run(code) == 0
+    err = capfd.readouterr().err
+    assert "process 1 ended by SIGKILL, first of 3; ending processes 0, 2 at once\n" in err
+    assert "the last lines of logs/process-1.log:\n  the last words of 1\n" in err
+    assert "starting again (1 of 2)\n" in err
+    assert len(pids()) == 6
+
+
+def test_a_peer_that_fails_with_it_is_not_taken_for_the_first(capfd: Any):
+    code = """
+alive(); others_alive()
+if index == 2: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(1)
+"""
+    assert run(code, restarts=0, grace_s=1.0) in (1, 137)
+    err = capfd.readouterr().err
+    assert err.count("first of 3") == 1 and "not started again: --restarts 0\n" in err
+
+
+def test_it_stops_after_so_many_crashes(capfd: Any):
+    assert run('pathlib.Path(f"start-{starts}-{index}").touch(); sys.exit(7)') == 7
+    assert len(list(Path().glob("start-*"))) == 9
+    assert "not started again: --restarts 2\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("status", [2, 130])
+def test_a_mistake_and_ctrl_c_are_not_repeated(status: int, capfd: Any):
+    assert run(f'alive(); print("why", file=sys.stderr); sys.exit({status})') == status
+    err = capfd.readouterr().err
+    assert len(pids()) == 3
+    assert "starting again" not in err and err.count("why") == 1
+
+
+def test_a_mistake_that_only_another_process_sees_is_shown(capfd: Any):
+    code = """
+alive(); others_alive()
+if index == 2: print("data.paths: no such file"); sys.exit(2)
+time.sleep(60)
+"""
+    assert run(code) == 2
+    err = capfd.readouterr().err
+    assert "process 2 ended with status 2, first of 3; ending processes 0, 1 at once" in err
+    assert "  data.paths: no such file\n" in err
+
+
+def test_a_preemption_is_not_a_crash(capfd: Any):
+    code = "alive(); time.sleep(0.1 * index); sys.exit(0 if starts == 3 else 75)"
+    assert run(code, restarts=0) == 0
+    err = capfd.readouterr().err
+    assert err.count("was preempted and has saved") == 3 and err.count("starting again\n") == 3
+    assert run("sys.exit(75)", restarts=1, soon_s=5.0) == 75
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Any]:
+    """A function that starts the command with children of some code and waits until all are ready."""
+    with contextlib.ExitStack() as stack:
+
+        def start(code: str, processes: int = 3, *flags: str) -> subprocess.Popen[str]:
+            program = f"from valkyrie.cli.launch import main; main(command={member(code)!r})"
+            words = ["target=local", f"processes={processes}", *flags, "--", "name=mine"]
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", program, *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+                )
+            )
+            stack.callback(process.kill)
+            wait_until(lambda: len(pids()) == processes)
+            return process
+
+        yield start
+
+
+SAVES = "on(signal.SIGINT, 130); on(signal.SIGTERM, 75); alive(); time.sleep(60)"
+DEAF = """
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+alive()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_is_handed_on_and_all_save(launched: Any, number: int, status: int):
+    process = launched(SAVES)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == status
+    assert "stopping: waiting for processes 0, 1, 2 to save" in err and "starting again" not in err
+    assert Path("runs/mine.launch/process-1.log").read_text() == "1 saved\n"
+
+
+def test_a_second_ctrl_c_ends_those_who_do_not_listen(launched: Any):
+    process = launched(DEAF)
+    os.kill(process.pid, signal.SIGINT)
+    for line in process.stderr:
+        if "once more ends them at once" in line:
+            break
+    assert process.poll() is None and not any(is_gone(pid) for pid in pids())
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130 and "ending processes 0, 1, 2 at once, without saving" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
+def test_children_end_with_a_launcher_that_is_killed(launched: Any):
+    process = launched(DEAF)
+    process.kill()
+    wait_until(lambda: all(is_gone(pid) for pid in pids()))
+
+
+def test_what_a_child_has_started_ends_with_it():
+    code = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+pathlib.Path(f"pid-{starts}-{index}").write_text(str(child.pid))
+sys.exit(1)
+"""
+    assert run(code, processes=2, restarts=0) == 1
+    assert len(pids()) == 2

@@ -1,0 +1,198 @@
+"""A training in several processes: started together, ended together, and started again after a crash.
+
+What a status means is agreed with `valkyrie-train` (`process`): 0, 2 and 130 end the job; 75 has saved and is started
+again; anything else, or death by a signal, is a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from valkyrie.launch.process import DONE, INTERRUPTED, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
+
+RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
+"""How often the training was started again, in the environment of its processes."""
+COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
+"""By which the processes of a training find each other."""
+
+_ENDS_THE_JOB = (DONE, USER_ERROR, INTERRUPTED)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process to start: its command and what its environment has besides the launcher's."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def cluster(command: Sequence[str], processes: int) -> list[Member]:
+    """Return so many processes of this machine that are to find each other at a port which is free now.
+
+    A single one is told nothing: it is no cluster.
+    """
+    if processes == 1:
+        return [Member(tuple(command))]
+    address = f"127.0.0.1:{free_port()}"
+    return [
+        Member(tuple(command), {COORDINATOR: address, COUNT: str(processes), INDEX: str(index)})
+        for index in range(processes)
+    ]
+
+
+def _nothing() -> None:
+    """Leave nothing behind: processes of this machine are ended by their groups."""
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """What starts the processes of a training and watches them.
+
+    `members` gives them for every start anew; `restarts`: how many crashes are answered by another start; `logs`: the
+    folder of what all but the first write; `clean_up` is called before each restart and at the end.
+    `grace_s`: seconds that the others have after a crash; `notice_s`: seconds to save after SIGTERM or a preemption;
+    `soon_s`: a preemption sooner than this counts as a crash, for it would repeat for ever.
+    """
+
+    members: Callable[[], Sequence[Member]]
+    restarts: int
+    logs: Path
+    clean_up: Callable[[], None] = _nothing
+    grace_s: float = 2.0
+    notice_s: float = 30.0
+    soon_s: float = 10.0
+
+    def run(self) -> int:
+        """Run the training to its end and return its exit status: 75 after a SIGTERM on which all have saved."""
+        crashes = starts = 0
+        with _Signals() as signals:
+            while True:
+                began = time.monotonic()
+                status = self._attempt(starts, signals)
+                self.clean_up()
+                if signals.first is not None or status in _ENDS_THE_JOB:
+                    return status
+                preempted = status == PREEMPTED and time.monotonic() - began >= self.soon_s
+                crashes += not preempted
+                if crashes > self.restarts:
+                    _say(f"not started again: --restarts {self.restarts}")
+                    return status if status > 0 else 128 - status
+                starts += 1
+                counted = "" if preempted else f" ({crashes} of {self.restarts})"
+                _say(f"starting again{counted}")
+
+    def _attempt(self, starts: int, signals: _Signals) -> int:
+        """Start all processes and return how the first of them to fail ended, or 0; none is left."""
+        processes: list[Process] = []
+        try:
+            for index, member in enumerate(self.members()):
+                log = None if index == 0 else self.logs / f"process-{index}.log"
+                environment = {**member.environment, RESTARTS: str(starts)}
+                processes.append(Process(index, member.command, environment, log))
+            return self._watch(processes, signals)
+        finally:
+            for process in processes:
+                process.kill()
+
+    def _watch(self, processes: Sequence[Process], signals: _Signals) -> int:
+        while True:
+            ended = {process: process.status for process in processes}
+            failed = [process for process, status in ended.items() if status not in (None, DONE)]
+            if signals.first is not None:
+                return self._stop(processes, signals)
+            if failed:
+                # a peer of one that is killed fails within milliseconds: the signal was first
+                first = min(failed, key=lambda process: (ended[process] or 0) >= 0)
+                return self._after(first, processes, signals)
+            if None not in ended.values():
+                return DONE
+            time.sleep(0.02)
+
+    def _after(self, first: Process, processes: Sequence[Process], signals: _Signals) -> int:
+        """Let the others end after one has failed; return that one's status and say what it was."""
+        status = first.status
+        assert status is not None
+        saves = status in (PREEMPTED, INTERRUPTED)
+        others = [process for process in processes if process is not first]
+        wait_for(others, self.notice_s if saves else self.grace_s)
+        if signals.first is not None:
+            return self._stop(processes, signals)
+        left = [process.index for process in others if process.status is None]
+        words = "was preempted and has saved" if status == PREEMPTED else f"ended {how_it_ended(status)}"
+        ending = f"; ending {_named(left)} at once" if left else ""
+        if len(processes) > 1 or status not in _ENDS_THE_JOB:
+            _say(f"process {first.index} {words}{', first of ' + str(len(processes)) if others else ''}{ending}")
+        if first.log is not None and not saves and processes[0].status != status:
+            _say(f"the last lines of {first.log}:", *(f"  {line}" for line in first.last_lines()))
+        worse = [process.status for process in others if process.status not in (None, DONE, PREEMPTED)]
+        return worse[0] or status if status == PREEMPTED and worse else status
+
+    def _stop(self, processes: Sequence[Process], signals: _Signals) -> int:
+        """Hand the signal that the launcher got on to all, wait until they have saved, and return the exit status."""
+        by_hand = signals.first == signal.SIGINT
+        running = [process for process in processes if process.status is None]
+        for process in running:
+            process.send(signal.SIGINT if by_hand else signal.SIGTERM)
+        once_more = "; once more ends them at once" if by_hand else f", at most {self.notice_s:g} s"
+        _say(f"stopping: waiting for {_named([process.index for process in running])} to save{once_more}")
+        until = float("inf") if by_hand else time.monotonic() + self.notice_s
+        while any(process.status is None for process in processes) and not signals.again and time.monotonic() < until:
+            time.sleep(0.02)
+        left = [process.index for process in processes if process.status is None]
+        if left:
+            _say(f"ending {_named(left)} at once, without saving")
+        statuses = {process.status for process in processes}
+        if by_hand:
+            return INTERRUPTED
+        if statuses == {DONE}:
+            return DONE
+        return PREEMPTED if statuses <= {DONE, PREEMPTED} else 128 + signal.SIGTERM
+
+
+class _Signals:
+    """A context that remembers SIGINT, SIGTERM and SIGHUP in place of being ended by them."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.again = False
+        self._restore = contextlib.ExitStack()
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+                self._restore.callback(signal.signal, number, signal.signal(number, self._hear))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore.close()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = number
+        else:
+            self.again = True
+
+
+def _say(*lines: str) -> None:
+    with contextlib.suppress(OSError):  # the training goes on where nobody reads this any more
+        print(*(f"valkyrie-launch: {line}" for line in lines[:1]), *lines[1:], sep="\n", file=sys.stderr, flush=True)
+
+
+def _named(indices: Sequence[int]) -> str:
+    numbers = ", ".join(str(index) for index in indices)
+    return f"process {numbers}" if len(indices) == 1 else f"processes {numbers}"
