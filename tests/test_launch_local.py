@@ -36,7 +36,7 @@ def member(code: str) -> list[str]:
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
     """The exit status of a launch in this process and the current folder."""
     settings = {"grace_s": 0.1, "notice_s": 2.0, "soon_s": 0.0, **settings}
-    return Supervisor(lambda: cluster(member(code), processes), restarts, Path("logs"), **settings).run()
+    return Supervisor(lambda starts: cluster(member(code), processes), restarts, Path("logs"), **settings).run()
 
 
 def is_gone(pid: int) -> bool:

@@ -9,10 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
-from valkyrie.launch.local import Supervisor, cluster
+from valkyrie.launch.choose import action, plan
+from valkyrie.launch.dockerfile import dockerfile
+from valkyrie.launch.gcloud import Slices
+from valkyrie.launch.local import say
 from valkyrie.launch.options import Options, read_options
 from valkyrie.launch.overrides import name_in, named, runs_in
+from valkyrie.launch.plan import Plan
+from valkyrie.launch.ssh import Hosts
+from valkyrie.launch.start import on_hosts, on_slices, on_this_host, run_steps
 
+ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
+"""What the command does in place of a training, where it is the first word."""
 TRAIN = (sys.executable, "-m", "valkyrie.cli.train")
 """The command of a process of this machine."""
 
@@ -28,31 +36,90 @@ def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> N
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-launch",
-        usage="valkyrie-launch [-h] [--restarts N] KEY=VALUE [KEY=VALUE ...] -- OVERRIDES",
-        description="Start a training: in several processes of this machine.",
+        usage="valkyrie-launch [-h] [--restarts N] [--run] [ACTION] KEY=VALUE [KEY=VALUE ...] [-- OVERRIDES]",
+        description="Start a training where it is to run: target=local in processes of this machine; for target=host, "
+        "ssh, slurm, gke, skypilot, or a slice of TPUs by its name, print the commands that do, or run them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="target=local and what belongs to it")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="starts after a crash, 3 if not given")
+    parser.add_argument("--run", action="store_true", help="run the commands in place of printing them")
     return parser
 
 
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
-    ahead, behind = split(arguments)
+    ahead, overrides = split(arguments)
     asked = _parser().parse_intermixed_args(ahead)
-    options = read_options(asked.words, asked.restarts)
-    if behind is None:
+    word = next((word for word in asked.words[:1] if word in ACTIONS), None)
+    words = asked.words[1:] if word else asked.words
+    if word and overrides is not None:
+        raise ValueError(f"{word} takes no settings of a training: leave out what is behind --.")
+    if word == "dockerfile":
+        sys.stdout.write(dockerfile(extra_of(words)))
+        return 0
+    options = read_options(words, asked.restarts)
+    if word:
+        return _act(options, words, word, asked.run)
+    if overrides is None:
+        ahead_of = " ".join(f"{key}" for key in words)
         raise ValueError(
-            "the training's settings are missing. Write them behind --: valkyrie-launch target=local processes=4 -- "
-            "model=gpt_tiny"
+            f"the training's settings are missing. Write them behind --: valkyrie-launch {ahead_of} -- model=gpt_tiny"
         )
-    overrides, added = named(behind, options.name)
-    if added:
-        print(f"valkyrie-launch: name={options.name} added, by which a restart continues", file=sys.stderr)
+    return _train(options, overrides, command, asked.run)
+
+
+def _act(options: Options, words: Sequence[str], word: str, run: bool) -> int:
+    """Print or run the one command that an action stands for."""
+    if word != "list" and not any(key.startswith("name=") for key in words):
+        raise ValueError(f"{word} needs the name of the run: write name=NAME.")
+    step = action(options, word)
+    if run:
+        return step.run()
+    print(step.text())
+    return 0
+
+
+def _train(options: Options, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
+    """Print the plan of a training or run it, and return its exit status."""
+    overrides, added = named(settings, options.name)
     options = replace(options, name=name_in(overrides) or options.name)
-    if options.target not in ("local", "host"):
-        raise ValueError(f"target={options.target}: only target=local and target=host are run so far.")
-    return _here(options, (*command, *overrides), overrides)
+    made = Plan((), ()) if options.target == "local" else plan(options, overrides)
+    if added:
+        say(f"name={options.name} added, by which a restart continues")
+    if options.target != "local":
+        if not run:
+            sys.stdout.write(made.text())
+            return 0
+        if options.target in ("slurm", "gke", "skypilot"):
+            return run_steps(made)
+        for note in made.notes:
+            say(note)
+    processes = options.processes if options.target == "local" else 1
+    runs = runs_in(overrides)
+    logs = Path("runs" if "://" in runs else runs) / f"{options.name}.launch"
+    if options.target in ("local", "host"):
+        if processes > 1:
+            say(f"{processes} processes; all but process 0 write to {logs}")
+        return on_this_host((*command, *overrides), processes, options.restarts, logs).run()
+    if not Path("pyproject.toml").is_file():
+        raise ValueError("the code is copied from the current folder, which has no pyproject.toml: cd to the clone.")
+    if options.target == "ssh":
+        return on_hosts(Hosts(options, overrides), logs).run()
+    slices = Slices(options, overrides)
+    try:
+        return on_slices(slices, logs).run()
+    finally:
+        say(f"{slices.name} is rented until it is given back: {slices.delete().text()}")
+
+
+def extra_of(words: Sequence[str]) -> str:
+    """Return the extra that an image is to have; ValueError says what to write."""
+    if not words:
+        return "tpu"
+    extras = {"extra=tpu": "tpu", "extra=cuda": "cuda", "extra=none": ""}
+    if len(words) > 1 or words[0] not in extras:
+        raise ValueError(f"dockerfile {' '.join(words)}: write one of {', '.join(extras)}, or nothing for tpu.")
+    return extras[words[0]]
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -61,16 +128,6 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
         return list(arguments), None
     at = list(arguments).index("--")
     return list(arguments[:at]), list(arguments[at + 1 :])
-
-
-def _here(options: Options, command: Sequence[str], overrides: Sequence[str]) -> int:
-    """Run the training in processes of this machine and return its exit status."""
-    processes = options.processes if options.target == "local" else 1
-    runs = runs_in(overrides)
-    logs = Path("runs" if "://" in runs else runs) / f"{options.name}.launch"
-    if processes > 1:
-        print(f"valkyrie-launch: {processes} processes; all but process 0 write to {logs}", file=sys.stderr)
-    return Supervisor(lambda: cluster(command, processes), options.restarts, logs).run()
 
 
 if __name__ == "__main__":

@@ -56,23 +56,32 @@ def cluster(command: Sequence[str], processes: int) -> list[Member]:
 
 
 def _nothing() -> None:
-    """Leave nothing behind: processes of this machine are ended by their groups."""
+    """Leave what is on other hosts alone: processes of this machine are ended by their groups."""
+
+
+def _never() -> bool:
+    """Return False: this machine is not taken away."""
+    return False
 
 
 @dataclass(frozen=True)
 class Supervisor:
     """What starts the processes of a training and watches them.
 
-    `members` gives them for every start anew; `restarts`: how many crashes are answered by another start; `logs`: the
-    folder of what all but the first write; `clean_up` is called before each restart and at the end.
+    `members` gives them for every start anew, by how often they were started before; `restarts`: how many crashes are
+    answered by another start; `logs`: the folder of what all but the first write. Where they run on other hosts:
+    `send` hands a signal on to them, `clean_up` is called when one has failed, and `lost` returns whether the hosts
+    were taken away, which is no crash.
     `grace_s`: seconds that the others have after a crash; `notice_s`: seconds to save after SIGTERM or a preemption;
     `soon_s`: a preemption sooner than this counts as a crash, for it would repeat for ever.
     """
 
-    members: Callable[[], Sequence[Member]]
+    members: Callable[[int], Sequence[Member]]
     restarts: int
     logs: Path
+    send: Callable[[int], None] | None = None
     clean_up: Callable[[], None] = _nothing
+    lost: Callable[[], bool] = _never
     grace_s: float = 2.0
     notice_s: float = 30.0
     soon_s: float = 10.0
@@ -80,27 +89,28 @@ class Supervisor:
     def run(self) -> int:
         """Run the training to its end and return its exit status: 75 after a SIGTERM on which all have saved."""
         crashes = starts = 0
-        with _Signals() as signals:
-            while True:
-                began = time.monotonic()
-                status = self._attempt(starts, signals)
+        while True:
+            members, began = self.members(starts), time.monotonic()
+            with _Signals() as signals:
+                status = self._attempt(members, starts, signals)
+            if status != DONE:
                 self.clean_up()
-                if signals.first is not None or status in _ENDS_THE_JOB:
-                    return status
-                preempted = status == PREEMPTED and time.monotonic() - began >= self.soon_s
-                crashes += not preempted
-                if crashes > self.restarts:
-                    _say(f"not started again: --restarts {self.restarts}")
-                    return status if status > 0 else 128 - status
-                starts += 1
-                counted = "" if preempted else f" ({crashes} of {self.restarts})"
-                _say(f"starting again{counted}")
+            if signals.first is not None or status in _ENDS_THE_JOB:
+                return status
+            saved = status == PREEMPTED and time.monotonic() - began >= self.soon_s
+            crash = not (saved or self.lost())
+            crashes += crash
+            if crashes > self.restarts:
+                say(f"not started again: --restarts {self.restarts}")
+                return status if status > 0 else 128 - status
+            starts += 1
+            say(f"starting again{f' ({crashes} of {self.restarts})' if crash else ''}")
 
-    def _attempt(self, starts: int, signals: _Signals) -> int:
+    def _attempt(self, members: Sequence[Member], starts: int, signals: _Signals) -> int:
         """Start all processes and return how the first of them to fail ended, or 0; none is left."""
         processes: list[Process] = []
         try:
-            for index, member in enumerate(self.members()):
+            for index, member in enumerate(members):
                 log = None if index == 0 else self.logs / f"process-{index}.log"
                 environment = {**member.environment, RESTARTS: str(starts)}
                 processes.append(Process(index, member.command, environment, log))
@@ -136,9 +146,9 @@ class Supervisor:
         words = "was preempted and has saved" if status == PREEMPTED else f"ended {how_it_ended(status)}"
         ending = f"; ending {_named(left)} at once" if left else ""
         if len(processes) > 1 or status not in _ENDS_THE_JOB:
-            _say(f"process {first.index} {words}{', first of ' + str(len(processes)) if others else ''}{ending}")
+            say(f"process {first.index} {words}{', first of ' + str(len(processes)) if others else ''}{ending}")
         if first.log is not None and not saves and processes[0].status != status:
-            _say(f"the last lines of {first.log}:", *(f"  {line}" for line in first.last_lines()))
+            say(f"the last lines of {first.log}:", *(f"  {line}" for line in first.last_lines()))
         worse = [process.status for process in others if process.status not in (None, DONE, PREEMPTED)]
         return worse[0] or status if status == PREEMPTED and worse else status
 
@@ -146,16 +156,17 @@ class Supervisor:
         """Hand the signal that the launcher got on to all, wait until they have saved, and return the exit status."""
         by_hand = signals.first == signal.SIGINT
         running = [process for process in processes if process.status is None]
-        for process in running:
-            process.send(signal.SIGINT if by_hand else signal.SIGTERM)
         once_more = "; once more ends them at once" if by_hand else f", at most {self.notice_s:g} s"
-        _say(f"stopping: waiting for {_named([process.index for process in running])} to save{once_more}")
+        say(f"stopping: waiting for {_named([process.index for process in running])} to save{once_more}")
+        number = signal.SIGINT if by_hand else signal.SIGTERM
+        for send in [self.send] if self.send else [process.send for process in running]:
+            send(number)
         until = float("inf") if by_hand else time.monotonic() + self.notice_s
         while any(process.status is None for process in processes) and not signals.again and time.monotonic() < until:
             time.sleep(0.02)
         left = [process.index for process in processes if process.status is None]
         if left:
-            _say(f"ending {_named(left)} at once, without saving")
+            say(f"ending {_named(left)} at once, without saving")
         statuses = {process.status for process in processes}
         if by_hand:
             return INTERRUPTED
@@ -188,7 +199,8 @@ class _Signals:
             self.again = True
 
 
-def _say(*lines: str) -> None:
+def say(*lines: str) -> None:
+    """Tell the user what the launcher does, where somebody reads it."""
     with contextlib.suppress(OSError):  # the training goes on where nobody reads this any more
         print(*(f"valkyrie-launch: {line}" for line in lines[:1]), *lines[1:], sep="\n", file=sys.stderr, flush=True)
 

@@ -40,6 +40,7 @@ class Options:
     runtime: str = ""
     cluster: str = ""
     image: str = ""
+    extra: str = ""
     nodes: int = 0
     gpus_per_node: int = 0
     partition: str = ""
@@ -61,10 +62,10 @@ _RENTED = ("spot", "slices", *_PRICED)
 ENGINES = {
     "local": ("processes",),
     "host": (),
-    "ssh": ("hosts", "port", "folder"),
-    "slurm": ("nodes", "gpus_per_node", "slice", "partition", "account", "folder", *_PRICED),
+    "ssh": ("hosts", "port", "folder", "extra"),
+    "slurm": ("nodes", "gpus_per_node", "slice", "partition", "account", *_PRICED),
     "gke": ("slice", "cluster", "image", "zone", "project", *_RENTED),
-    "skypilot": ("slice", "zone", *_RENTED),
+    "skypilot": ("slice", "zone", "spot", *_PRICED),
 }
 """Where a training can run apart from a slice of TPU VMs, and the keys that each takes besides `name`."""
 SLICE = ("zone", "project", "network", "runtime", "queued", "folder", *_RENTED)
@@ -144,9 +145,16 @@ def _check(options: Options, given: Mapping[str, str]) -> None:
     for key in _PRICED:
         if key in given and not 0 < getattr(options, key) < float("inf"):
             raise ValueError(f"{key}={given[key]}: write a number above 0.")
+    if options.extra not in ("", "tpu", "cuda"):
+        raise ValueError(
+            f"extra={options.extra}: write extra=tpu, extra=cuda, or nothing where the hosts have neither."
+        )
     for key in ("name", "cluster"):
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", value := getattr(options, key) or "x"):
             raise ValueError(f"{key}={value}: write letters, digits, - and _.")
+    for key in ("zone", "project", "network", "runtime", "slice", "image", "partition", "account"):
+        if re.search(r"\s", value := getattr(options, key)):
+            raise ValueError(f"{key}={value!r}: a name has no blanks.")
     for key in ("name", "folder", "zone", "project", "network", "runtime", "slice", "image", "partition", "account"):
         if re.search(r"[\x00-\x1f\x7f]", value := getattr(options, key)) or value.startswith("-"):
             raise ValueError(f"{key}={value!r}: a name begins with no dash and stands on one line.")
@@ -173,5 +181,5 @@ def _check(options: Options, given: Mapping[str, str]) -> None:
     hardware = options.hardware
     if hardware is not None and hardware.chip is None:
         raise ValueError(f"slice={options.slice} names no chip: write slice=v5e-8 or slice=h100-8.")
-    if target in ("gke",) and hardware is not None and hardware.platform is not Platform.tpu:
+    if target == "gke" and hardware is not None and hardware.platform is not Platform.tpu:
         raise ValueError(f"target=gke slice={options.slice}: only slices of TPUs are known there. Use target=skypilot.")

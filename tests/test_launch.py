@@ -1,0 +1,394 @@
+"""valkyrie-launch for other hosts: what it prints, what a shell makes of that, and what --run does with it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from test_launch_local import is_gone, wait_until
+from valkyrie.cli import launch
+from valkyrie.launch.choose import plan
+from valkyrie.launch.cost import cost
+from valkyrie.launch.dockerfile import dockerfile
+from valkyrie.launch.gcloud import Slices, accelerator, resource_name
+from valkyrie.launch.gke import manifest, xpk
+from valkyrie.launch.options import ENGINES, Options, read_options
+from valkyrie.launch.overrides import named
+from valkyrie.launch.plan import Call, Plan, Written, command_text
+from valkyrie.launch.skypilot import task
+from valkyrie.launch.slurm import script
+from valkyrie.launch.ssh import Hosts
+from valkyrie.launch.start import on_hosts, on_slices
+from valkyrie.targets import parse_target
+
+GOLDENS = Path(__file__).parent / "goldens" / "launch"
+GIB = "name=mine runs=gs://BUCKET/runs"
+CASES = {
+    "v4-64": f"target=v4-64 zone=us-central2-b hours=24 -- +experiment=valkyrie_1b_v4_64 {GIB}",
+    "v5e-8_spot": f"target=v5e-8 zone=us-west4-a spot=true -- model=gpt_125m mesh=2x4x1 batch=32 {GIB}",
+    "v6e-4_spot": f"target=v6e-4 zone=us-east5-a spot=true queued=false -- model=gpt_125m mesh=2x2x1 batch=32 {GIB}",
+    "v5p_two_slices": f"target=v5p-128 slices=2 zone=us-east5-a -- model=llama_8b mesh=2s4x4x4 batch=256 {GIB}",
+    "v4_shape": f"target=v4-4x4x16 zone=us-central2-b project=p network=n spot_usd_per_hour=1 hours=2 -- {GIB}",
+    "host": "target=host -- model=gpt_tiny 'prompt=two words' name=mine",
+    "ssh": "target=ssh hosts=[ann@a,b] extra=cuda -- model=gpt_125m mesh=2x4x1 name=mine",
+    "slurm": "--restarts 5 target=slurm slice=h100-16 partition=gpu hours=36.5 -- model=gpt_1b mesh=16x1x1 name=mine",
+    "slurm_cpu": "target=slurm nodes=2 -- model=gpt_tiny mesh=2x1x1 name=mine",
+    "gke": f"target=gke slice=v5p-128 slices=2 spot=true cluster=c image=r/i zone=us-east5-a -- model=llama_8b {GIB}",
+    "skypilot": f"target=skypilot slice=v5e-8 spot=true zone=us-west4-a -- model=gpt_125m mesh=2x4x1 {GIB}",
+    "skypilot_gpu": f"target=skypilot slice=h100-16 -- model=gpt_1b mesh=16x1x1 {GIB}",
+}
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The exit status of the command, its output and its messages."""
+    with pytest.raises(SystemExit) as ended:
+        launch.main(arguments)
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out, shown.err
+
+
+def options_of(line: str, restarts: int = 3) -> Options:
+    return read_options(line.split(), restarts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_printed(capsys: pytest.CaptureFixture[str], case: str):
+    """`UPDATE_GOLDENS=1 pytest tests/test_launch.py` writes them anew."""
+    status, out, err = call(capsys, *shlex.split(CASES[case]))
+    assert (status, err) == (0, "")
+    golden = GOLDENS / f"{case}.sh"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(out)
+    assert out == golden.read_text()
+    subprocess.run(["bash", "-n"], input=out, text=True, check=True)
+
+
+def test_every_target_has_a_golden():
+    assert {CASES[case].split("target=")[1].split()[0] for case in CASES} >= {*ENGINES} - {"local"}
+
+
+ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
+ARGUMENTS = st.lists(st.one_of(ARGUMENT, st.sampled_from(["it's", "$(x)", "`x`", "a\nb", "\\", '"', "END", "--a=b c"])))
+
+
+def words_of(call: Call) -> list[str]:
+    """The words that a shell reads in a printed command."""
+    (command,) = call.commands
+    return shlex.split(re.sub(r" \\\n  (?=(?:--|'--))", " ", call.text().removesuffix(" &"))) or list(command)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ARGUMENTS)
+def test_a_shell_reads_every_argument_as_it_was(arguments: list[str]):
+    overrides = ("name=mine", *arguments)
+    slices = Slices(options_of("target=v4-64 zone=z"), overrides)
+    (command,) = slices.train().commands
+    assert shlex.split(" ".join(map(shlex.quote, command))) == [*command]
+    (text,) = [word for word in command if word.startswith("--command=")]
+    inner = text.removeprefix("--command=").split("; ", 1)[1].rpartition(" 2>&1 | tee")[0]
+    assert shlex.split(inner) == ["cd", "valkyrie", "&&", ".venv/bin/valkyrie-train", *overrides]
+    hosts = Hosts(options_of("target=ssh hosts=[a,b]"), overrides)
+    for step in hosts.train():
+        assert shlex.split(step.commands[0][-1])[-len(overrides) :] == [*overrides]
+    lines = script(options_of("target=slurm nodes=2"), overrides)
+    srun = lines.split("valkyrie-train ")[1].split("\nstatus=$?")[0]
+    assert shlex.split(srun) == [*overrides]
+
+
+@settings(max_examples=40, deadline=None)
+@given(ARGUMENTS)
+def test_yaml_has_every_argument_as_it_was(arguments: list[str]):
+    overrides = ("name=mine", *arguments)
+    options = options_of("target=gke slice=v5e-8 cluster=c image=i")
+    job = yaml.safe_load(manifest(options, overrides))["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert [word.replace("$$", "$") for word in container["command"]] == ["valkyrie-train", *overrides]
+    text = xpk(options, overrides)[-1].removeprefix("--command=")
+    assert shlex.split(text) == ["valkyrie-train", *overrides]
+    described = yaml.safe_load(task(options_of("target=skypilot slice=v5e-8"), overrides))
+    assert shlex.split(described["run"]) == [".venv/bin/valkyrie-train", *overrides]
+
+
+SHOWS = """
+shown() { printf '%s\\0' "$@" >> "$SHOWN"; printf '\\1\\0' >> "$SHOWN"; }
+gcloud() { shown gcloud "$@"; echo ACTIVE; }
+git() { shown git "$@"; }
+"""
+
+
+def shell_reads(text: str, folder: Path) -> list[list[str]]:
+    """The commands that bash runs in a script, by functions in place of the programs."""
+    shown = folder / "shown"
+    shown.unlink(missing_ok=True)
+    shown.touch()
+    subprocess.run(["bash", "-c", SHOWS + text], cwd=folder, env=os.environ | {"SHOWN": str(shown)}, check=True)
+    calls: list[list[str]] = [[]]
+    for word in shown.read_bytes().decode(errors="surrogateescape").split("\0")[:-1]:
+        if word == "\1":
+            calls.append([])
+        else:
+            calls[-1].append(word)
+    return calls[:-1]
+
+
+@settings(max_examples=10, deadline=None)
+@given(ARGUMENTS)
+def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
+    folder = tmp_path_factory.mktemp("script")
+    made = plan(options_of("target=v4-64 zone=us-central2-b name=mine"), ("name=mine", *arguments))
+    planned = [list(step.commands[0]) for step in made.steps if isinstance(step, Call)]
+    assert shell_reads(made.text(), folder) == planned
+    (folder / "valkyrie/.venv/bin").mkdir(parents=True)
+    training = folder / "valkyrie/.venv/bin/valkyrie-train"
+    training.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    training.chmod(0o755)
+    remotely = subprocess.run(
+        ["bash", "-c", planned[-1][-1].removeprefix("--command=")], cwd=folder, capture_output=True
+    )
+    read = "".join(f"{word}\0" for word in ("name=mine", *arguments)).encode()
+    assert (remotely.returncode, remotely.stdout) == (0, read) and (folder / "valkyrie/launch.log").read_bytes() == read
+    content = "".join(f"{argument}\n" for argument in arguments)
+    wrote = Plan((), (Written("write", "it's here", content),))
+    shell_reads(wrote.text(), folder)
+    assert (folder / "it's here").read_bytes() == content.encode()
+
+
+def test_a_long_command_is_broken_before_its_flags():
+    command = ("gcloud", "ssh", "mine", *(f"--flag-{'x' * 30}={n}" for n in range(9)), "--command=a\n--b c")
+    text = command_text(command)
+    assert max(map(len, text.splitlines())) <= 120
+    read = subprocess.run(
+        ["bash", "-c", f"gcloud() {{ printf '%s\\0' \"$@\"; }}\n{text}"], capture_output=True, check=True
+    )
+    assert read.stdout.decode().split("\0")[:-1] == [*command[1:]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "target= is missing. Write target=local processes=4 for processes of this machine, target=host, "),
+        ("target=loacl -- a", "target=loacl is no place to run. Did you mean target=local? Write target=local "),
+        ("target=v4-63 -- a", "target=v4-63 is not a slice of v4: "),
+        ("target=h100-8 -- a", "target=h100-8: only slices of TPUs are rented by name. Write "),
+        ("target=tpu7x-16 -- a", "target=tpu7x-16: tpu7x is rented by GKE alone. Write target=gke slice=tpu7x-16."),
+        ("target=local processes=0 -- a", "processes=0: at least 1 is needed."),
+        ("target=local processes=two -- a", "processes=two: write a whole number."),
+        ("target=local processes=2", "the training's settings are missing. Write them behind --: valkyrie-launch "),
+        ("target=local model=gpt_tiny -- a", "model= is not for target=local. It takes name, processes. Settings of "),
+        ("target=local zone=z -- a", "zone= is not for target=local. It takes name, processes."),
+        ("target=local target=host -- a", "target= is given twice: target=local and target=host."),
+        ("target=local gpt_tiny -- a", "gpt_tiny: write KEY=VALUE, such as target=local; the training's settings go "),
+        ("target=ssh -- a", "target=ssh needs the hosts: write hosts=[a,b], the first of which is the coordinator."),
+        ("target=ssh hosts=[a,a] -- a", "hosts=[a,a] names a host twice; each runs one process."),
+        ("target=ssh hosts=[-oProxyCommand=x] -- a", "hosts=: -oProxyCommand=x is no name of a host. Write "),
+        ("target=ssh hosts=[a] port=70000 -- a", "port=70000: the largest is 65535."),
+        ("target=gke slice=v5e-8 image=i -- a", "target=gke needs the cluster: write cluster=NAME."),
+        ("target=gke slice=v5e-8 cluster=c -- a", "target=gke needs the image: image=REGISTRY/NAME, built from "),
+        ("target=gke slice=h100-8 cluster=c image=i -- a", "target=gke slice=h100-8: only slices of TPUs are known "),
+        ("target=skypilot -- a", "target=skypilot needs the slice: write slice=v5e-8."),
+        ("target=skypilot slice=cpu8 -- a", "slice=cpu8 names no chip: write slice=v5e-8 or slice=h100-8."),
+        ("target=slurm -- a", "target=slurm needs the nodes: write nodes=2 gpus_per_node=8, or slice=h100-16."),
+        ("target=v4-64 spot=yes -- a", "spot=yes: write spot=true or spot=false."),
+        ("target=v4-64 hours=0 -- a", "hours=0: write a number above 0."),
+        ("target=v4-64 slices=2 queued=false -- a", "slices=2 needs the queue, which gives all at once. Leave "),
+        ("target=v4-64 zone=--x -- a", "zone='--x': a name begins with no dash and stands on one line."),
+        ("target=local --restarts -1 -- a", "--restarts -1: write 0 or more."),
+        ("target=local --restarts=-1 -- a", "--restarts -1: write 0 or more."),
+        ("logs target=v4-64", "logs needs the name of the run: write name=NAME."),
+        ("list target=ssh hosts=[a]", "list: target=ssh has nothing of the kind."),
+        ("logs target=v4-64 name=x -- a", "logs takes no settings of a training: leave out what is behind --."),
+        ("dockerfile extra=x", "dockerfile extra=x: write one of extra=tpu, extra=cuda, extra=none, or nothing for "),
+    ],
+)
+def test_mistakes_are_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str], line: str, message: str):
+    status, out, err = call(capsys, *line.split())
+    assert (status, out) == (2, "") and err.startswith(f"valkyrie-launch: {message}") and err.count("\n") == 1
+
+
+def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.CaptureFixture[str]):
+    assert named(["steps=5"], "x") == (("steps=5", "name=x"), True)
+    for already in (["name=y"], ["resume=latest"], ["mode=compile"], ["-m", "steps=5,6"]):
+        assert named(already, "x") == (tuple(already), False)
+    _, out, err = call(capsys, "target=host", "--", "steps=5")
+    (name,) = re.findall(r"^valkyrie-launch: name=(run-\d{8}-\d{6}) added, by which a restart continues$", err, re.M)
+    assert f"valkyrie-train steps=5 name={name}\n" in out
+
+
+def test_names_and_types_are_those_of_the_cloud():
+    assert accelerator(parse_target("v5e-8")) == "v5litepod-8"
+    assert [accelerator(parse_target(name)) for name in ("v4-64", "v5p-128", "v6e-4")] == ["v4-64", "v5p-128", "v6e-4"]
+    assert resource_name("Mine_1.b") == "mine-1-b" and resource_name("1b") == "run-1b"
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", resource_name("x" * 39 + "_" + "y" * 40))
+
+
+def test_the_price_is_listed_or_said_to_be_unknown():
+    assert cost(options_of("target=v4-64 hours=24")) == (
+        "cost of 32 v4 chips: $2,472.96 for 24 hours ($103.04 an hour) at the list price of $3.22 a chip; "
+        "spot price not known here (spot_usd_per_hour= of a chip sets it)"
+    )
+    assert cost(options_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1")) == (
+        "cost of 8 v5e chips: $4.00 an hour at the spot price of $0.50 a chip; "
+        "$8.00 an hour at the list price of $1.00 a chip"
+    )
+    assert cost(options_of("target=ssh hosts=[a]")) == ""
+
+
+def test_the_dockerfile_copies_code_alone_and_all_that_the_wheel_needs():
+    copied = re.findall(r"^COPY (.*) \S+$", dockerfile(), re.MULTILINE)
+    there = {name for line in copied for name in line.split()}
+    root = Path(__file__).parent.parent
+    assert all((root / name).exists() for name in there)
+    assert there >= {"conf", "valkyrie", "pyproject.toml", "README.md", "LICENSE"} and not there & {"runs", ".", "data"}
+    assert "--extra tpu" in dockerfile() and "--extra" not in dockerfile("")
+
+
+def test_actions_print_one_command(capsys: pytest.CaptureFixture[str]):
+    status, out, err = call(capsys, "delete", "target=v6e-4", "zone=z", "name=mine")
+    assert (status, err) == (0, "")
+    assert out == "gcloud compute tpus queued-resources delete mine --force --quiet --zone=z\n"
+    assert call(capsys, "list", "target=v6e-4", "queued=false")[1] == "gcloud compute tpus tpu-vm list\n"
+    assert call(capsys, "dockerfile", "extra=none") == (0, dockerfile(""), "")
+
+
+def program(folder: Path, name: str, code: str, flags: str = " -S") -> None:
+    """Put a program on the PATH that notes its arguments and then runs some code."""
+    file = folder / name
+    head = f"#!{sys.executable}{flags}\nimport os, pathlib, subprocess, sys, time\n"
+    note = f"with open({str(folder / 'calls')!r}, 'a') as file: print({name!r}, *sys.argv[1:], file=file)\n"
+    file.write_text(head + note + code)
+    file.chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder ahead of the PATH, in the current folder of a test."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    program(folder, "git", "")
+    return folder
+
+
+def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
+    """What gcloud was asked to do, in order; of ssh the beginning of the command."""
+    found = []
+    for line in (folder / "calls").read_text().splitlines():
+        words = line.split()
+        if words[0] == "gcloud" and words[4] not in skip:
+            command = line.partition("--command=")[2]
+            does = next((word for word in ("tar", "train 2>&1", "pkill -KILL", "pkill -INT") if word in command), "")
+            trains = ".venv/bin/valkyrie-train" in command
+            found.append(f"ssh {'train' if trains else does}" if words[4] == "ssh" else words[4])
+    return found
+
+
+GCLOUD = """
+state = pathlib.Path(os.environ["STATE"])
+verb, command = sys.argv[4], sys.argv[-1]
+if verb == "create": state.write_text("PROVISIONING")
+elif verb == "delete": state.unlink()
+elif verb == "describe":
+    if not state.exists(): sys.exit(1)
+    print(state.read_text())
+    if state.read_text() == "PROVISIONING": state.write_text("ACTIVE")
+elif verb == "ssh" and ".venv/bin/valkyrie-train" in command:
+    left = pathlib.Path(os.environ["STATE"] + ".train")
+    now, *rest = left.read_text().split()
+    left.write_text(" ".join(rest))
+    status, _, becomes = now.partition(":")
+    if becomes: state.write_text(becomes)
+    sys.exit(int(status))
+"""
+
+
+def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restarts: int = 2) -> int:
+    """The status of a training whose attempts end with these statuses, the slice then being in that state."""
+    program(folder, "gcloud", GCLOUD)
+    monkeypatch.setenv("STATE", str(folder / "state"))
+    (folder / "state.train").write_text(attempts)
+    slices = Slices(options_of("target=v5e-8 spot=true name=mine", restarts), ("name=mine",))
+    return on_slices(slices, Path("logs"), sleep=lambda seconds: None).run()
+
+
+def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, monkeypatch: Any, capfd: Any):
+    assert rented(programs, monkeypatch, "255:SUSPENDED 1 0", restarts=1) == 0
+    new, end = ["create", "scp", "ssh tar", "ssh train"], "ssh pkill -KILL"
+    assert verbs(programs) == [*new, end, "delete", *new, end, "ssh train"]
+    err = capfd.readouterr().err
+    assert "mine is SUSPENDED: deleting it and asking for another\n" in err
+    assert err.count("starting again\n") == 1 and err.count("starting again (1 of 1)\n") == 1
+    calls = (programs / "calls").read_text()
+    assert "VALKYRIE_LAUNCH_RESTARTS=2 .venv/bin/valkyrie-train name=mine" in calls
+
+
+def test_a_mistake_on_a_slice_is_not_repeated(programs: Path, monkeypatch: Any):
+    assert rented(programs, monkeypatch, "2") == 2
+    assert verbs(programs).count("ssh train") == 1
+
+
+def test_a_slice_that_cannot_be_had_is_said_with_what_says_why(programs: Path, monkeypatch: Any):
+    failing = GCLOUD.replace('write_text("PROVISIONING")', 'write_text("FAILED")')
+    monkeypatch.setattr("test_launch.GCLOUD", failing)
+    with pytest.raises(ValueError) as error:
+        rented(programs, monkeypatch, "0")
+    assert str(error.value) == ("mine cannot be had; why: gcloud compute tpus queued-resources describe mine")
+
+
+SSH = """
+host, command = sys.argv[-2:]
+sys.exit(subprocess.run(["sh", "-c", command], cwd=os.environ["HOMES"] + "/" + host, start_new_session=True).returncode)
+"""
+"""As on another machine, what runs there is in no group of the launcher's."""
+TRAINING = """
+index, folder = os.environ["JAX_PROCESS_INDEX"], pathlib.Path(os.environ["HOMES"])
+starts = int(os.environ.get("VALKYRIE_LAUNCH_RESTARTS") or 0)
+assert os.environ["JAX_COORDINATOR_ADDRESS"] == "a:8476" and os.environ["JAX_PROCESS_COUNT"] == "2"
+(folder / f"pid-{starts}-{index}").write_text(str(os.getpid()))
+while len(list(folder.glob(f"pid-{starts}-*"))) < 2: time.sleep(0.01)
+if starts == 0 and index == "0": os.abort()
+if starts == 0: time.sleep(60)
+"""
+
+
+def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: Path, monkeypatch: Any, capfd: Any):
+    program(programs, "ssh", SSH)
+    homes = programs / "homes"
+    monkeypatch.setenv("HOMES", str(homes))
+    for host in ("a", "b"):
+        (homes / host / "valkyrie" / ".venv" / "bin").mkdir(parents=True)
+        program(homes / host / "valkyrie" / ".venv" / "bin", "valkyrie-train", TRAINING, flags="")
+    hosts = Hosts(options_of("target=ssh hosts=[a,b]"), ("name=only-this-test", "prompt=it's"))
+    monkeypatch.setattr(Hosts, "copy", lambda self: [])
+    supervisor = on_hosts(hosts, Path("logs"))
+    assert supervisor.run() == 0
+    assert "ended with status 134, first of 2" in capfd.readouterr().err
+    ran = [int(file.read_text()) for file in homes.glob("pid-*")]
+    assert len(ran) == 4
+    wait_until(lambda: all(is_gone(pid) for pid in ran))
+    (arguments,) = set((homes / "b/valkyrie/.venv/bin/calls").read_text().splitlines())
+    assert arguments == "valkyrie-train name=only-this-test prompt=it's"
+
+
+def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.CaptureFixture[str]):
+    program(programs, "sbatch", "")
+    status, out, _ = call(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine")
+    assert (status, out) == (0, "")
+    assert (programs / "calls").read_text() == "sbatch mine.sbatch\n"
+    assert Path("mine.sbatch").read_text() == script(options_of("target=slurm nodes=2 name=mine"), ("name=mine",))
+
+
+def test_code_is_copied_from_a_clone_alone(programs: Path, capsys: pytest.CaptureFixture[str]):
+    status, _, err = call(capsys, "target=v4-64", "--run", "--", "name=mine", "runs=gs://b/runs")
+    assert status == 2 and err.splitlines()[-1].endswith("which has no pyproject.toml: cd to the clone.")

@@ -1,0 +1,23 @@
+"""The Dockerfile of the image that Kubernetes runs: the code of a clone and its environment, no data and no run."""
+
+from __future__ import annotations
+
+DOCKERFILE = """\
+# docker build --tag IMAGE --file THIS_FILE CLONE && docker push IMAGE
+FROM python:3.12-slim
+RUN pip install --no-cache-dir uv
+WORKDIR /valkyrie
+COPY pyproject.toml README.md LICENSE ./
+COPY conf conf
+COPY experiments experiments
+COPY sweeps sweeps
+COPY valkyrie valkyrie
+RUN uv sync --no-dev{extra}
+ENV PATH=/valkyrie/.venv/bin:$PATH
+CMD ["valkyrie-train", "--help"]
+"""
+
+
+def dockerfile(extra: str = "tpu") -> str:
+    """Return the Dockerfile; `extra`: `tpu`, `cuda`, or nothing for CPUs."""
+    return DOCKERFILE.format(extra=f" --extra {extra}" if extra else "")

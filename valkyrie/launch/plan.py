@@ -1,0 +1,126 @@
+"""A plan: the commands and files that start a training elsewhere, and the shell script that they are printed as."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WIDTH = 120
+"""From here on a printed command is broken before its flags."""
+
+Command = tuple[str, ...]
+"""A command and its arguments, as the operating system gets them."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step that runs a command, or several joined by pipes.
+
+    `until`: it is repeated until it prints this word; `beside`: the following steps do not wait for it; `action`: the
+    word by which the command does this one alone.
+    """
+
+    about: str
+    commands: tuple[Command, ...]
+    until: str = ""
+    beside: bool = False
+    action: str = ""
+
+    def text(self) -> str:
+        """Return the step as a shell takes it."""
+        text = " | ".join(command_text(command) for command in self.commands)
+        if self.until:
+            return f'until [ "$({text})" = {shlex.quote(self.until)} ]; do sleep 30; done'
+        return f"{text} &" if self.beside else text
+
+    def run(self) -> int:
+        """Run it and return the exit status of the last command."""
+        *before, last = self.commands
+        running: list[subprocess.Popen[bytes]] = []
+        for command in before:
+            source = running[-1].stdout if running else None
+            running.append(subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE))
+        status = subprocess.run(last, stdin=running[-1].stdout if running else None, check=False).returncode
+        statuses = [process.wait() for process in running]
+        return status or next(filter(None, statuses), 0)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A step that writes a file into the current folder."""
+
+    about: str
+    path: str
+    content: str
+
+    def text(self) -> str:
+        """Return the step as a shell takes it: a here-document in which nothing is expanded."""
+        end = "END"
+        while re.search(rf"^{end}$", self.content, re.MULTILINE):
+            end += "_"
+        return f"cat > {shlex.quote(self.path)} <<'{end}'\n{self.content}{end}"
+
+    def run(self) -> int:
+        """Write it and return 0."""
+        Path(self.path).write_text(self.content)
+        return 0
+
+
+Step = Call | Written
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What starts a training: the steps in order, what to call later, and what to know, a line each."""
+
+    notes: tuple[str, ...]
+    steps: tuple[Step, ...]
+    later: tuple[Step, ...] = ()
+
+    def text(self) -> str:
+        """Return the plan as a shell script: the steps, and what to call later as comments."""
+        lines = [f"# {line}" for note in self.notes for line in textwrap.wrap(note, WIDTH - 2)]
+        for number, step in enumerate(self.steps, 1):
+            lines += [f"# {number}. {step.about}", step.text()]
+        if any(isinstance(step, Call) and step.beside for step in self.steps):
+            lines.append("wait")
+        for step in self.later:
+            lines += [f"# {step.about}:", *(f"#   {line}" for line in step.text().splitlines())]
+        return "\n".join(lines) + "\n"
+
+
+def command_text(command: Sequence[str]) -> str:
+    """Return a command as a shell takes it, broken before its flags where it is long."""
+    words = [quoted(word) for word in command]
+    whole = " ".join(words)
+    if len(whole) <= WIDTH:
+        return whole
+    lines = [words[0]]
+    for word in words[1:]:
+        joins = not word.startswith("--") or (len(lines) > 1 and len(f"{lines[-1]} {word}") <= WIDTH - 2)
+        if joins and "\n" not in word:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"  {word}")
+    return " \\\n".join(lines)
+
+
+def quoted(word: str) -> str:
+    """Return a word such that a shell reads it as one, `--flag='two words'` with the flag outside of the quotes."""
+    match = re.fullmatch(r"(--[a-z][a-z-]*=)(.+)", word, re.DOTALL)
+    return match[1] + shlex.quote(match[2]) if match else shlex.quote(word)
+
+
+def join(command: Iterable[str]) -> str:
+    """Return a command as one word for another machine's shell."""
+    return " ".join(quoted(word) for word in command)
+
+
+def gave_up(step: Call, status: int) -> ValueError:
+    """Return what to say when a step failed on which the others depend."""
+    return ValueError(f"it failed with status {status}: {step.text()}")

@@ -1,0 +1,109 @@
+"""What `--run` does: the steps of a plan, and starting again after a crash where no scheduler does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from valkyrie.launch.gcloud import Slices
+from valkyrie.launch.local import Member, Supervisor, cluster, say
+from valkyrie.launch.plan import Call, Plan, gave_up
+from valkyrie.launch.ssh import Hosts
+
+_POLL_S = 30.0
+"""Seconds between two looks at a slice."""
+_ANSWER_S = 120.0
+"""Seconds within which hosts end a training."""
+_GONE = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED", "TERMINATED", "STOPPED", "DELETING")
+"""States in which a slice is of no use any more (REST references of QueuedResource and Node)."""
+
+
+def run_steps(plan: Plan) -> int:
+    """Run the steps of a plan in order and return the status of the first that fails, or 0."""
+    for number, step in enumerate(plan.steps, 1):
+        say(f"{number}. {step.about}")
+        if status := step.run():
+            return status
+    return 0
+
+
+def on_this_host(command: tuple[str, ...], processes: int, restarts: int, logs: Path) -> Supervisor:
+    """Return what runs a training in processes of this machine."""
+    return Supervisor(lambda starts: cluster(command, processes), restarts, logs)
+
+
+def on_hosts(hosts: Hosts, logs: Path) -> Supervisor:
+    """Return what runs a training on hosts that ssh reaches."""
+
+    def members(starts: int) -> list[Member]:
+        for step in hosts.copy() if starts == 0 else []:
+            _must(step)
+        return [Member(call.commands[0]) for call in hosts.train(starts)]
+
+    def send(number: int) -> None:
+        for call in hosts.end(number):
+            _quietly(call)
+
+    return Supervisor(members, hosts.options.restarts, logs, send, clean_up=lambda: send(signal.SIGKILL))
+
+
+def on_slices(slices: Slices, logs: Path, sleep: Callable[[float], None] = time.sleep) -> Supervisor:
+    """Return what rents slices, trains on them, and asks for new ones when they were taken away."""
+
+    def lost() -> bool:
+        sleep(_POLL_S)  # a slice is shown as it was for a moment
+        return _state(slices) != slices.ready
+
+    def members(starts: int) -> list[Member]:
+        if _there(slices, sleep) or starts == 0:
+            for step in slices.copy():
+                _must(step)
+        return [Member(slices.train(starts).commands[0])]
+
+    def send(number: int) -> None:
+        _quietly(slices.end(number))
+
+    restarts = slices.options.restarts
+    return Supervisor(members, restarts, logs, send, clean_up=lambda: send(signal.SIGKILL), lost=lost)
+
+
+def _there(slices: Slices, sleep: Callable[[float], None]) -> bool:
+    """Return when the slices can be used; whether they are new. ValueError where they cannot be had."""
+    asked = False
+    while (state := _state(slices)) != slices.ready:
+        if state == "FAILED" and asked:
+            raise ValueError(f"{slices.name} cannot be had; why: {slices.describe().text()}")
+        if state in _GONE:
+            say(f"{slices.name} is {state}: deleting it and asking for another")
+            _must(slices.delete())
+            state = None
+        if state is None:
+            _must(slices.create())
+            asked = True
+        else:
+            say(f"{slices.name} is {state}: waiting for {slices.ready}")
+            sleep(_POLL_S)
+    return asked
+
+
+def _state(slices: Slices) -> str | None:
+    """Return the state of the slices; None where nothing of their name is rented."""
+    asked = subprocess.run(slices.state().commands[0], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or None if asked.returncode == 0 else None
+
+
+def _must(step: Call) -> None:
+    say(f"{step.about}: {step.text()}")
+    if status := step.run():
+        raise gave_up(step, status)
+
+
+def _quietly(step: Call) -> None:
+    """Run what may fail: hosts that are gone have nothing left to end."""
+    try:
+        subprocess.run(step.commands[0], capture_output=True, check=False, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        say(f"no answer within {_ANSWER_S:g} s: {step.text()}")

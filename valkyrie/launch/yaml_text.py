@@ -1,0 +1,27 @@
+"""YAML as people write it: keys in their order, several lines as a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+class _Readable(yaml.SafeDumper):
+    """A dumper that writes text of several lines as a block where YAML allows that."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indent the entries of a list below their key."""
+        super().increase_indent(flow, indentless=False)
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
+
+
+def yaml_text(described: dict[str, Any]) -> str:
+    """Return it as YAML in ASCII: PyYAML reads some of the other signs as line breaks."""
+    return yaml.dump(described, Dumper=_Readable, sort_keys=False, width=1000)
