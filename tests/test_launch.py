@@ -189,10 +189,15 @@ def test_a_long_command_is_broken_before_its_flags():
         ("target=local zone=z -- a", "zone= is not for target=local. It takes name, processes."),
         ("target=local target=host -- a", "target= is given twice: target=local and target=host."),
         ("target=local gpt_tiny -- a", "gpt_tiny: write KEY=VALUE, such as target=local; the training's settings go "),
-        ("target=ssh -- a", "target=ssh needs the hosts: write hosts=[a,b], the first of which is the coordinator."),
-        ("target=ssh hosts=[a,a] -- a", "hosts=[a,a] names a host twice; each runs one process."),
+        ("target=ssh -- a", "target=ssh needs the hosts: write hosts=a,b, the first of which is the coordinator."),
+        ("target=ssh hosts=[a,a] -- a", "hosts=a,a names a host twice; each runs one process."),
         ("target=ssh hosts=[-oProxyCommand=x] -- a", "hosts=: -oProxyCommand=x is no name of a host. Write "),
         ("target=ssh hosts=[a] port=70000 -- a", "port=70000: the largest is 65535."),
+        ("target=ssh hosts=a folder=~/x -- a", "folder=~/x: it lies in the home folder anyway; write folder=NAME, or "),
+        ("target=v5e-8 --run -- modle=gpt_tiny", "modle is not a key. Did you mean model? Known: "),
+        ("target=v5e-8 --run -- model=gpt_tiny mesh=2x2x1", "mesh=2x2x1 has 4 devices, target=v5e-8 has 8. Write "),
+        ("target=v5p-8 slices=2 --run -- mesh=2x2x1", "mesh=2x2x1 has 4 devices, target=v5p-8 slices=2 has 8. Write "),
+        ("target=slurm slice=h100-8 --run -- mesh=2x2x1", "mesh=2x2x1 has 4 devices, slice=h100-8 has 8. Write "),
         ("target=gke slice=v5e-8 image=i -- a", "target=gke needs the cluster: write cluster=NAME."),
         ("target=gke slice=v5e-8 cluster=c -- a", "target=gke needs the image: image=REGISTRY/NAME, built from "),
         ("target=gke slice=h100-8 cluster=c image=i -- a", "target=gke slice=h100-8: only slices of TPUs are known "),
@@ -333,6 +338,26 @@ def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, mon
     assert "VALKYRIE_LAUNCH_RESTARTS=2 .venv/bin/valkyrie-train name=mine" in calls
 
 
+def test_a_slice_that_is_taken_away_while_the_code_is_copied_is_asked_for_again(programs: Path, monkeypatch: Any):
+    once = """
+if verb == "scp" and not pathlib.Path(os.environ["STATE"] + ".scp").exists():
+    pathlib.Path(os.environ["STATE"] + ".scp").touch()
+    state.write_text("SUSPENDED")
+    sys.exit(1)
+"""
+    monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + once)
+    assert rented(programs, monkeypatch, "0") == 0
+    assert verbs(programs) == ["create", "scp", "delete", "create", "scp", "ssh tar", "ssh train"]
+
+
+def test_a_slice_that_cannot_be_reached_is_tried_thrice(programs: Path, monkeypatch: Any):
+    monkeypatch.setattr("test_launch.GCLOUD", GCLOUD + '\nif verb == "scp": sys.exit(255)\n')
+    with pytest.raises(ValueError) as error:
+        rented(programs, monkeypatch, "0")
+    assert str(error.value).startswith("it failed with status 255: gcloud compute tpus queued-resources scp /tmp/mine")
+    assert verbs(programs).count("scp") == 4, "the first beside the slice being new"
+
+
 def test_a_mistake_on_a_slice_is_not_repeated(programs: Path, monkeypatch: Any):
     assert rented(programs, monkeypatch, "2") == 2
     assert verbs(programs).count("ssh train") == 1
@@ -383,12 +408,14 @@ def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: P
 
 def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.CaptureFixture[str]):
     program(programs, "sbatch", "")
-    status, out, _ = call(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine")
+    status, out, _ = call(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
     assert (status, out) == (0, "")
     assert (programs / "calls").read_text() == "sbatch mine.sbatch\n"
-    assert Path("mine.sbatch").read_text() == script(options_of("target=slurm nodes=2 name=mine"), ("name=mine",))
+    assert Path("mine.sbatch").read_text() == script(
+        options_of("target=slurm nodes=2 name=mine"), ("name=mine", "mesh=2x1x1")
+    )
 
 
 def test_code_is_copied_from_a_clone_alone(programs: Path, capsys: pytest.CaptureFixture[str]):
-    status, _, err = call(capsys, "target=v4-64", "--run", "--", "name=mine", "runs=gs://b/runs")
+    status, _, err = call(capsys, "target=v4-64", "--run", "--", "name=mine", "mesh=4x4x2")
     assert status == 2 and err.splitlines()[-1].endswith("which has no pyproject.toml: cd to the clone.")

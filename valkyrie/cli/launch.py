@@ -14,7 +14,7 @@ from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.gcloud import Slices
 from valkyrie.launch.local import say
 from valkyrie.launch.options import Options, read_options
-from valkyrie.launch.overrides import name_in, named, runs_in
+from valkyrie.launch.overrides import key, name_in, named, runs_in, trains
 from valkyrie.launch.plan import Plan
 from valkyrie.launch.ssh import Hosts
 from valkyrie.launch.start import on_hosts, on_slices, on_this_host, run_steps
@@ -61,7 +61,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     if word:
         return _act(options, words, word, asked.run)
     if overrides is None:
-        ahead_of = " ".join(f"{key}" for key in words)
+        ahead_of = " ".join(words)
         raise ValueError(
             f"the training's settings are missing. Write them behind --: valkyrie-launch {ahead_of} -- model=gpt_tiny"
         )
@@ -70,7 +70,7 @@ def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
 
 def _act(options: Options, words: Sequence[str], word: str, run: bool) -> int:
     """Print or run the one command that an action stands for."""
-    if word != "list" and not any(key.startswith("name=") for key in words):
+    if word != "list" and not any(given.startswith("name=") for given in words):
         raise ValueError(f"{word} needs the name of the run: write name=NAME.")
     step = action(options, word)
     if run:
@@ -83,6 +83,8 @@ def _train(options: Options, settings: Sequence[str], command: Sequence[str], ru
     """Print the plan of a training or run it, and return its exit status."""
     overrides, added = named(settings, options.name)
     options = replace(options, name=name_in(overrides) or options.name)
+    if run and options.target != "local":
+        _refuse_wrong(options, overrides)
     made = Plan((), ()) if options.target == "local" else plan(options, overrides)
     if added:
         say(f"name={options.name} added, by which a restart continues")
@@ -110,6 +112,26 @@ def _train(options: Options, settings: Sequence[str], command: Sequence[str], ru
         return on_slices(slices, logs).run()
     finally:
         say(f"{slices.name} is rented until it is given back: {slices.delete().text()}")
+
+
+def _refuse_wrong(options: Options, overrides: Sequence[str]) -> None:
+    """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
+    if not trains(overrides) or any(key(override) == "resume" for override in overrides):
+        return  # of a run to resume the settings may lie elsewhere
+    from valkyrie.train.arguments import run_of
+
+    asked = run_of(overrides)
+    if problems := asked.problems():
+        raise ValueError(" ".join(problems))
+    hardware, mesh = options.hardware, asked.config.mesh
+    devices = None if hardware is None or hardware.devices is None else hardware.devices * options.slices
+    if devices not in (None, mesh.size):
+        where = f"slice={options.slice}" if options.slice else f"target={options.target}"
+        several = f" slices={options.slices}" if options.slices > 1 else ""
+        raise ValueError(
+            f"mesh={mesh.name} has {mesh.size} device{'s' * (mesh.size > 1)}, {where}{several} has {devices}. Write a "
+            f"mesh= whose sizes multiply to {devices}, or another slice."
+        )
 
 
 def extra_of(words: Sequence[str]) -> str:

@@ -158,15 +158,17 @@ def _check(options: Options, given: Mapping[str, str]) -> None:
     for key in ("name", "folder", "zone", "project", "network", "runtime", "slice", "image", "partition", "account"):
         if re.search(r"[\x00-\x1f\x7f]", value := getattr(options, key)) or value.startswith("-"):
             raise ValueError(f"{key}={value!r}: a name begins with no dash and stands on one line.")
+    if options.folder.startswith("~"):
+        raise ValueError(f"folder={options.folder}: it lies in the home folder anyway; write folder=NAME, or /a/b.")
     if options.port > 65535:
         raise ValueError(f"port={options.port}: the largest is 65535.")
     if target == "ssh":
         if not options.hosts:
-            raise ValueError("target=ssh needs the hosts: write hosts=[a,b], the first of which is the coordinator.")
+            raise ValueError("target=ssh needs the hosts: write hosts=a,b, the first of which is the coordinator.")
         if bad := [host for host in options.hosts if not re.fullmatch(r"[A-Za-z0-9_][\w.@:-]*", host)]:
-            raise ValueError(f"hosts=: {bad[0]} is no name of a host. Write hosts=[a,b].")
+            raise ValueError(f"hosts=: {bad[0]} is no name of a host. Write hosts=a,b.")
         if len({*options.hosts}) < len(options.hosts):
-            raise ValueError(f"hosts=[{','.join(options.hosts)}] names a host twice; each runs one process.")
+            raise ValueError(f"hosts={','.join(options.hosts)} names a host twice; each runs one process.")
     if target in ("gke", "skypilot") and not options.slice:
         raise ValueError(f"target={target} needs the slice: write slice=v5e-8.")
     if target == "gke":

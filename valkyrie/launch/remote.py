@@ -42,5 +42,5 @@ def end(overrides: Sequence[str], number: int, alone: bool = False) -> str | Non
     names = [override for override in overrides if key(override) in ("name", "resume")]
     if not names and not alone:
         return None
-    told = f".*{key(names[-1])}=['\"]?{re.escape(value(names[-1]))}['\"]?( |$)" if names and not alone else ""
+    told = f"(.* )?{key(names[-1])}=['\"]?{re.escape(value(names[-1]))}['\"]?( |$)" if names and not alone else ""
     return join(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", _TRAINING + told))

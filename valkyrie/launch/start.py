@@ -15,6 +15,8 @@ from valkyrie.launch.ssh import Hosts
 
 _POLL_S = 30.0
 """Seconds between two looks at a slice."""
+_TRIES = 3
+"""How often the code is copied to a slice that is there: the first ssh may come too soon."""
 _ANSWER_S = 120.0
 """Seconds within which hosts end a training."""
 _GONE = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED", "TERMINATED", "STOPPED", "DELETING")
@@ -47,7 +49,14 @@ def on_hosts(hosts: Hosts, logs: Path) -> Supervisor:
         for call in hosts.end(number):
             _quietly(call)
 
-    return Supervisor(members, hosts.options.restarts, logs, send, clean_up=lambda: send(signal.SIGKILL))
+    known = bool(hosts.end(signal.SIGKILL))
+    return Supervisor(
+        members,
+        hosts.options.restarts,
+        logs,
+        send if known else None,
+        clean_up=lambda: send(signal.SIGKILL),
+    )
 
 
 def on_slices(slices: Slices, logs: Path, sleep: Callable[[float], None] = time.sleep) -> Supervisor:
@@ -58,9 +67,7 @@ def on_slices(slices: Slices, logs: Path, sleep: Callable[[float], None] = time.
         return _state(slices) != slices.ready
 
     def members(starts: int) -> list[Member]:
-        if _there(slices, sleep) or starts == 0:
-            for step in slices.copy():
-                _must(step)
+        _prepare(slices, sleep, installed=starts > 0)
         return [Member(slices.train(starts).commands[0])]
 
     def send(number: int) -> None:
@@ -70,8 +77,25 @@ def on_slices(slices: Slices, logs: Path, sleep: Callable[[float], None] = time.
     return Supervisor(members, restarts, logs, send, clean_up=lambda: send(signal.SIGKILL), lost=lost)
 
 
-def _there(slices: Slices, sleep: Callable[[float], None]) -> bool:
-    """Return when the slices can be used; whether they are new. ValueError where they cannot be had."""
+def _prepare(slices: Slices, sleep: Callable[[float], None], installed: bool) -> None:
+    """Return when the slices can be used and have the code; ValueError where they cannot be had or not be reached.
+
+    A slice that is there and was trained on is taken as it is. One that is taken away meanwhile is asked for again.
+    """
+    tries = 0
+    while (asked := _rent(slices, sleep)) or not installed:
+        installed = False
+        failed = next(((step, status) for step in slices.copy() if (status := _told(step))), None)
+        if failed is None:
+            return
+        tries += 1 - asked
+        if tries == _TRIES:
+            raise gave_up(*failed)
+        sleep(_POLL_S)
+
+
+def _rent(slices: Slices, sleep: Callable[[float], None]) -> bool:
+    """Return when the slices are there; whether they are new. ValueError where they cannot be had."""
     asked = False
     while (state := _state(slices)) != slices.ready:
         if state == "FAILED" and asked:
@@ -95,9 +119,14 @@ def _state(slices: Slices) -> str | None:
     return asked.stdout.strip() or None if asked.returncode == 0 else None
 
 
-def _must(step: Call) -> None:
+def _told(step: Call) -> int:
+    """Say what is done, do it, and return its exit status."""
     say(f"{step.about}: {step.text()}")
-    if status := step.run():
+    return step.run()
+
+
+def _must(step: Call) -> None:
+    if status := _told(step):
         raise gave_up(step, status)
 
 
