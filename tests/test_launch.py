@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,12 @@ def test_a_long_command_is_broken_before_its_flags():
         ("target=gke slice=v5e-8 image=i -- a", "target=gke needs the cluster: write cluster=NAME."),
         ("target=gke slice=v5e-8 cluster=c -- a", "target=gke needs the image: image=REGISTRY/NAME, built from "),
         ("target=gke slice=h100-8 cluster=c image=i -- a", "target=gke slice=h100-8: only slices of TPUs are known "),
+        (
+            "target=gke slice=v5e-8 slices=2 cluster=c image=i -- a",
+            "slices=2: GKE joins slices of several hosts, v5e-8 ",
+        ),
+        ("target=gke slice=v3-8 cluster=c image=i -- a", "slice=v3-8: GKE has v4, v5e, v5p, v6e, tpu7x."),
+        ("target=skypilot slice=tpu7x-16 -- a", "slice=tpu7x-16: SkyPilot has v3, v4, v5e, v5p, v6e in their usual "),
         ("target=skypilot -- a", "target=skypilot needs the slice: write slice=v5e-8."),
         ("target=skypilot slice=cpu8 -- a", "slice=cpu8 names no chip: write slice=v5e-8 or slice=h100-8."),
         ("target=slurm -- a", "target=slurm needs the nodes: write nodes=2 gpus_per_node=8, or slice=h100-16."),
@@ -397,7 +404,7 @@ def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: P
     hosts = Hosts(options_of("target=ssh hosts=[a,b]"), ("name=only-this-test", "prompt=it's"))
     monkeypatch.setattr(Hosts, "copy", lambda self: [])
     supervisor = on_hosts(hosts, Path("logs"))
-    assert supervisor.run() == 0
+    assert replace(supervisor, grace_s=0.2).run() == 0
     assert "ended with status 134, first of 2" in capfd.readouterr().err
     ran = [int(file.read_text()) for file in homes.glob("pid-*")]
     assert len(ran) == 4

@@ -36,6 +36,8 @@ def gke(options: Options, overrides: Sequence[str]) -> Plan:
     assert hardware is not None and hardware.chip is not None
     if hardware.chip.name not in ACCELERATORS:
         raise ValueError(f"slice={options.slice}: GKE has {', '.join(ACCELERATORS)}.")
+    if options.slices > 1 and hardware.hosts == 1:
+        raise ValueError(f"slices={options.slices}: GKE joins slices of several hosts, {options.slice} has one.")
     name = resource_name(options.name)
     where = {"location": options.zone, "project": options.project}
     cluster = (options.cluster, *(f"--{key}={value}" for key, value in where.items() if value))

@@ -33,8 +33,8 @@ def skypilot(options: Options, overrides: Sequence[str]) -> Plan:
         ),
         (
             Call("its state", (("sky", "jobs", "queue"),), action="list"),
-            Call("what it prints", (("sky", "jobs", "logs", "--name", name),), action="logs"),
-            Call("stop it", (("sky", "jobs", "cancel", "--name", name),), action="delete"),
+            Call("what it prints", (("sky", "jobs", "logs", "-n", name),), action="logs"),
+            Call("stop it", (("sky", "jobs", "cancel", "-n", name),), action="delete"),
         ),
     )
 

@@ -24,6 +24,6 @@ sky jobs launch mine.sky.yaml
 # its state:
 #   sky jobs queue
 # what it prints:
-#   sky jobs logs --name mine
+#   sky jobs logs -n mine
 # stop it:
-#   sky jobs cancel --name mine
+#   sky jobs cancel -n mine
