@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     """The exit status of the command, its output and its messages."""
     with pytest.raises(SystemExit) as ended:
         launch.main(arguments)
@@ -300,7 +300,7 @@ def verbs(folder: Path, skip: Sequence[str] = ("describe",)) -> list[str]:
         words = line.split()
         if words[0] == "gcloud" and words[4] not in skip:
             command = line.partition("--command=")[2]
-            does = next((word for word in ("tar", "train 2>&1", "pkill -KILL", "pkill -INT") if word in command), "")
+            does = next((word for word in ("tar", "pkill -KILL", "pkill -TERM") if word in command), "")
             trains = ".venv/bin/valkyrie-train" in command
             found.append(f"ssh {'train' if trains else does}" if words[4] == "ssh" else words[4])
     return found
@@ -363,6 +363,24 @@ def test_a_slice_that_cannot_be_reached_is_tried_thrice(programs: Path, monkeypa
         rented(programs, monkeypatch, "0")
     assert str(error.value).startswith("it failed with status 255: gcloud compute tpus queued-resources scp /tmp/mine")
     assert verbs(programs).count("scp") == 4, "the first beside the slice being new"
+
+
+def test_the_command_rents_and_says_how_to_give_back(programs: Path, monkeypatch: Any, capfd: Any):
+    program(programs, "gcloud", GCLOUD)
+    monkeypatch.setenv("STATE", str(programs / "state"))
+    monkeypatch.setattr("valkyrie.launch.start._POLL_S", 0.01)
+    Path("pyproject.toml").touch()
+    command = ["target=v5e-8", "--run", "--", "model=gpt_tiny", "mesh=2x4x1", "name=mine"]
+    (programs / "state.train").write_text("0 0")
+    for found in (["create"], ["create", "ssh pkill -TERM", "ssh pkill -KILL"]):
+        status, _, err = call(capfd, *command)
+        assert status == 0
+        assert err.endswith(
+            "valkyrie-launch: mine is rented until it is given back: "
+            "gcloud compute tpus queued-resources delete mine --force --quiet\n"
+        )
+        assert [verb for verb in verbs(programs) if verb == "create" or "pkill" in verb] == found
+    assert verbs(programs)[-3:] == ["scp", "ssh tar", "ssh train"]
 
 
 def test_a_mistake_on_a_slice_is_not_repeated(programs: Path, monkeypatch: Any):

@@ -67,6 +67,11 @@ def on_slices(slices: Slices, logs: Path, sleep: Callable[[float], None] = time.
         return _state(slices) != slices.ready
 
     def members(starts: int) -> list[Member]:
+        if starts == 0 and _state(slices) == slices.ready:
+            say(f"{slices.name} is there: what may still train on it is stopped, with a save")
+            _quietly(slices.end(signal.SIGTERM))
+            sleep(_POLL_S)
+            _quietly(slices.end(signal.SIGKILL))
         _prepare(slices, sleep, installed=starts > 0)
         return [Member(slices.train(starts).commands[0])]
 
