@@ -41,7 +41,9 @@ def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
 
 
 def test_the_batch_is_next_tokens_of_the_seed():
-    batch, again = (task_of("next_token").random_batch(8, 16, vocab_size=61, seed=0) for _ in range(2))
+    batch, again = (task_of("next_token").random_batch(8, 16, 61, seed=0, places=range(8)) for _ in range(2))
+    part = task_of("next_token").random_batch(8, 16, 61, seed=0, places=[2, 5])
+    np.testing.assert_array_equal(batch["tokens"][[2, 5]], part["tokens"])
     assert batch["tokens"].shape == (8, 16) and batch["tokens"].max() < 61
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
     np.testing.assert_array_equal(batch["tokens"], again["tokens"])

@@ -15,6 +15,7 @@ from typing import Any
 
 from valkyrie.checksums import damaged_file, write_checksums
 from valkyrie.paths import is_full, why
+from valkyrie.team import ALONE, Team
 from valkyrie.trees import flat, names_of
 
 FOLDER = "checkpoints"
@@ -49,13 +50,13 @@ class Checkpoints:
     which are compared before it is read; where one is damaged, the one before it is taken.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, *, read_only: bool = False, team: Team = ALONE) -> None:
         import orbax.checkpoint as ocp
 
         for name in ("absl", "asyncio"):  # Orbax reports every thread, and every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
-        self._ocp, self._read_only, self._keep = ocp, read_only, config.keep
+        self._ocp, self._read_only, self._keep, self._team = ocp, read_only, config.keep, team
         self.path = (folder / FOLDER).resolve()
         self._manager = self._open()
         self.last_saved: int | None = self._manager.latest_step()
@@ -105,7 +106,10 @@ class Checkpoints:
         command line. A refusal names those behind it.
         """
         if step is None:
-            step = self._sound_step()
+            step = self._team.of_first("sound checkpoint", self._sound_step)
+            if not self._team.leads and not self._read_only and step != self.last_saved:
+                self._manager.reload()
+                self.last_saved = step
         elif damage := damaged_file(self.path / str(step)):
             raise ValueError(f"the checkpoint of step {step} in {self.path} is damaged: {damage}.")
         wanted = _tree(abstract_state)
@@ -178,7 +182,7 @@ class Checkpoints:
         step = self.last_saved
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
-        for unfinished in self.path.glob("*.orbax-checkpoint-tmp*"):
+        for unfinished in self.path.glob("*.orbax-checkpoint-tmp*") if self._team.leads else ():
             shutil.rmtree(unfinished, ignore_errors=True)
         self.last_saved = latest_step(self.path.parent)
         if self.path.parent.is_dir():

@@ -22,6 +22,7 @@ from valkyrie.hardware import CHIPS, ChipConfig, Platform, TargetConfig
 from valkyrie.models import config_class, is_family
 from valkyrie.modes import MODES, ModeConfig
 from valkyrie.optim import OptimizerConfig
+from valkyrie.parallel.distributed import DistributedConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
@@ -42,6 +43,7 @@ SCHEMAS: dict[str, type] = {
     "mode": ModeConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
+    "distributed": DistributedConfig,
 }
 """The dataclass behind every config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
 SCHEMA_PATHS: dict[str, type] = {

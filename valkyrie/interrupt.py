@@ -1,6 +1,7 @@
 """Ctrl-C: ends a command at once; a training after its step, with a save, and at once when pressed again.
 
-SIGTERM and a terminal that is gone (SIGHUP) end a training as Ctrl-C does.
+SIGTERM, Slurm's SIGUSR1 and a terminal that is gone (SIGHUP) end a training as Ctrl-C does. Of several processes each
+may be the one that hears it: JAX's preemption service hands it on, and names the step after which all of them stop.
 
 Python would raise KeyboardInterrupt wherever the main thread is. Raised inside a callback of the garbage collector or a
 finaliser it is printed and lost, and JAX has both: here a thread hears the signals (`signal.set_wakeup_fd`).
@@ -21,6 +22,8 @@ from typing import Any
 
 EXIT_STATUS = 130
 """What a shell expects of a command ended by Ctrl-C."""
+PREEMPTED = 75
+"""Exit status of a training that saved its state because its machine is taken away: start it again (EX_TEMPFAIL)."""
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
@@ -31,7 +34,7 @@ class Listener:
     Listeners nest: the inner one hears. Outside the main thread, where Python takes no handlers, it does nothing.
     """
 
-    def __init__(self, react: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> None:
+    def __init__(self, react: Callable[[int], None], signals: Sequence[int] = (signal.SIGINT,)) -> None:
         self._react = react
         self._signals = signals
         self._before: dict[int, Any] = {}
@@ -67,21 +70,26 @@ class Listener:
         while numbers := self._hear.recv(64):
             for number in numbers:
                 if number in self._before:
-                    self._react()
+                    self._react(number)
 
 
 class Interrupt:
-    """A context in which SIGINT, SIGTERM and SIGHUP set `requested`; the second of them ends the process.
+    """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP ask a training to stop; the second ends the process.
 
     Until `worth_saving` is set, the first one ends it: a first step that never ends, as where devices wait for each
     other, could not be stopped otherwise.
     With `signals=False` nothing is taken over and nothing is ever requested: a notebook's own handler stays.
+    With `several` processes the first is handed to JAX's preemption service, which takes SIGTERM itself.
     """
 
-    def __init__(self, signals: bool = True) -> None:
+    def __init__(self, signals: bool = True, *, several: bool = False) -> None:
         self.requested = False
         self.worth_saving = False
-        self._listener = Listener(self._stop, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)) if signals else None
+        self.preempted = False
+        """Whether the machine is taken away, rather than that a user stops the training."""
+        self._several = several
+        heard = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+        self._listener = Listener(self._stop, heard if several else [*heard, signal.SIGTERM]) if signals else None
 
     def __enter__(self) -> Interrupt:
         if self._listener is not None:
@@ -94,7 +102,24 @@ class Interrupt:
         if self._listener is not None:
             self._listener.__exit__(kind, error, trace)
 
-    def _stop(self) -> None:
+    def stops_at(self, step: int, *, also: bool = False) -> bool:
+        """Return whether the training stops after this step: all processes get the same answer, at every step.
+
+        `also` asks for it on this process, without a signal.
+        """
+        if not self._several:
+            return self.requested or also
+        from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+        if also and not self.requested:
+            self.requested = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        if not reached_preemption_sync_point(step):
+            return False
+        self.preempted = self.preempted or not self.requested
+        return True
+
+    def _stop(self, number: int) -> None:
         if self.requested or not self.worth_saving:
             if not self.requested:
                 with contextlib.suppress(OSError):
@@ -103,6 +128,9 @@ class Interrupt:
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live bar hides it
             os._exit(EXIT_STATUS)
         self.requested = True
+        self.preempted = number in (signal.SIGTERM, signal.SIGUSR1)
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
         with contextlib.suppress(OSError):  # the terminal may be gone
             sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
             sys.stderr.flush()
@@ -129,7 +157,7 @@ def usable_streams() -> None:
 def ends_at_once(command: str) -> Listener:
     """Return a context in which Ctrl-C says that the command stopped and ends the process."""
 
-    def end() -> None:
+    def end(number: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())
         os._exit(EXIT_STATUS)
 

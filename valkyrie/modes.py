@@ -26,7 +26,7 @@ COMPILE_MARGIN_S = 300.0
 SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
 SHAPING_KEYS += ("microbatches", "remat")
 """The keys of a run that decide what is compiled."""
-_NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking"})
+_NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 _NO_TRAINING = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})
 
 

@@ -28,6 +28,7 @@ from valkyrie.models import (
 )
 from valkyrie.modes import MODES, ModeConfig, reads_run
 from valkyrie.optim import OptimizerConfig
+from valkyrie.parallel.distributed import DistributedConfig
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import target_problems
@@ -89,6 +90,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     name: str | None = None
     runs: str = "runs"
     modules: list[str] = field(default_factory=list)
@@ -223,6 +225,7 @@ class Run:
         if too_large := _too_large(asdict(c)):
             return too_large
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
+        problems += c.distributed.problems()
         of_target = target_problems(self.config.target, self.config.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:

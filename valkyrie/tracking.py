@@ -64,7 +64,7 @@ class Tracker:
         group: str,
         start: int | None = None,
     ):
-        self.file = folder / "metrics.jsonl"
+        self.folder, self.file = folder, folder / "metrics.jsonl"
         cut_torn_line(self.file)
         if start is not None:
             drop_after(self.file, start)
@@ -73,6 +73,11 @@ class Tracker:
         self.note: str | None = None
         self._open_step: int | None = None
         self._wandb = self._start_wandb(config, folder, run_name, fields, group)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the file was deleted, with its folder or its disk."""
+        return not self.file.is_file()
 
     def log(self, record: dict[str, Any], step: int) -> str | None:
         """Append one record of scalars, stamped with its step.
@@ -147,6 +152,22 @@ class Tracker:
         if started is None:
             self.note = f"{self.note}; metrics.jsonl is written all the same."
         return started
+
+
+class Silent:
+    """The tracker of a process that is not the first of its run: it writes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.note, self.lost, self.gone = folder, None, None, False
+
+    def log(self, record: dict[str, Any], step: int) -> str | None:
+        """Drop a record: process 0 has the same."""
+
+    def summary(self, values: dict[str, Any]) -> None:
+        """Drop the values: process 0 has the same."""
+
+    def close(self, exit_code: int = 0) -> None:
+        """Do nothing."""
 
 
 def start_or_offline(

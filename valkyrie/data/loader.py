@@ -208,8 +208,6 @@ def make_loader(
     batch: int,
     seq: int,
     seed: int = 0,
-    process_index: int = 0,
-    process_count: int = 1,
     places: Sequence[int] | None = None,
     repeat: bool,
 ) -> Loader:
@@ -217,11 +215,10 @@ def make_loader(
 
     `repeat=True` (training): rows in a new order every epoch, for ever. `repeat=False` (evaluation): rows in their
     order, once, the last ones padded with weight 0, so that every target counts exactly once.
-    The process feeds the rows at `places` of the global batch: by default the process_index-th of process_count equal
-    stretches. Give `places` where the processes lie otherwise on the data axes, or where several need the same rows.
-    ValueError, with the numbers, if the split has not one batch of rows or the batch cannot be divided.
+    `places` are the rows of the global batch that this process feeds; None means all of them.
+    ValueError, with the numbers, if the split has not one batch of rows.
     """
-    for name, value in (("batch", batch), ("seq", seq), ("process_count", process_count)):
+    for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:
             raise ValueError(f"{name}={value}: use 1 or more.")
     stream = open_split(prepared, split)
@@ -231,7 +228,7 @@ def make_loader(
         _check_enough(stream, rows, batch, seq)
     else:
         rows = -(-targets // (seq * batch)) * batch
-    return Loader(stream, rows, _places(batch, process_index, process_count, places), batch, seq, seed, repeat)
+    return Loader(stream, rows, _places(batch, places), batch, seq, seed, repeat)
 
 
 def _check_enough(stream: TokenStream, rows: int, batch: int, seq: int) -> None:
@@ -246,19 +243,11 @@ def _check_enough(stream: TokenStream, rows: int, batch: int, seq: int) -> None:
         )
 
 
-def _places(batch: int, index: int, count: int, places: Sequence[int] | None) -> np.ndarray:
-    if places is not None:
-        given = np.asarray(places, np.int64)
-        if not given.size or given.min() < 0 or given.max() >= batch:
-            raise ValueError(f"places={list(places)} are not all places of batch={batch}, which are 0 to {batch - 1}.")
-        return given
-    if not 0 <= index < count:
-        raise ValueError(f"process_index={index} is not one of process_count={count} processes.")
-    if batch % count:
-        lower = batch // count * count
-        near = f"{lower} or {lower + count}" if lower else f"{count}"
-        raise ValueError(f"batch={batch} rows cannot be divided among {count} processes. Use batch={near}.")
-    return np.arange(index * batch // count, (index + 1) * batch // count)
+def _places(batch: int, places: Sequence[int] | None) -> np.ndarray:
+    given = np.arange(batch) if places is None else np.asarray(places, np.int64)
+    if not given.size or given.min() < 0 or given.max() >= batch:
+        raise ValueError(f"places={list(given)} are not all places of batch={batch}, which are 0 to {batch - 1}.")
+    return given
 
 
 def _mixed(seed: int) -> int:

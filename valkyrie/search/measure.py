@@ -99,7 +99,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
     """Give batches on the devices without end: one of random tokens again and again, or those of a training."""
     config = run.config
     if config.mode.data is MeasuredData.random:
-        batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed)
+        batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
         yield itertools.repeat(program.place(batch))
         return
     with program.task.loader(
@@ -109,6 +109,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         seq=config.seq,
         seed=run.order_seed,
         repeat=True,
+        places=program.places,
     ) as loader:
         yield map(program.place, loader)
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Platform
@@ -19,6 +20,7 @@ from valkyrie.search.hints import hints
 from valkyrie.search.summary import summarise
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.folder import run_folder, write_about
+from valkyrie.train.processes import Team, together
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
@@ -59,18 +61,25 @@ def compile_mode(run: Run) -> int:
 
 def measure_mode(run: Run) -> int:
     """Time the run's step on the devices at hand, print what it takes, and return the exit status."""
+    with together(run) as team:
+        return _measure(run, team)
+
+
+def _measure(run: Run, team: Team) -> int:
     console = make_console()
-    devices = prepare_devices(run, console.print)
+    devices = prepare_devices(run, console.print, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     from valkyrie.search.measure import measure
     from valkyrie.search.show import show
 
-    folder = run_folder(run)
+    folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
     trace = folder / TRACE if run.config.mode.trace else None
     if not console.is_terminal:
         console.print("compiling and timing the step")
     with console.status("compiling and timing the step"):
         summary = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
+    if not team.leads:
+        return 0 if summary["status"] == "ok" else NOT_COMPILED
     write_about(run, folder)
     write_whole(folder / MEASURED, json.dumps(summary, indent=1) + "\n")
     show(summary, console)

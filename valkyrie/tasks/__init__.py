@@ -6,7 +6,7 @@ user's that can be imported. Either has a class `Task`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -66,12 +66,16 @@ class Task(Protocol):
         """
         ...
 
-    def loader(self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool) -> Loader:
-        """Return this process's batches of a split."""
+    def loader(
+        self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
+    ) -> Loader:
+        """Return batches of a split, of each the rows of the global batch at `places`: those of this process."""
         ...
 
-    def random_batch(self, batch: int, seq: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-        """Return a batch of random values, every target counted."""
+    def random_batch(
+        self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """Return the rows at `places` of a batch of random values, every target counted; the same for every seed."""
         ...
 
     def loss(

@@ -6,6 +6,7 @@ JAX is imported by what computes, for a run asks its task what it needs before J
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard
@@ -50,31 +51,22 @@ class Task:
         """Return nothing: a step depends on its batch alone."""
         return {}
 
-    def loader(self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool) -> Loader:
-        """Return this process's batches of a split."""
-        import jax
-
+    def loader(
+        self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
+    ) -> Loader:
+        """Return batches of a split, of each the rows at `places`."""
         from valkyrie.data.loader import make_loader
 
-        return make_loader(
-            prepared,
-            split,
-            batch=batch,
-            seq=seq,
-            seed=seed,
-            repeat=repeat,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-        )
+        return make_loader(prepared, split, batch=batch, seq=seq, seed=seed, repeat=repeat, places=places)
 
-    def random_batch(self, batch: int, seq: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
-        """Return this process's part of a batch of random tokens, each row one document."""
-        import jax
+    def random_batch(
+        self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """Return the rows at `places` of a batch of random tokens, each row one document."""
         import numpy as np
 
-        shape = (batch // jax.process_count(), seq)
-        rng = np.random.default_rng([seed, jax.process_index()])
-        tokens = rng.integers(0, vocab_size, (shape[0], seq + 1)).astype(np.int32)
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, (batch, seq + 1)).astype(np.int32)[list(places)]
+        shape = (len(tokens), seq)
         whole = {"segment_ids": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **whole}
 

@@ -15,6 +15,7 @@ from valkyrie.compose import accelerators
 from valkyrie.hardware import ChipConfig, Platform, chip_of
 from valkyrie.paths import cache_root, cache_trouble
 from valkyrie.run import Run
+from valkyrie.team import ALONE, Team
 from valkyrie.train.host import too_many_simulated, unknown_flags
 
 
@@ -73,7 +74,7 @@ def _not_here(reason: str) -> str:
     )
 
 
-def acquire(run: Run) -> Devices:
+def acquire(run: Run, team: Team = ALONE) -> Devices:
     """Return the devices for the run's mesh; ValueError when the machine has too few, or others than the target's.
 
     Must come before anything else touches a JAX backend: the number of CPU devices is fixed at the first use.
@@ -83,9 +84,14 @@ def acquire(run: Run) -> Devices:
 
     config = run.config
     mesh, target = config.mesh, config.target
+    if mesh.size % team.count:
+        raise ValueError(
+            f"mesh={mesh.name} has {mesh.size} devices, which {team.count} processes cannot share: each has the same "
+            f"number. Use a mesh of a multiple of {team.count} devices, or other processes."
+        )
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backend is up already; the count below decides
-            jax.config.update("jax_num_cpu_devices", mesh.size)
+            jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
     platform = None if target.platform is Platform.any else target.platform.value
     try:
         devices = jax.devices(platform)
@@ -110,12 +116,12 @@ def acquire(run: Run) -> Devices:
     return Devices(tuple(devices[: mesh.size]), platform, chip, simulated=platform == "cpu")
 
 
-def prepare_devices(run: Run, say: Callable[[str], Any] | None = None) -> Devices:
+def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
     """Return the run's devices with JAX set up for it; ValueError says why this machine cannot give them."""
     if problems := missing_devices(run):
         raise ValueError("\n".join(problems))
     configure_jax(run, say)
-    return acquire(run)
+    return acquire(run, team)
 
 
 def configure_jax(run: Run, say: Callable[[str], Any] | None = None) -> None:

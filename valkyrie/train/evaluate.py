@@ -27,7 +27,13 @@ class Evaluator:
         program, config = self._program, self._program.run.config
         sums: list[dict[str, jax.Array]] = []
         with program.task.loader(
-            self._prepared, "validation", batch=config.batch, seq=config.seq, seed=0, repeat=False
+            self._prepared,
+            "validation",
+            batch=config.batch,
+            seq=config.seq,
+            seed=0,
+            repeat=False,
+            places=program.places,
         ) as loader:
             for number, batch in enumerate(loader):
                 if batches is not None and number >= batches:

@@ -38,6 +38,7 @@ _NOT_OF_THE_TRAINING = {
     "trial",
     "tracking",
     "checkpoint",
+    "distributed",
     "log_every",
 }
 _NOT_OF_THE_TRAINING |= {"eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}

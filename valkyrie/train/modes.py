@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import FOLDER, saved_steps
 from valkyrie.checksums import CHECKSUMS, damaged_file
-from valkyrie.interrupt import EXIT_STATUS
+from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.folder import command_name, run_folder
 from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
+from valkyrie.train.processes import Team, together
 from valkyrie.train.room import out_of_memory_in_plain_words
 from valkyrie.train.screen import make_console
 from valkyrie.units import sent
@@ -29,14 +30,19 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> int:
     """Train, evaluate, print a sample, and say where the run is and what to do next; return the exit status."""
-    folder = run_folder(run)
+    with together(run) as team:
+        return _train(run, team)
+
+
+def _train(run: Run, team: Team) -> int:
+    folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
     console = make_console()
-    prepared = prepare_run(run, console)
+    prepared = prepare_run(run, console, team)
     from valkyrie.train.trainer import DivergedError, FolderGoneError, NotSavedError, fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     try:
-        fitted = fit(run, *prepared, folder, console)
+        fitted = fit(run, *prepared, folder, console, team=team)
     except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
@@ -44,7 +50,7 @@ def train(run: Run) -> int:
     again = f"{command_name()} resume={shlex.quote(name)}"
     if fitted.interrupted:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
-        return EXIT_STATUS
+        return PREEMPTED if fitted.preempted else EXIT_STATUS
     _report(console, fitted.summary, prepared.devices)
     if run.config.sample_tokens:
         console.rule("sample")
@@ -60,9 +66,14 @@ def train(run: Run) -> int:
 
 def evaluate(run: Run) -> int:
     """Print the task's evaluation of a trained run over its whole validation split; return the exit status."""
-    folder, console = trained_folder(run), make_console()
-    prepared = prepare_run(run, console)
-    program, step, parameters = restore(run, prepared.devices, folder)
+    with together(run) as team:
+        return _evaluate(run, team)
+
+
+def _evaluate(run: Run, team: Team) -> int:
+    folder, console = Path(team.of_first("trained run", lambda: str(trained_folder(run)))), make_console()
+    prepared = prepare_run(run, console, team)
+    program, step, parameters = restore(run, prepared.devices, folder, team)
     from valkyrie.train.evaluate import Evaluator
 
     with out_of_memory_in_plain_words(run, prepared.devices):
@@ -76,9 +87,14 @@ def evaluate(run: Run) -> int:
 
 def generate(run: Run) -> int:
     """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
-    folder = trained_folder(run)
-    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr)
-    program, step, parameters = restore(run, devices, folder)
+    with together(run) as team:
+        return _generate(run, team)
+
+
+def _generate(run: Run, team: Team) -> int:
+    folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
+    program, step, parameters = restore(run, devices, folder, team)
     console.print(f"{folder.name} at step {step}", style="dim")
     with out_of_memory_in_plain_words(run, devices):
         _print_sample(run, program.assembly, parameters, tokenizer, devices)
@@ -120,7 +136,7 @@ def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer
     from valkyrie.train.generate import generate as stream
 
     config = run.config
-    if devices.simulated:  # one CPU device does it faster than many that share its cores
+    if devices.simulated and jax.process_count() == 1:  # one CPU device does it faster than many that share its cores
         parameters = jax.device_put(parameters, devices.devices[0])
     sys.stdout.write(config.prompt)
     for piece in stream(

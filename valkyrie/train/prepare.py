@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.paths import DiskError
 from valkyrie.run import Run
+from valkyrie.team import ALONE, Team
 from valkyrie.train.devices import acquire, configure_jax, missing_devices
 from valkyrie.train.folder import changed_settings, find_run
 
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer
 
 
-def prepare_run(run: Run, console: Console) -> Inputs:
+def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     """Return the devices, prepared data and tokenizer of a run, printing what they are.
 
     ValueError where the devices are not of this machine, or where tokenizer and model do not fit.
@@ -41,7 +42,7 @@ def prepare_run(run: Run, console: Console) -> Inputs:
     if problems:
         raise ValueError("\n".join(problems))
     tokenizer = tokenizer_of(run)
-    data = prepared_anywhere(run, console.print)
+    data = _prepared_together(run, console, team)
     console.print(
         f"data {data.name}: {data.train.tokens:,} training tokens, {data.validation.tokens:,} validation tokens "
         f"({data.tokenizer})",
@@ -50,9 +51,21 @@ def prepare_run(run: Run, console: Console) -> Inputs:
     if note := uneven_split(data.train.tokens, data.validation.tokens, run.config.data.validation_fraction):
         console.print(note, style="yellow")
     configure_jax(run, console.print)
-    devices = acquire(run)
+    devices = acquire(run, team)
+    team.agree("devices", {"their order": [str(device) for device in devices.devices]})
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return Inputs(devices, data, tokenizer)
+
+
+def _prepared_together(run: Run, console: Console, team: Team) -> Prepared:
+    """Return the prepared data, which process 0 prepares first: the others find it, or have caches of their own."""
+    if not team.leads:
+        team.wait("data of process 0")
+    data = prepared_anywhere(run, console.print)
+    if team.leads:
+        team.wait("data of process 0")
+    team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "training tokens": data.train.tokens})
+    return data
 
 
 def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None) -> Prepared:
@@ -101,7 +114,7 @@ def trained_folder(run: Run) -> Path:
     return find_run(Path(config.runs), config.resume or config.name or "latest")
 
 
-def restore(run: Run, devices: Devices, folder: Path) -> tuple[StepProgram, int, Any]:
+def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tuple[StepProgram, int, Any]:
     """Return (program, step, parameters) of a trained run; the average of the parameters where it kept one.
 
     ValueError where the state is larger than the memory of the devices.
@@ -117,7 +130,7 @@ def restore(run: Run, devices: Devices, folder: Path) -> tuple[StepProgram, int,
     check_room(program, devices, training=False)
     with (
         out_of_memory_in_plain_words(run, devices),
-        closing(Checkpoints(folder, run.config.checkpoint, read_only=True)) as checkpoints,
+        closing(Checkpoints(folder, run.config.checkpoint, read_only=True, team=team)) as checkpoints,
     ):
         step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
     return program, step, state.averaged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 from collections.abc import Callable
@@ -119,10 +120,30 @@ class StepProgram:
         """The platform the program will run on: cpu, gpu or tpu."""
         return self.shard.backend or jax.default_backend()
 
+    @cached_property
+    def places(self) -> list[int]:
+        """The rows of the global batch that devices of this process hold, in order."""
+        return sorted(
+            {
+                row
+                for array in self.abstract_batch.values()
+                for index in array.sharding.addressable_devices_indices_map(array.shape).values()
+                for row in range(*(index or (slice(None),))[0].indices(array.shape[0]))
+            }
+        )
+
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return a process's part of the global batch as global arrays on the mesh."""
-        shardings = {name: array.sharding for name, array in self.abstract_batch.items()}
-        return {k: jax.make_array_from_process_local_data(s, batch[k]) for k, s in shardings.items()}
+        """Return the rows of the global batch at `places` as global arrays on the mesh, each device with its part."""
+        return {name: self._placed(array, batch[name]) for name, array in self.abstract_batch.items()}
+
+    def _placed(self, array: jax.ShapeDtypeStruct, rows: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "an array of the batch has dimensions"
+            start, stop, _ = index[0].indices(array.shape[0])
+            first = bisect.bisect_left(self.places, start)
+            return rows[(slice(first, first + stop - start), *index[1:])]
+
+        return jax.make_array_from_callback(array.shape, array.sharding, part)
 
     def checkpoint(self) -> Checkpoint:
         """Return the rematerialisation of a block that the layout asks for."""

@@ -23,12 +23,14 @@ from valkyrie.locks import only_writer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import writing
 from valkyrie.run import Debug, Run
-from valkyrie.tracking import Tracker, config_of
+from valkyrie.team import ALONE, Team
+from valkyrie.tracking import Silent, Tracker, config_of
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
+from valkyrie.train.processes import print_to_log
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words
 from valkyrie.train.screen import Screen
@@ -56,6 +58,7 @@ class Fitted:
     state: TrainState
     summary: dict[str, Any]
     interrupted: bool
+    preempted: bool
 
     @property
     def parameters(self) -> Any:
@@ -71,6 +74,7 @@ def fit(
     folder: Path,
     console: Console,
     signals: bool = True,
+    team: Team = ALONE,
 ) -> Fitted:
     """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
 
@@ -85,20 +89,32 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_in_plain_words(run, devices))
         loader = stack.enter_context(  # before the run has a folder: it refuses too little text
-            program.task.loader(prepared, "train", batch=config.batch, seq=config.seq, seed=run.order_seed, repeat=True)
+            program.task.loader(
+                prepared,
+                "train",
+                batch=config.batch,
+                seq=config.seq,
+                seed=run.order_seed,
+                repeat=True,
+                places=program.places,
+            )
         )
         with writing(folder):
-            stack.enter_context(only_writer(folder))
-            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint)))
+            if team.leads:
+                stack.enter_context(only_writer(folder))
+            team.wait("run folder")
+            print_to_log(team, folder)
+            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint, team=team)))
         start, state = _begin(program, checkpoints, loader, folder, console)
-        write_about(run, folder)
+        if team.leads:
+            write_about(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
         advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
-        tracker = _tracker(run, devices, folder, start)
+        tracker = _tracker(run, devices, folder, start) if team.leads else Silent(folder)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
-        interrupt = stack.enter_context(Interrupt(signals))
+        interrupt = stack.enter_context(Interrupt(signals, several=team.count > 1))
         if tracker.note:
             screen.say(tracker.note, style="yellow")
         screen.say(_opening(start, config.steps, compile_s))
@@ -124,7 +140,7 @@ def fit(
             screen.say(tracker.lost, style="yellow")
         if loop.unsaved:
             raise NotSavedError(f"{loop.unsaved} {_next(checkpoints, folder)}")
-    return Fitted(program, loop.state, summary, loop.stopping)
+    return Fitted(program, loop.state, summary, loop.stopping, loop.interrupt.preempted)
 
 
 @dataclass
@@ -135,7 +151,7 @@ class _Loop:
     advance: Any
     loader: Loader
     checkpoints: Checkpoints
-    tracker: Tracker
+    tracker: Tracker | Silent
     screen: Screen
     interrupt: Interrupt
     meter: Meter
@@ -144,6 +160,8 @@ class _Loop:
     state: TrainState
     evaluation: dict[str, float] = field(default_factory=dict)
     unsaved: str | None = None
+    stopping: bool = False
+    """Whether the training is to be saved and ended after this step."""
 
     def run(self) -> None:
         """Train to the last step, or until an interrupt; read the metrics of a step while the next one runs."""
@@ -154,6 +172,7 @@ class _Loop:
             self.state, metrics = self.advance(self.state, batch)
             self._read(unread, step - 1, start)
             self.step, unread = step, metrics
+            self.stopping = self.interrupt.stops_at(step, also=self.screen.unread)
             due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
             if self.stopping or due or step % config.eval_every == 0 or step == config.steps:
                 self._read(unread, step, start)
@@ -171,11 +190,6 @@ class _Loop:
         if self.checkpoints.last_saved != self.step:  # once more: there may be room by now
             failed = self.checkpoints.save(self.step, self.state, self.loader.state())
             self.unsaved = failed or self.checkpoints.wait()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the training is to be saved and ended: by a signal, or because nobody reads its output any more."""
-        return self.interrupt.requested or self.screen.unread
 
     def summary(self) -> dict[str, Any]:
         """Return what the steps came to."""
@@ -197,9 +211,9 @@ class _Loop:
         if log:
             self._say(self.tracker.log(record, step))
             self._say(self.checkpoints.poll())
-            if not self.tracker.file.is_file():
+            if self.tracker.gone:
                 raise FolderGoneError(
-                    f"step {step}: the run folder {self.tracker.file.parent} is gone, deleted or with its disk. "
+                    f"step {step}: the run folder {self.tracker.folder} is gone, deleted or with its disk. "
                     "Stopped, for nothing from here on could be saved."
                 )
         self.screen.step(step, record, line=log)

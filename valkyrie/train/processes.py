@@ -1,0 +1,95 @@
+"""A run in several processes: they start together, agree on what they are about to do, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from valkyrie.compose import accelerators
+from valkyrie.explain import explain
+from valkyrie.parallel.distributed import join, start_jax
+from valkyrie.paths import source_digest
+from valkyrie.run import Run
+from valkyrie.team import Team
+from valkyrie.train.folder import versions
+from valkyrie.trees import flat
+
+LOGS = "logs"
+"""The folder of a run folder with what each process but the first has printed."""
+
+
+@contextlib.contextmanager
+def together(run: Run) -> Iterator[Team]:
+    """Be one of the processes of a run inside: `ALONE` where there is one, else JAX is started among all of them.
+
+    Before that they compare the version of their code and their configuration. Only process 0 prints. An error ends
+    the process here, and the others with it, for those that wait for it in a collective would wait for ever.
+    """
+    config = run.config.distributed
+    team = join(config, accelerators=accelerators())
+    if team.count == 1:
+        yield team
+        return
+    with _ends_all(team):
+        team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
+        team.agree("configuration", _compared(run))
+        if not team.leads:
+            _print_to(Path(os.devnull))
+        start_jax(config, team, accelerators=accelerators())
+        yield team
+        team.finish()
+
+
+def print_to_log(team: Team, folder: Path) -> None:
+    """Let a process that is not the first print into its log file in the run folder."""
+    if not team.leads:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        _print_to(folder / LOGS / f"process-{team.index}.log", errors=True)
+
+
+def _compared(run: Run) -> dict[str, Any]:
+    """Return the settings that must be the same on all processes, by dotted key."""
+    settings = {key: value for key, value in run.record().items() if key != "distributed"}
+    return {key: repr(value) for key, value in flat(settings).items()}
+
+
+@contextlib.contextmanager
+def _ends_all(team: Team) -> Iterator[None]:
+    """End the process at an error, after the others were told: JAX's own end would wait for them."""
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+        _end(team, status, f"it ended with status {status}")
+    except (ValueError, OSError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        _end(team, 2, explain(error, []), say=True)
+    except BaseException as error:
+        traceback.print_exc()
+        _end(team, 1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+
+
+def _end(team: Team, status: int, reason: str, *, say: bool = False) -> None:
+    if say:
+        who = "" if team.leads else f"process {team.index}: "
+        print(f"valkyrie-train: {who}{reason}", file=sys.stderr)
+    team.fail(status, reason)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _print_to(path: Path, *, errors: bool = False) -> None:
+    """Send what this process prints to a file, also what libraries print without Python."""
+    for stream in (sys.stdout, sys.stderr) if errors else (sys.stdout,):
+        stream.flush()
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, stream.fileno())
+        os.close(target)
