@@ -43,6 +43,7 @@ class Wire:
         """End the connection, also for a thread that reads from it."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+        self._file.close()
         self._connection.close()
 
 
@@ -79,11 +80,20 @@ class Hub:
             self._listening.bind(("", port))
             self._listening.listen(count)
         except OSError as error:
+            self._listening.close()
             raise ValueError(
                 f"process 0 cannot listen on port {port} ({error.strerror}). End what has it, or choose another "
                 "address for all processes (JAX_COORDINATOR_ADDRESS or distributed.coordinator)."
             ) from None
         threading.Thread(target=self._gather, name="team-hub", daemon=True).start()
+
+    def fail(self, index: int, why: str) -> None:
+        """Tell all processes that one of them ended, and why; the first such news is the cause of the others."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._tell({"lost": f"process {index} (on {self._hosts[index]}) ended: {why}"})
 
     def close(self) -> None:
         """Wait until all processes have parted, or one is lost, for at most the time of a heartbeat."""
@@ -102,7 +112,7 @@ class Hub:
                 problem = self._missing()
                 break
             wire = Wire(connection)
-            wire.timeout(5)
+            wire.timeout(5.0)
             waiting.append(wire)
             problem = self._welcome(wire)
         self._listening.close()
@@ -110,6 +120,8 @@ class Hub:
         for wire in waiting:
             with contextlib.suppress(OSError):
                 wire.send(answer)
+            if problem:
+                wire.close()
         if problem is None:
             for index, wire in self._wires.items():
                 wire.timeout(self._heartbeat_s)
@@ -148,17 +160,16 @@ class Hub:
         try:
             while (message := wire.read()) is not None:
                 if "bye" in message:
-                    if message["bye"] == 0:
-                        return
-                    why = message["why"] or f"it ended with status {message['bye']}"
-                    break
+                    return None if message["bye"] is None else self.fail(index, message["bye"])
                 if "say" in message:
                     self._collect(index, message["say"], message["value"])
         except TimeoutError:
             why = f"nothing was heard of it for {self._heartbeat_s:g} s"
         except (OSError, ValueError):
             pass
-        self._tell({"lost": f"process {index} (on {self._hosts[index]}) is lost: {why}"})
+        finally:
+            wire.close()
+        self.fail(index, f"it is lost: {why}")
 
     def _collect(self, index: int, name: str, value: Any) -> None:
         with self._lock:
@@ -170,8 +181,6 @@ class Hub:
         self._tell({"all": name, "values": [said[i] for i in range(self._count)]})
 
     def _tell(self, message: dict[str, Any]) -> None:
-        if self._over and "lost" in message:
-            return
         for wire in self._wires.values():
             with contextlib.suppress(OSError):
                 wire.send(message)

@@ -90,7 +90,7 @@ class Team:
     def finish(self) -> None:
         """Wait until all processes are done, and part."""
 
-    def fail(self, status: int, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Part from the others, who end too, with the reason."""
 
 
@@ -115,8 +115,12 @@ class Connected(Team):
         deadline = time.monotonic() + timeout_s
         self._hub = Hub(place.coordinator, place.count, deadline, heartbeat_s) if place.index == 0 else None
         self._wire = _connect(place, deadline, timeout_s)
-        self._wire.send({"hello": place.index, "count": place.count, "host": socket.gethostname()})
-        self._greeted(place, deadline)
+        try:
+            self._wire.send({"hello": place.index, "count": place.count, "host": socket.gethostname()})
+            self._greeted(place, deadline)
+        except ValueError:
+            self._wire.close()
+            raise
         self._wire.timeout(heartbeat_s)
         for work in (self._listen, self._beat):
             threading.Thread(target=work, args=(heartbeat_s,), name=f"team-{work.__name__}", daemon=True).start()
@@ -131,18 +135,25 @@ class Connected(Team):
     def finish(self) -> None:
         """Wait until all processes are done, and part."""
         self.exchange(_END)
-        self.fail(0, "")
+        self._part({"bye": None})
+        if self._hub is not None:
+            self._hub.close()
+        self._wire.close()
 
-    def fail(self, status: int, reason: str) -> None:
-        """Part from the others, who end too, with the reason, where the status is not 0."""
+    def fail(self, reason: str) -> None:
+        """Part from the others, who end too, with the reason."""
+        self._part({"bye": reason})
+        if self._hub is not None:
+            self._hub.fail(0, reason)
+        self._wire.close()
+
+    def _part(self, farewell: dict[str, Any]) -> None:
         self._left = True
         with contextlib.suppress(OSError):
-            self._wire.send({"bye": status, "why": reason})
-        if self._hub is not None and status == 0:
-            self._hub.close()
+            self._wire.send(farewell)
 
     def _greeted(self, place: Place, deadline: float) -> None:
-        self._wire.timeout(max(deadline - time.monotonic(), 0) + 5)  # process 0 counts on its own clock
+        self._wire.timeout(max(deadline - time.monotonic(), 0.0) + 5.0)  # process 0 counts on its own clock
         try:
             answer = self._wire.read()
         except (OSError, ValueError) as error:

@@ -246,7 +246,7 @@ def _check_enough(stream: TokenStream, rows: int, batch: int, seq: int) -> None:
 def _places(batch: int, places: Sequence[int] | None) -> np.ndarray:
     given = np.arange(batch) if places is None else np.asarray(places, np.int64)
     if not given.size or given.min() < 0 or given.max() >= batch:
-        raise ValueError(f"places={list(given)} are not all places of batch={batch}, which are 0 to {batch - 1}.")
+        raise ValueError(f"places={given.tolist()} are not all places of batch={batch}, which are 0 to {batch - 1}.")
     return given
 
 

@@ -37,15 +37,20 @@ class DistributedConfig:
     def problems(self) -> list[str]:
         """Return every reason why this makes no sense, in the words of the command line."""
         problems = []
+        if self.processes is not None and self.processes < 1:
+            problems.append(f"distributed.processes={self.processes}: at least 1 is needed.")
+        if self.process is not None and self.process < 0:
+            problems.append(f"distributed.process={self.process}: processes are counted from 0.")
         if self.timeout_s <= 0 or self.heartbeat_s < 1:
             problems.append(
                 f"distributed.timeout_s={self.timeout_s:g} and distributed.heartbeat_s={self.heartbeat_s:g}: the first "
                 "must be above 0, the second 1 or more."
             )
         given = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
-        missing = [f"distributed.{key}=..." for key, value in given.items() if value is None]
+        missing = [f"distributed.{key}" for key, value in given.items() if value is None]
         if 0 < len(missing) < len(given):
-            problems.append(f"distributed: {', '.join(missing)} is missing; address, count and index go together.")
+            stated = ", ".join(f"distributed.{key}={value}" for key, value in given.items() if value is not None)
+            problems.append(f"{stated}: give {' and '.join(missing)} too; address, count and index go together.")
         return problems
 
 

@@ -79,7 +79,7 @@ def _end(team: Team, status: int, reason: str, *, say: bool = False) -> None:
     if say:
         who = "" if team.leads else f"process {team.index}: "
         print(f"valkyrie-train: {who}{reason}", file=sys.stderr)
-    team.fail(status, reason)
+    team.fail(reason)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

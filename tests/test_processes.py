@@ -1,0 +1,355 @@
+"""Several processes, one run: how they meet, what they compare, what each reads, and how they end together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import compose_run
+from runs import TINY, start
+from valkyrie.interrupt import PREEMPTED
+from valkyrie.parallel.distributed import DistributedConfig, find_place
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.team import ALONE, LOST, Connected, Place, Team
+from valkyrie.tracking import read_metrics
+from valkyrie.train.program import StepProgram
+
+
+def free_address() -> str:
+    """Return an address of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def meet(
+    count: int, of: Callable[[Team], Any], *, counts: Sequence[int] | None = None, timeout_s: float = 5.0
+) -> list[Any]:
+    """Return what `of` returns for each of `count` teams that meet in threads, or what it or the meeting raises.
+
+    `counts` are the numbers of processes that each of them counts.
+    """
+    address, results = free_address(), [None] * count
+
+    def one(index: int) -> None:
+        place = Place(address, (counts or [count] * count)[index], index)
+        try:
+            team = Connected(place, timeout_s=timeout_s, heartbeat_s=2.0, on_loss=lambda line: None)
+            results[index] = of(team)
+            team.fail("the test is over")
+        except ValueError as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_a_run_of_one_process_agrees_with_itself():
+    assert ALONE.leads and ALONE.exchange("x", 3) == [3] and ALONE.of_first("y", lambda: 4) == 4
+    ALONE.agree("configuration", {"steps": 1})
+
+
+def test_values_are_exchanged_and_those_of_process_0_are_taken():
+    def talk(team: Team) -> Any:
+        told = team.exchange("letters", "abc"[team.index]), team.of_first("folder", lambda: f"runs/{team.index}")
+        team.agree("configuration", {"steps": 7})
+        return told
+
+    assert meet(3, talk) == [(["a", "b", "c"], "runs/0")] * 3
+
+
+def test_what_differs_is_named_on_every_process():
+    def differ(team: Team) -> None:
+        team.agree("configuration", {"steps": 7, "batch": 8 if team.index < 2 else 16})
+
+    for error in meet(4, differ):
+        assert str(error) == (
+            "the processes differ in their configuration: batch=16 on processes 2, 3, 8 on process 0. "
+            "Start all of them with the same."
+        )
+
+
+def test_a_mistake_that_process_0_finds_is_told_to_all():
+    def look(team: Team) -> None:
+        def find() -> str:
+            raise ValueError("resume=x is no run")
+
+        team.of_first("folder", find)
+
+    assert [str(error) for error in meet(2, look)] == ["resume=x is no run"] * 2
+
+
+def test_a_process_that_does_not_come_is_named_in_time():
+    began = time.monotonic()
+    for error in meet(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
+        assert "1 of 3 processes did not come" in str(error) and "in time: 2." in str(error)
+    assert time.monotonic() - began < 4
+
+
+def test_a_process_that_counts_otherwise_is_named():
+    for error in meet(2, lambda team: None, counts=[2, 4]):
+        assert str(error).startswith("process 1 (on ") and str(error).endswith(
+            "counts 4 processes, process 0 counts 2."
+        )
+
+
+def test_a_taken_port_is_named():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match=r"process 0 cannot listen on port \d+ \(Address already in use\)"):
+            Connected(Place(address, 2, 0), timeout_s=1.0, heartbeat_s=2.0)
+
+
+def test_who_answers_otherwise_is_not_process_0():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ValueError, match="is not process 0 of this run"):
+            Connected(Place(f"127.0.0.1:{other.getsockname()[1]}", 2, 1), timeout_s=1.0, heartbeat_s=2.0)
+
+
+def test_no_process_0_at_the_address_is_said():
+    with pytest.raises(
+        ValueError, match=r"process 0 does not answer at 127.0.0.1:\d+ \(Connection refused; tried for 0.3"
+    ):
+        Connected(Place(free_address(), 2, 1), timeout_s=0.3, heartbeat_s=2.0)
+
+
+MEMBER = """
+import sys, time
+from valkyrie.team import Connected, Place
+index, address = int(sys.argv[1]), sys.argv[2]
+team = Connected(Place(address, 2, index), timeout_s=20, heartbeat_s=1.5)
+print("met", flush=True)
+team.wait("both")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lost", "signal", "says"),
+    [
+        (1, 9, ") ended: it is lost: its connection closed"),
+        (0, 9, "process 0 is lost"),
+        (1, 19, "nothing was heard of it for 1.5 s"),
+    ],
+)
+def test_the_others_end_when_one_is_lost(lost: int, signal: int, says: str):
+    address = free_address()
+    command = [sys.executable, "-c", MEMBER]
+    members = [
+        subprocess.Popen([*command, str(i), address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    try:
+        for member in members:
+            assert member.stdout is not None and member.stdout.readline() == "met\n"
+        members[lost].send_signal(signal)
+        left = members[1 - lost]
+        assert left.wait(10) == LOST
+        assert left.stderr is not None and says in left.stderr.read()
+    finally:
+        for member in members:
+            member.kill()
+            member.communicate()
+
+
+GIVEN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "3"}
+OTHER_NAMES = {"JAX_COORDINATOR_ADDRESS": "10.0.0.2:8476", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize("environment", [GIVEN, OTHER_NAMES])
+def test_the_environment_names_the_place(environment: dict[str, str]):
+    assert find_place(DistributedConfig(), environment=environment) == Place("10.0.0.2:8476", 4, 3)
+    assert find_place(DistributedConfig(name="off"), environment=environment) is None
+
+
+def test_the_command_line_comes_before_the_environment():
+    asked = DistributedConfig(coordinator="a:1", processes=2, process=1)
+    assert find_place(asked, environment=GIVEN) == Place("a:1", 2, 1)
+    assert find_place(DistributedConfig(), environment={}) is None
+    assert find_place(DistributedConfig(), environment={"JAX_PROCESS_COUNT": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"JAX_PROCESS_INDEX": "4"}, "process 4 of 4 processes; they are counted from 0"),
+        ({"JAX_PROCESS_INDEX": "one"}, "JAX_PROCESS_INDEX=one: write whole numbers"),
+        ({"JAX_PROCESS_INDEX": ""}, "JAX_PROCESS_INDEX missing in the environment, beside JAX_PROCESS_COUNT"),
+        ({"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS missing in the environment"),
+        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.2"}, "write HOST:PORT, such as"),
+    ],
+)
+def test_half_a_place_is_refused(change: dict[str, str], says: str):
+    with pytest.raises(ValueError) as refused:
+        find_place(DistributedConfig(), environment=GIVEN | change)
+    assert says in str(refused.value)
+
+
+def test_some_of_the_keys_are_refused_with_those_that_are_missing():
+    (problem,) = DistributedConfig(processes=4).problems()
+    assert problem.startswith("distributed.processes=4: give distributed.coordinator and distributed.process too")
+
+
+@pytest.mark.parametrize(
+    ("partition", "rows", "columns"), [("dp", 4, 16), ("fsdp", 2, 16), ("2d_tp", 4, 16), ("sp", 8, 4)]
+)
+def test_a_batch_is_placed_by_its_sharding(partition: str, rows: int, columns: int):
+    mesh = {"dp": "2x1x1", "fsdp": "2x2x1", "2d_tp": "1x2x2", "sp": "4x1x1"}[partition]
+    run = compose_run(*TINY, f"mesh={mesh}", f"partition={partition}")
+    program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
+    assert program.places == list(range(8))
+    batch = program.task.random_batch(8, 16, 20, 0, program.places)
+    placed = program.place(batch)
+    for name, array in placed.items():
+        np.testing.assert_array_equal(np.asarray(array), batch[name])
+        assert {shard.data.shape for shard in array.addressable_shards} == {(rows, columns)}
+
+
+def several(count: int, *overrides: str, cwd: Path, **environment: str) -> list[subprocess.Popen[str]]:
+    """Start the processes of one training."""
+    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
+    return [start(*overrides, cwd=cwd, **given, JAX_PROCESS_INDEX=str(index), **environment) for index in range(count)]
+
+
+def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Return (status, stdout, stderr) of each process, none of which runs on."""
+    try:
+        return [(p.wait(200), *p.communicate()) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["dp", "fsdp", "1d_tp", "2d_tp", "fsdp_tp"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_train_as_one_does(partition: str, processes: int, tmp_path: Path):
+    asked = [*TINY, "mesh=2x2x2", f"partition={partition}", "steps=10", "name=run", "eval_every=10"]
+    for folder in ("one", "many"):
+        (tmp_path / folder).mkdir()
+    (alone,) = ended([start(*asked, cwd=tmp_path / "one")])
+    many = ended(several(processes, *asked, cwd=tmp_path / "many"))
+    assert alone[0] == 0, alone[2]
+    assert [status for status, _, _ in many] == [0] * processes, many
+    np.testing.assert_allclose(losses(tmp_path / "many/runs/run"), losses(tmp_path / "one/runs/run"), rtol=2e-5)
+    assert all(out == "" for _, out, _ in many[1:])
+    logs = sorted(path.name for path in (tmp_path / "many/runs/run/logs").iterdir())
+    assert logs == [f"process-{index}.log" for index in range(1, processes)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
+    asked = [*TINY, "partition=fsdp", "name=run", "checkpoint.every=2"]
+    (whole,) = ended([start(*asked, "mesh=2x2x1", "steps=6", "runs=whole", "optimizer.decay_steps=6", cwd=tmp_path)])
+    assert whole[0] == 0, whole[2]
+    for processes, mesh, steps in ((2, "2x2x1", 2), (1, "4x1x1", 4), (4, "2x2x2", 6)):
+        parts = several(processes, *asked, f"mesh={mesh}", f"steps={steps}", "optimizer.decay_steps=6", cwd=tmp_path)
+        assert [status for status, _, _ in ended(parts)] == [0] * processes
+    np.testing.assert_allclose(losses(tmp_path / "runs/run"), losses(tmp_path / "whole/run"), rtol=2e-5)
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Return when a training has logged a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        file = folder / "metrics.jsonl"
+        if file.is_file() and any(record.get("step", 0) >= step for record in read_metrics(file)):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{folder} has no step {step}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_preemption_that_one_process_hears_saves_on_all_at_the_same_step(told: int, tmp_path: Path):
+    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=100000", "name=run", "checkpoint.every=null"]
+    processes = several(2, *asked, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/run", 5)
+    processes[told].terminate()
+    began = time.monotonic()
+    assert [status for status, _, _ in ended(processes)] == [PREEMPTED] * 2
+    assert time.monotonic() - began < 30
+    (step,) = (int(path.name) for path in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert step >= 5
+    again = several(2, *asked, f"steps={step + 2}", cwd=tmp_path)
+    first, _ = ended(again)
+    assert first[0] == 0 and f"continuing run from step {step} to step {step + 2}" in first[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_end_when_a_process_is_killed_and_the_run_goes_on_from_its_checkpoint(killed: int, tmp_path: Path):
+    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "checkpoint.every=5"]
+    processes = several(2, *asked, "steps=100000", cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/run", 20)
+    processes[killed].kill()
+    began = time.monotonic()
+    left = ended(processes)[1 - killed]
+    assert left[0] in (LOST, -6) and time.monotonic() - began < 15  # -6: JAX's own end, where it is faster
+    again = ended(several(2, *asked, "steps=40", cwd=tmp_path))
+    assert [status for status, _, _ in again] == [0, 0] and "continuing run from step" in again[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["steps=3"], "the processes differ in their configuration: steps=3 on process 1, 4 on process 0."),
+        (["mesh=1x2x1"], "mesh"),
+        (["data.documents=61"], "data.documents=61 on process 1, 60 on process 0"),
+    ],
+)
+def test_processes_that_are_started_otherwise_are_refused_by_all(change: list[str], says: str, tmp_path: Path):
+    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=4", "name=run"]
+    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    processes = [
+        start(*asked, *(change if index else []), cwd=tmp_path, **given, JAX_PROCESS_INDEX=str(index))
+        for index in range(2)
+    ]
+    for status, _, err in ended(processes):
+        assert status == 2 and says in err and "Traceback" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_several_processes_measure_and_evaluate(tmp_path: Path):
+    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run"]
+    assert [status for status, _, _ in ended(several(2, *asked, cwd=tmp_path))] == [0, 0]
+    measured = ended(several(2, *asked, "mode=measure", "mode.repeats=2", cwd=tmp_path))
+    assert [status for status, _, _ in measured] == [0, 0], measured
+    assert json.loads((tmp_path / "runs/run-measure/measure.json").read_text())["status"] == "ok"
+    for mode in ("mode=eval", "mode=generate"):
+        first, second = ended(several(2, "resume=run", mode, "sample_tokens=3", cwd=tmp_path))
+        assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
+        assert "run at step 2" in first[1] + first[2]
