@@ -102,50 +102,67 @@ class Hub:
         self._over = True
 
     def _gather(self) -> None:
+        """Wait for all processes and answer them once all have come; with a problem at once, also who comes later."""
         waiting: list[Wire] = []
-        problem = None
-        while len(self._wires) < self._count and problem is None:
+        problem, came = None, 0
+        while came < self._count and len(self._wires) < self._count:
             self._listening.settimeout(max(self._deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = self._listening.accept()
             except TimeoutError:
-                problem = self._missing()
+                problem = problem or self._missing()
                 break
             wire = Wire(connection)
             wire.timeout(5.0)
             waiting.append(wire)
-            problem = self._welcome(wire)
-        self._listening.close()
-        answer = {"failed": problem} if problem else {"all": "here", "values": []}
-        for wire in waiting:
-            with contextlib.suppress(OSError):
-                wire.send(answer)
+            index, found = self._welcome(wire)
+            problem, came = problem or found, came + (index is not None)
             if problem:
-                wire.close()
-        if problem is None:
-            for index, wire in self._wires.items():
-                wire.timeout(self._heartbeat_s)
-                name = f"team-hear-{index}"
-                self._hearing.append(threading.Thread(target=self._hear, args=(index, wire), name=name, daemon=True))
-            for hearing in self._hearing:
-                hearing.start()
-            threading.Thread(target=self._beat, name="team-hub-beat", daemon=True).start()
+                self._refuse(waiting, problem)
+        self._listening.close()
+        if problem:
+            self._refuse(waiting, problem)
+        else:
+            self._begin()
 
-    def _welcome(self, wire: Wire) -> str | None:
-        """Take a process in; return why it cannot be one of this run."""
+    def _refuse(self, waiting: list[Wire], problem: str) -> None:
+        """Tell a problem to those who wait, and let them go."""
+        while waiting:
+            wire = waiting.pop()
+            with contextlib.suppress(OSError):
+                wire.send({"failed": problem})
+            wire.close()
+
+    def _begin(self) -> None:
+        """Answer all processes, and hear them from here on."""
+        self._tell({"all": "here", "values": []})
+        for index, wire in self._wires.items():
+            wire.timeout(self._heartbeat_s)
+            name = f"team-hear-{index}"
+            self._hearing.append(threading.Thread(target=self._hear, args=(index, wire), name=name, daemon=True))
+        for hearing in self._hearing:
+            hearing.start()
+        threading.Thread(target=self._beat, name="team-hub-beat", daemon=True).start()
+
+    def _welcome(self, wire: Wire) -> tuple[int | None, str | None]:
+        """Take a process in: its index, and why it cannot be one of this run. No index: it is none of ours."""
         try:
             hello = wire.read() or {}
             index, count, host = int(hello["hello"]), int(hello["count"]), str(hello["host"])
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # a port scanner, or a process that was ended: not one of ours
+            return None, None  # a port scanner, or a process that was ended
+        problem = None
         if count != self._count:
-            return f"process {index} (on {host}) counts {count} processes, process 0 counts {self._count}."
-        if not 0 <= index < self._count:
-            return f"a process (on {host}) has index {index}; the {self._count} processes are 0 to {self._count - 1}."
-        if index in self._wires:
-            return f"two processes have index {index}: one on {self._hosts[index]}, one on {host}."
-        self._wires[index], self._hosts[index] = wire, host
-        return None
+            problem = f"process {index} (on {host}) counts {count} processes, process 0 counts {self._count}."
+        elif not 0 <= index < self._count:
+            problem = (
+                f"a process (on {host}) has index {index}; the {self._count} processes are 0 to {self._count - 1}."
+            )
+        elif index in self._wires:
+            problem = f"two processes have index {index}: one on {self._hosts[index]}, one on {host}."
+        else:
+            self._wires[index], self._hosts[index] = wire, host
+        return index, problem
 
     def _missing(self) -> str:
         missing = [index for index in range(self._count) if index not in self._wires]

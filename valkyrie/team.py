@@ -116,7 +116,8 @@ class Connected(Team):
         self._hub = Hub(place.coordinator, place.count, deadline, heartbeat_s) if place.index == 0 else None
         self._wire = _connect(place, deadline, timeout_s)
         try:
-            self._wire.send({"hello": place.index, "count": place.count, "host": socket.gethostname()})
+            with contextlib.suppress(OSError):  # process 0 may have ended: what it said is read below
+                self._wire.send({"hello": place.index, "count": place.count, "host": socket.gethostname()})
             self._greeted(place, deadline)
         except ValueError:
             self._wire.close()
