@@ -236,7 +236,7 @@ def test_one_process_at_a_time_writes_a_run(running: subprocess.Popen[str], tmp_
         assert ended.status != 0 and str(running.pid) in ended.text, ended.text
     running.send_signal(signal.SIGTERM)
     out, _ = running.communicate(timeout=60)
-    assert running.returncode == 130 and "Go on with: valkyrie-train resume=live" in out
+    assert running.returncode == 75 and "Go on with: valkyrie-train resume=live" in out
     assert typed("resume=latest", "steps=2", cwd=tmp_path).status == 0, "it is free again"
 
 

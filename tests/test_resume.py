@@ -52,7 +52,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     whole = trained(*FORMS[form], steps=12)
     with monkeypatch.context() as patch:
         interrupt_at(patch, 3, number)
-        assert command(*tiny(tmp_path, "steps=12", *FORMS[form])) == 130
+        assert command(*tiny(tmp_path, "steps=12", *FORMS[form])) == (75 if number == signal.SIGTERM else 130)
     out, err = capfd.readouterr()
     stopped = saved(tmp_path / "run")["['step']"]
     assert 3 <= stopped <= 6

@@ -354,7 +354,7 @@ def test_ctrl_c_at_any_time_shows_no_traceback(tmp_path: Path, after: float) -> 
 @pytest.mark.parametrize(
     ("worth_saving", "status", "said"),
     [
-        (False, 130, "valkyrie-train: stopped before a step was done: there is nothing to save"),
+        (False, 75, "valkyrie-train: stopped before a step was done: there is nothing to save"),
         (True, 0, "stopping after this step, then saving; once more ends at once without saving"),
     ],
 )

@@ -120,15 +120,15 @@ class Interrupt:
         return True
 
     def _stop(self, number: int) -> None:
+        preempted = number in (signal.SIGTERM, signal.SIGUSR1)
         if self.requested or not self.worth_saving:
             if not self.requested:
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nvalkyrie-train: stopped before a step was done: there is nothing to save\n")
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live bar hides it
-            os._exit(EXIT_STATUS)
-        self.requested = True
-        self.preempted = number in (signal.SIGTERM, signal.SIGUSR1)
+            os._exit(PREEMPTED if preempted else EXIT_STATUS)
+        self.requested, self.preempted = True, preempted
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
         with contextlib.suppress(OSError):  # the terminal may be gone

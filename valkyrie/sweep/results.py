@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.axes import UNATTRIBUTED
-from valkyrie.interrupt import EXIT_STATUS
+from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.modes import Mode
 from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial
@@ -46,7 +46,7 @@ def outcome(folder: Path, returncode: int) -> Outcome:
         return _read(folder / OUTCOME)
     if returncode < 0:
         return Outcome(Status.killed, _killed(-returncode, folder / OUTPUT), {})
-    if returncode == EXIT_STATUS:
+    if returncode in (EXIT_STATUS, PREEMPTED):
         return Outcome(Status.killed, "its process was interrupted by somebody else", {})
     return failure(f"its process ended with status {returncode}: {last_error(folder / OUTPUT)}")
 

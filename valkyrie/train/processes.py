@@ -38,7 +38,9 @@ def together(run: Run) -> Iterator[Team]:
     with _ends_all(team):
         team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
         team.agree("configuration", _compared(run))
-        if not team.leads:
+        if team.leads:
+            _only_python_prints()
+        else:
             _print_to(Path(os.devnull))
         start_jax(config, team, accelerators=accelerators())
         yield team
@@ -84,6 +86,13 @@ def _end(team: Team, status: int, reason: str, *, say: bool = False) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+def _only_python_prints() -> None:
+    """Keep off the screen what libraries print to stdout without Python: Gloo, a line for each device and collective."""
+    own = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
+    _print_to(Path(os.devnull))
+    sys.stdout = own
 
 
 def _print_to(path: Path, *, errors: bool = False) -> None:
