@@ -89,7 +89,7 @@ def _end(team: Team, status: int, reason: str, *, say: bool = False) -> None:
 
 
 def _only_python_prints() -> None:
-    """Keep off the screen what libraries print to stdout without Python: Gloo, a line for each device and collective."""
+    """Keep off the screen what libraries print without Python: Gloo has a line for each device and collective."""
     own = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, errors="replace")
     _print_to(Path(os.devnull))
     sys.stdout = own
