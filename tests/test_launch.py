@@ -75,6 +75,27 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], case: str):
     subprocess.run(["bash", "-n"], input=out, text=True, check=True)
 
 
+README = (Path(__file__).parent.parent / "README.md").read_text()
+SECTION = README.split("\n## Launch\n")[1].split("\n## ")[0]
+
+
+def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
+    typed, whole, asked = re.findall(r"^```\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
+    commands = [shlex.split(line)[1:] for line in typed.splitlines()]
+    targets = ["target=local", "target=v4-64", "target=v5e-8", "target=v6e-4", "target=v5p-128"]
+    assert [command[0] for command in commands] == targets
+    printed = [call(capsys, *command)[1] for command in commands[1:]]
+    assert whole == printed[0]
+    assert asked == "".join(text.split("# 1. ask for the slice\n")[1].split("# 2. ")[0] for text in printed[1:])
+
+
+@pytest.mark.parametrize("line", re.findall(r"`valkyrie-launch (.*?)`", SECTION.replace("\n", " ")))
+def test_readme_names_what_there_is(capsys: pytest.CaptureFixture[str], line: str):
+    status, out, _ = call(capsys, *shlex.split(line))
+    assert status == 0 and out
+    subprocess.run(["bash", "-n"], input="" if line == "dockerfile" else out, text=True, check=True)
+
+
 def test_every_target_has_a_golden():
     assert {CASES[case].split("target=")[1].split()[0] for case in CASES} >= {*ENGINES} - {"local"}
 

@@ -115,6 +115,17 @@ sys.exit(1)
     assert err.count("first of 3") == 1 and "not started again: --restarts 0\n" in err
 
 
+def test_of_two_the_one_that_lost_another_is_not_the_first(capfd: Any):
+    code = """
+alive(); others_alive()
+if index == 0: sys.exit(69)
+time.sleep(0.05)
+sys.exit(3 if index == 2 else 69)
+"""
+    assert run(code, restarts=0, grace_s=2.0) == 3
+    assert "process 2 ended with status 3, first of 3\n" in capfd.readouterr().err
+
+
 def test_it_stops_after_so_many_crashes(capfd: Any):
     assert run('pathlib.Path(f"start-{starts}-{index}").touch(); sys.exit(7)') == 7
     assert len(list(Path().glob("start-*"))) == 9

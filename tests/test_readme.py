@@ -22,10 +22,12 @@ from sweeps import play
 from test_compile_tpu import compile_command
 from test_folder import make_run
 from valkyrie.cli.data import _parser as data_parser
+from valkyrie.cli.launch import split as split_launch
 from valkyrie.cli.parser import without_comment
 from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
 from valkyrie.compose import default_partition
+from valkyrie.launch.options import read_options
 from valkyrie.run import Run
 from valkyrie.sweep.trial import Status, TrialLog
 from valkyrie.targets import parse_target
@@ -38,7 +40,7 @@ SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", WITHOUT_LISTINGS, 
 TYPED = [
     m[1]
     for m in re.finditer(
-        r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict)(?: .*)?)$", FENCED, re.MULTILINE
+        r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict|launch)(?: .*)?)$", FENCED, re.MULTILINE
     )
 ]
 WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span]
@@ -77,7 +79,23 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
     assert composed.run is not None or composed.out.startswith("valkyrie-train trains a model")
 
 
-@pytest.mark.parametrize("line", [line for line in TYPED + WITHIN if not line.startswith("valkyrie-train")])
+LAUNCHED = [line for line in TYPED + WITHIN if line.startswith("valkyrie-launch")]
+
+
+@pytest.mark.parametrize("line", [line for line in LAUNCHED if " -- " in line])
+def test_what_is_launched_composes(command: Any, line: str):
+    ahead, overrides = split_launch(arguments_of(line))
+    options = read_options([word for word in ahead if "=" in word], restarts=0)
+    composed = command(*(overrides or ()))
+    assert (composed.status, composed.err) == (0, "") and composed.run is not None
+    devices = None if options.hardware is None else options.hardware.devices
+    assert devices is None or composed.run.config.mesh.size == devices * options.slices
+
+
+OTHERS = [line for line in TYPED + WITHIN if not line.startswith(("valkyrie-train", "valkyrie-launch"))]
+
+
+@pytest.mark.parametrize("line", OTHERS)
 def test_the_other_commands_have_these_arguments(line: str):
     parsers = {"valkyrie-report": report_parser, "valkyrie-predict": predict_parser, "valkyrie-data": data_parser}
     parsers[line.split(" ")[0]]().parse_args(without_comment(arguments_of(line)))

@@ -1,7 +1,7 @@
 """A training in several processes: started together, ended together, and started again after a crash.
 
-What a status means is agreed with `valkyrie-train` (`process`): 0, 2 and 130 end the job; 75 has saved and is started
-again; anything else, or death by a signal, is a crash.
+What a status of `valkyrie-train` means: 0, 2 and 130 end the job; 75 has saved and is started again; anything else, or
+death by a signal, is a crash, of which 69 says that it was another process's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from valkyrie.launch.process import DONE, INTERRUPTED, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
+from valkyrie.launch.process import DONE, INTERRUPTED, LOST, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
 """How often the training was started again, in the environment of its processes."""
@@ -135,20 +135,21 @@ class Supervisor:
 
     def _after(self, first: Process, processes: Sequence[Process], signals: _Signals) -> int:
         """Let the others end after one has failed; return that one's status and say what it was."""
-        status = first.status
-        assert status is not None
-        saves = status in (PREEMPTED, INTERRUPTED)
-        others = [process for process in processes if process is not first]
-        wait_for(others, self.notice_s if saves else self.grace_s)
+        saves = first.status in (PREEMPTED, INTERRUPTED)
+        wait_for(processes, self.notice_s if saves else self.grace_s)
         if signals.first is not None:
             return self._stop(processes, signals)
+        if first.status == LOST:  # it says so itself: another was first, or hangs
+            first = next((process for process in processes if process.status not in (None, DONE, LOST)), first)
+        status, others = first.status, [process for process in processes if process is not first]
+        assert status is not None
         left = [process.index for process in others if process.status is None]
         words = "was preempted and has saved" if status == PREEMPTED else f"ended {how_it_ended(status)}"
         ending = f"; ending {_named(left)} at once" if left else ""
         if len(processes) > 1 or status not in _ENDS_THE_JOB:
             say(f"process {first.index} {words}{', first of ' + str(len(processes)) if others else ''}{ending}")
-        if first.log is not None and not saves and processes[0].status != status:
-            say(f"the last lines of {first.log}:", *(f"  {line}" for line in first.last_lines()))
+        if not saves and processes[0].status != status and (lines := first.last_lines()):
+            say(f"the last lines of {first.log}:", *(f"  {line}" for line in lines))
         worse = [process.status for process in others if process.status not in (None, DONE, PREEMPTED)]
         return worse[0] or status if status == PREEMPTED and worse else status
 

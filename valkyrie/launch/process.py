@@ -12,14 +12,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from valkyrie.interrupt import EXIT_STATUS as INTERRUPTED
+from valkyrie.interrupt import PREEMPTED
+from valkyrie.team import LOST
+
+__all__ = ["DONE", "INTERRUPTED", "LOST", "PREEMPTED", "USER_ERROR", "Process", "how_it_ended", "wait_for"]
+
 DONE = 0
 """Exit status of a training that reached its last step."""
 USER_ERROR = 2
 """Exit status after a mistake of the user: started again, it would end the same way."""
-PREEMPTED = os.EX_TEMPFAIL
-"""Exit status of a training that was told to make room and has saved: it wants to be started again."""
-INTERRUPTED = 130
-"""Exit status of a training stopped by Ctrl-C."""
 
 LAST_LINES = 20
 """How much of a log is shown when its process ends first."""
