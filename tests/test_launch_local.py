@@ -19,7 +19,9 @@ from valkyrie.launch.local import INDEX, RESTARTS, Supervisor, cluster
 HEAD = f"""
 import os, pathlib, signal, sys, time
 index, starts = int(os.environ.get("{INDEX}", 0)), int(os.environ["{RESTARTS}"])
-def alive(): pathlib.Path(f"pid-{{starts}}-{{index}}").write_text(str(os.getpid()))
+def alive(pid=os.getpid()):
+    pathlib.Path(f"new-{{starts}}-{{index}}").write_text(str(pid))
+    os.rename(f"new-{{starts}}-{{index}}", f"pid-{{starts}}-{{index}}")
 def others_alive(count=3):
     while len(list(pathlib.Path().glob(f"pid-{{starts}}-*"))) < count: time.sleep(0.01)
 def on(number, status):
@@ -35,7 +37,7 @@ def member(code: str) -> list[str]:
 
 def run(code: str, processes: int = 3, restarts: int = 2, **settings: Any) -> int:
     """The exit status of a launch in this process and the current folder."""
-    settings = {"grace_s": 0.1, "notice_s": 2.0, "soon_s": 0.0, **settings}
+    settings = {"grace_s": 0.1, "notice_s": 10.0, "soon_s": 0.0, **settings}
     return Supervisor(lambda starts: cluster(member(code), processes), restarts, Path("logs"), **settings).run()
 
 
@@ -69,7 +71,8 @@ def test_every_process_knows_the_others_and_the_port_is_another_at_each_start(ca
     code = """
 with open(f"env-{index}", "a") as file:
     print(os.environ["JAX_COORDINATOR_ADDRESS"], os.environ["JAX_PROCESS_COUNT"], file=file)
-print("printed by", index)
+print("printed by", index, flush=True)
+alive(); others_alive()
 sys.exit(0 if starts else 1)
 """
     assert run(code) == 0
@@ -110,7 +113,7 @@ alive(); others_alive()
 if index == 2: os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(1)
 """
-    assert run(code, restarts=0, grace_s=1.0) in (1, 137)
+    assert run(code, restarts=0, grace_s=10.0) in (1, 137)
     err = capfd.readouterr().err
     assert err.count("first of 3") == 1 and "not started again: --restarts 0\n" in err
 
@@ -122,19 +125,19 @@ if index == 0: sys.exit(69)
 time.sleep(0.05)
 sys.exit(3 if index == 2 else 69)
 """
-    assert run(code, restarts=0, grace_s=2.0) == 3
+    assert run(code, restarts=0, grace_s=10.0) == 3
     assert "process 2 ended with status 3, first of 3\n" in capfd.readouterr().err
 
 
 def test_it_stops_after_so_many_crashes(capfd: Any):
-    assert run('pathlib.Path(f"start-{starts}-{index}").touch(); sys.exit(7)') == 7
-    assert len(list(Path().glob("start-*"))) == 9
+    assert run("alive(); others_alive(); sys.exit(7)") == 7
+    assert len(pids()) == 9
     assert "not started again: --restarts 2\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("status", [2, 130])
 def test_a_mistake_and_ctrl_c_are_not_repeated(status: int, capfd: Any):
-    assert run(f'alive(); print("why", file=sys.stderr); sys.exit({status})') == status
+    assert run(f'alive(); others_alive(); print("why", file=sys.stderr); sys.exit({status})', grace_s=10.0) == status
     err = capfd.readouterr().err
     assert len(pids()) == 3
     assert "starting again" not in err and err.count("why") == 1
@@ -153,7 +156,7 @@ time.sleep(60)
 
 
 def test_a_preemption_is_not_a_crash(capfd: Any):
-    code = "alive(); time.sleep(0.1 * index); sys.exit(0 if starts == 3 else 75)"
+    code = "alive(); others_alive(); time.sleep(0.02 * index); sys.exit(0 if starts == 3 else 75)"
     assert run(code, restarts=0) == 0
     err = capfd.readouterr().err
     assert err.count("was preempted and has saved") == 3 and err.count("starting again\n") == 3
@@ -221,7 +224,7 @@ def test_what_a_child_has_started_ends_with_it():
     code = """
 import subprocess
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
-pathlib.Path(f"pid-{starts}-{index}").write_text(str(child.pid))
+alive(child.pid); others_alive(2)
 sys.exit(1)
 """
     assert run(code, processes=2, restarts=0) == 1
