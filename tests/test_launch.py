@@ -186,6 +186,13 @@ def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, ar
     assert (folder / "it's here").read_bytes() == content.encode()
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_ends_with_its_reader_and_fails_with_either():
+    assert Call("nobody reads", (("yes",), ("sh", "-c", "exit 255"))).run() == 255
+    assert Call("nothing comes", (("sh", "-c", "exit 128"), ("cat",))).run() == 128
+    assert Call("well", (("echo", "x"), ("cat",), ("grep", "-q", "x"))).run() == 0
+
+
 def test_a_long_command_is_broken_before_its_flags():
     command = ("gcloud", "ssh", "mine", *(f"--flag-{'x' * 30}={n}" for n in range(9)), "--command=a\n--b c")
     text = command_text(command)

@@ -40,14 +40,15 @@ class Call:
 
     def run(self) -> int:
         """Run it and return the exit status of the last command."""
-        *before, last = self.commands
         running: list[subprocess.Popen[bytes]] = []
-        for command in before:
+        for number, command in enumerate(self.commands, 1):
             source = running[-1].stdout if running else None
-            running.append(subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE))
-        status = subprocess.run(last, stdin=running[-1].stdout if running else None, check=False).returncode
+            sink = subprocess.PIPE if number < len(self.commands) else None
+            running.append(subprocess.Popen(command, stdin=source, stdout=sink))
+            if source is not None:
+                source.close()  # so that the writer notices when the reader ends
         statuses = [process.wait() for process in running]
-        return status or next(filter(None, statuses), 0)
+        return next(filter(None, reversed(statuses)), 0)
 
 
 @dataclass(frozen=True)
