@@ -91,10 +91,14 @@ def saved(folder: Path, step: int | None = None) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
     step = latest_step(folder) if step is None else step
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever devices it was saved from
     with closing(ocp.CheckpointManager((folder / "checkpoints").resolve())) as manager:
         args = ocp.args
         restored = manager.restore(
-            step, args=args.Composite(state=args.StandardRestore(), data=args.JsonRestore(), about=args.JsonRestore())
+            step,
+            args=args.Composite(
+                state=args.StandardRestore(fallback_sharding=one), data=args.JsonRestore(), about=args.JsonRestore()
+            ),
         )
     found = {
         jax.tree_util.keystr(path): np.asarray(leaf)

@@ -45,9 +45,9 @@ def meet(
     def one(index: int) -> None:
         place = Place(address, (counts or [count] * count)[index], index)
         try:
-            team = Connected(place, timeout_s=timeout_s, heartbeat_s=2.0, on_loss=lambda line: None)
+            team = Connected(place, timeout_s=timeout_s, heartbeat_s=2.0, on_loss=lambda line, status: None)
             results[index] = of(team)
-            team.fail("the test is over")
+            team.fail(1, "the test is over")
         except ValueError as error:
             results[index] = error
 

@@ -87,13 +87,13 @@ class Hub:
             ) from None
         threading.Thread(target=self._gather, name="team-hub", daemon=True).start()
 
-    def fail(self, index: int, why: str) -> None:
+    def fail(self, index: int, why: str, status: int | None = None) -> None:
         """Tell all processes that one of them ended, and why; the first such news is the cause of the others."""
         with self._lock:
             if self._over:
                 return
             self._over = True
-        self._tell({"lost": f"process {index} (on {self._hosts[index]}) ended: {why}"})
+        self._tell({"lost": f"process {index} (on {self._hosts[index]}) ended: {why}", "status": status})
 
     def close(self) -> None:
         """Wait until all processes have parted, or one is lost, for at most the time of a heartbeat."""
@@ -177,7 +177,7 @@ class Hub:
         try:
             while (message := wire.read()) is not None:
                 if "bye" in message:
-                    return None if message["bye"] is None else self.fail(index, message["bye"])
+                    return None if message["bye"] is None else self.fail(index, message["bye"], message["status"])
                 if "say" in message:
                     self._collect(index, message["say"], message["value"])
         except TimeoutError:

@@ -24,6 +24,8 @@ Value = TypeVar("Value")
 
 LOST = 69
 """Exit status of a process that ended because another one was lost; a launcher starts all of them again."""
+REFUSED = 2
+"""Exit status after a user's mistake, also of those that end because one of them found it."""
 _AGREED = 86_400.0
 """Seconds to wait for the others where they are at work: tokenising a dataset may take hours, and death is noticed."""
 
@@ -90,7 +92,7 @@ class Team:
     def finish(self) -> None:
         """Wait until all processes are done, and part."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, status: int, reason: str) -> None:
         """Part from the others, who end too, with the reason."""
 
 
@@ -100,12 +102,12 @@ ALONE = Team()
 class Connected(Team):
     """One of several processes, connected to process 0.
 
-    `heartbeat_s`: a process that is silent for so long counts as lost. `on_loss` is called with a line about it, in a
-    thread; by default the process ends there, for its main thread may wait for the lost one without end.
+    `heartbeat_s`: a process that is silent for so long counts as lost. `on_loss` is called with a line about it and the
+    status to end with, in a thread; by default the process ends there, for its main thread may wait for ever.
     """
 
     def __init__(
-        self, place: Place, *, timeout_s: float, heartbeat_s: float, on_loss: Callable[[str], None] | None = None
+        self, place: Place, *, timeout_s: float, heartbeat_s: float, on_loss: Callable[[str, int], None] | None = None
     ) -> None:
         super().__init__(place.count, place.index)
         self._on_loss = on_loss or self._end
@@ -141,11 +143,11 @@ class Connected(Team):
             self._hub.close()
         self._wire.close()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, status: int, reason: str) -> None:
         """Part from the others, who end too, with the reason."""
-        self._part({"bye": reason})
+        self._part({"bye": reason, "status": status})
         if self._hub is not None:
-            self._hub.fail(0, reason)
+            self._hub.fail(0, reason, status)
         self._wire.close()
 
     def _part(self, farewell: dict[str, Any]) -> None:
@@ -174,7 +176,7 @@ class Connected(Team):
                 if message is None:
                     raise OSError("its connection closed")
                 if "lost" in message:
-                    return self._lost(message["lost"])
+                    return self._lost(message["lost"], REFUSED if message["status"] == REFUSED else LOST)
                 if "all" in message:
                     self._left = self._left or message["all"] == _END
                     with self._changed:
@@ -191,14 +193,14 @@ class Connected(Team):
                 self._wire.send({})
             time.sleep(heartbeat_s / 5)
 
-    def _lost(self, line: str) -> None:
+    def _lost(self, line: str, status: int = LOST) -> None:
         if not self._left:
-            self._on_loss(line)
+            self._on_loss(line, status)
 
-    def _end(self, line: str) -> None:
+    def _end(self, line: str, status: int) -> None:
         with contextlib.suppress(OSError):
             print(f"valkyrie-train: process {self.index} stops: {line}", file=sys.stderr, flush=True)
-        os._exit(LOST)
+        os._exit(status)
 
 
 def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:

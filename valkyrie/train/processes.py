@@ -81,7 +81,7 @@ def _end(team: Team, status: int, reason: str, *, say: bool = False) -> None:
     if say:
         who = "" if team.leads else f"process {team.index}: "
         print(f"valkyrie-train: {who}{reason}", file=sys.stderr)
-    team.fail(reason)
+    team.fail(status, reason)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,0 +1,100 @@
+"""A training of several processes that are killed at random moments ends as one that nobody disturbs.
+
+`VALKYRIE_KILLS=50 VALKYRIE_SEED=3 pytest -m slow tests/test_torture.py` kills more often, by another seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runs import TINY, assert_same_bits, records, saved
+from valkyrie.tracking import read_metrics
+
+KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
+SEED = int(os.environ.get("VALKYRIE_SEED", "0"))
+PROCESSES = 2
+LAUNCHED_S = 12.0
+"""About the seconds from a start to its first step, in which half of the kills fall."""
+
+
+def launch(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+    """Start a training under the launcher, its output in a file."""
+    training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", "checkpoint.every=3"]
+    command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
+    with (folder / "output.txt").open("wb") as output:
+        return subprocess.Popen(
+            [*command, "--restarts", "1000", "--", *training], cwd=folder, stdout=output, stderr=output
+        )
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Return the process ids of the training's processes by index: descendants of the launcher with an index."""
+    parents, indices = {}, {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = dict(v.partition("=")[::2] for v in (entry / "environ").read_text().split("\0"))
+                if "-m\0valkyrie.cli.train" in (entry / "cmdline").read_text():
+                    indices[int(entry.name)] = int(variables["JAX_PROCESS_INDEX"])
+        except (OSError, KeyError, ValueError, IndexError):  # it ended meanwhile, or is none of ours
+            continue
+    return {index: pid for pid, index in indices.items() if _descends(pid, launcher, parents)}
+
+
+def _descends(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while pid > 1:
+        pid = parents.get(pid, 0)
+        if pid == ancestor:
+            return True
+    return False
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that a training has logged; 0 before its first."""
+    file = folder / "runs" / "run" / "metrics.jsonl"
+    return max((r.get("step", 0) for r in read_metrics(file)), default=0) if file.is_file() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_random_kills_change_nothing(tmp_path: Path):
+    steps, chance = 10 * KILLS + 10, random.Random(SEED)
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    assert launch(tmp_path / "whole", steps).wait(200) == 0, (tmp_path / "whole/output.txt").read_text()
+    launcher = launch(tmp_path / "killed", steps)
+    told = []
+    try:
+        for number in range(KILLS):
+            if chance.random() < 0.5:
+                time.sleep(chance.uniform(0, LAUNCHED_S))
+            else:
+                goal, deadline = last_step(tmp_path / "killed") + chance.randint(1, 12), time.monotonic() + 120
+                while last_step(tmp_path / "killed") < goal and time.monotonic() < deadline and launcher.poll() is None:
+                    time.sleep(0.02)
+            index = chance.randrange(PROCESSES)
+            sent = chance.choice([signal.SIGKILL, signal.SIGTERM])
+            deadline = time.monotonic() + 60
+            while index not in (found := workers(launcher.pid)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert launcher.poll() is None, f"it ended after {number} kills: {told}"
+            os.kill(found[index], sent)
+            told.append((index, sent.name, last_step(tmp_path / "killed")))
+        assert launcher.wait(300) == 0, (told, (tmp_path / "killed/output.txt").read_text()[-3000:])
+    finally:
+        launcher.kill()
+        launcher.wait()
+    one, other = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
+    mine, theirs = records(one), records(other)
+    assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), told
+    assert all(mine[step]["loss"] == theirs[step]["loss"] for step in mine), told
+    assert_same_bits(saved(one), saved(other))
