@@ -19,10 +19,12 @@ import pytest
 from helpers import compose_run
 from runs import TINY, start
 from valkyrie.interrupt import PREEMPTED
+from valkyrie.locks import only_writer
 from valkyrie.parallel.distributed import DistributedConfig, find_place
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.team import ALONE, LOST, Connected, Place, Team
 from valkyrie.tracking import read_metrics
+from valkyrie.train.processes import check_shared
 from valkyrie.train.program import StepProgram
 
 
@@ -277,6 +279,19 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path):
         parts = several(processes, *asked, f"mesh={mesh}", f"steps={steps}", "optimizer.decay_steps=6", cwd=tmp_path)
         assert [status for status, _, _ in ended(parts)] == [0] * processes
     np.testing.assert_allclose(losses(tmp_path / "runs/run"), losses(tmp_path / "whole/run"), rtol=2e-5)
+
+
+def test_a_run_folder_that_only_process_0_sees_is_refused_by_all(tmp_path: Path):
+    def look(team: Team) -> None:
+        folder = tmp_path / str(team.index // 2)
+        if team.leads:
+            with only_writer(folder):
+                check_shared(team, folder)
+        else:
+            check_shared(team, folder)
+
+    for error in meet(3, look):
+        assert "what process 0 writes there is not seen by process 2. Checkpoints need a folder that" in str(error)
 
 
 def wait_for_step(folder: Path, step: int) -> None:

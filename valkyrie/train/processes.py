@@ -12,6 +12,7 @@ from typing import Any
 
 from valkyrie.compose import accelerators
 from valkyrie.explain import explain
+from valkyrie.locks import WRITER
 from valkyrie.parallel.distributed import join, start_jax
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
@@ -45,6 +46,23 @@ def together(run: Run) -> Iterator[Team]:
         start_jax(config, team, accelerators=accelerators())
         yield team
         team.finish()
+
+
+def check_shared(team: Team, folder: Path) -> None:
+    """Check that all processes see the run folder that process 0 writes; ValueError names those that do not."""
+
+    def writer() -> str | None:
+        file = folder / WRITER
+        return file.read_text(errors="replace") if file.is_file() else None
+
+    written = team.of_first("run folder written", writer)
+    blind = [index for index, seen in enumerate(team.exchange("run folder seen", writer())) if seen != written]
+    if blind:
+        named = f"process{'es' * (len(blind) > 1)} {', '.join(map(str, blind[:16]))}"
+        raise ValueError(
+            f"{folder}: what process 0 writes there is not seen by {named}. Checkpoints need a folder that all hosts "
+            "share: runs=DIR, or distributed=off to train on one host."
+        )
 
 
 def print_to_log(team: Team, folder: Path) -> None:

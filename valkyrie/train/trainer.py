@@ -30,7 +30,7 @@ from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.meter import Meter
-from valkyrie.train.processes import print_to_log
+from valkyrie.train.processes import check_shared, print_to_log
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words
 from valkyrie.train.screen import Screen
@@ -102,7 +102,7 @@ def fit(
         with writing(folder):
             if team.leads:
                 stack.enter_context(only_writer(folder))
-            team.wait("run folder")
+            check_shared(team, folder)
             print_to_log(team, folder)
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint, team=team)))
         start, state = _begin(program, checkpoints, loader, folder, console)
