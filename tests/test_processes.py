@@ -47,7 +47,7 @@ def meet(
     def one(index: int) -> None:
         place = Place(address, (counts or [count] * count)[index], index)
         try:
-            team = Connected(place, timeout_s=timeout_s, heartbeat_s=2.0, on_loss=lambda line, status: None)
+            team = Connected(place, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
             results[index] = of(team)
             team.fail(1, "the test is over")
         except ValueError as error:
@@ -100,7 +100,7 @@ def test_a_process_that_does_not_come_is_named_in_time():
     began = time.monotonic()
     for error in meet(2, lambda team: None, counts=[3, 3], timeout_s=1.0):
         assert "1 of 3 processes did not come" in str(error) and "in time: 2." in str(error)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
 
 
 def test_a_process_that_counts_otherwise_is_named():
@@ -145,7 +145,7 @@ MEMBER = """
 import sys, time
 from valkyrie.team import Connected, Place
 index, address = int(sys.argv[1]), sys.argv[2]
-team = Connected(Place(address, 2, index), timeout_s=20, heartbeat_s=1.5)
+team = Connected(Place(address, 2, index), timeout_s=20.0, heartbeat_s=3.0)
 print("met", flush=True)
 team.wait("both")
 time.sleep(60)
@@ -157,7 +157,7 @@ time.sleep(60)
     [
         (1, 9, ") ended: it is lost: its connection closed"),
         (0, 9, "process 0 is lost"),
-        (1, 19, "nothing was heard of it for 1.5 s"),
+        (1, 19, "nothing was heard of it for 3 s"),
     ],
 )
 def test_the_others_end_when_one_is_lost(lost: int, signal: int, says: str):
@@ -172,7 +172,7 @@ def test_the_others_end_when_one_is_lost(lost: int, signal: int, says: str):
             assert member.stdout is not None and member.stdout.readline() == "met\n"
         members[lost].send_signal(signal)
         left = members[1 - lost]
-        assert left.wait(10) == LOST
+        assert left.wait(30) == LOST
         assert left.stderr is not None and says in left.stderr.read()
     finally:
         for member in members:
