@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ from valkyrie.trees import flat
 
 LOGS = "logs"
 """The folder of a run folder with what each process but the first has printed."""
+
+
+_NEWS_S = 2.0
+"""A collective fails where another process died: so long may the line take that names it, and that ends this one."""
 
 
 @contextlib.contextmanager
@@ -91,6 +96,7 @@ def _ends_all(team: Team) -> Iterator[None]:
             traceback.print_exc()
         _end(team, 2, explain(error, []), say=True)
     except BaseException as error:
+        time.sleep(_NEWS_S)
         traceback.print_exc()
         _end(team, 1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
 
