@@ -426,3 +426,9 @@ def test_an_unknown_tokenizer_is_refused_where_the_model_is_composed(command: An
     assert refused.status == 2 and refused.err.startswith(
         "valkyrie-train: tokenizer=nope is not known. Use one of bytes,"
     )
+
+
+@pytest.mark.parametrize("asked", ["runs=gs://bucket/x", "data.cache_dir=s3://bucket/x", "data.paths=[gs://b/a.txt]"])
+def test_a_bucket_is_refused_before_a_local_folder_takes_its_name(asked: str):
+    (problem,) = Run.from_config(compose_config(asked)).problems()
+    assert problem.startswith(asked.replace("[", "").replace("]", "")) and "is not read or written directly" in problem

@@ -34,7 +34,7 @@ from valkyrie.launch.start import on_hosts, on_slices
 from valkyrie.targets import parse_target
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
-GIB = "name=mine runs=gs://BUCKET/runs"
+GIB = "name=mine runs=/mnt/shared/runs"
 CASES = {
     "v4-64": f"target=v4-64 zone=us-central2-b hours=24 -- +experiment=valkyrie_1b_v4_64 {GIB}",
     "v5e-8_spot": f"target=v5e-8 zone=us-west4-a spot=true -- model=gpt_125m mesh=2x4x1 batch=32 {GIB}",

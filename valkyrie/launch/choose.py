@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from valkyrie.launch import gcloud
 from valkyrie.launch.cost import cost
@@ -64,10 +65,12 @@ def _about(options: Options) -> list[str]:
 
 def _lost(options: Options, overrides: Sequence[str]) -> list[str]:
     """Return what to change where the checkpoints would be lost with the disks that they lie on."""
-    own_disk = options.target not in ("local", "host", "slurm") and "://" not in runs_in(overrides)
+    own_disk = options.target not in ("local", "host", "slurm") and not Path(runs_in(overrides)).is_absolute()
     if not own_disk or not trains(overrides) or not overrides:
         return []
     runs = runs_in(overrides)
-    shared = ", or a folder that all hosts share" if options.target == "ssh" else ""
     goes = "are not seen by the other hosts" if options.target == "ssh" else "go with the machines"
-    return [f"runs={runs} lies on each machine's own disk: checkpoints {goes}. Write runs=gs://BUCKET/runs{shared}."]
+    return [
+        f"runs={runs} lies on each machine's own disk: checkpoints {goes}. Write runs=DIR with a folder of a disk that "
+        "all hosts mount: NFS, Filestore, a mounted bucket."
+    ]

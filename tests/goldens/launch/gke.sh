@@ -61,7 +61,7 @@ spec:
                     - valkyrie-train
                     - model=llama_8b
                     - name=mine
-                    - runs=gs://BUCKET/runs
+                    - runs=/mnt/shared/runs
                   resources:
                     limits:
                       google.com/tpu: 4
@@ -71,7 +71,7 @@ kubectl apply --filename=mine.jobset.yaml
 # in place of 1 to 3, where XPK made the cluster:
 #   xpk workload create \
 #     --workload=mine --cluster=c --zone=us-east5-a --tpu-type=v5p-128 --num-slices=2 --docker-image=r/i --max-restarts=3 \
-#     --command='valkyrie-train model=llama_8b name=mine runs=gs://BUCKET/runs'
+#     --command='valkyrie-train model=llama_8b name=mine runs=/mnt/shared/runs'
 # its state:
 #   kubectl describe jobset mine
 # all jobs:

@@ -18,7 +18,7 @@ resources:
 setup: |
   python3 -m pip install --quiet uv && python3 -m uv sync --quiet --no-dev --extra tpu
 run: |
-  .venv/bin/valkyrie-train model=gpt_125m mesh=2x4x1 name=mine runs=gs://BUCKET/runs
+  .venv/bin/valkyrie-train model=gpt_125m mesh=2x4x1 name=mine runs=/mnt/shared/runs
 END
 # 2. submit it
 sky jobs launch mine.sky.yaml

@@ -17,7 +17,7 @@ setup: |
 run: |
   export JAX_COORDINATOR_ADDRESS="$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476"
   export JAX_PROCESS_COUNT="$SKYPILOT_NUM_NODES" JAX_PROCESS_INDEX="$SKYPILOT_NODE_RANK"
-  .venv/bin/valkyrie-train model=gpt_1b mesh=16x1x1 name=mine runs=gs://BUCKET/runs
+  .venv/bin/valkyrie-train model=gpt_1b mesh=16x1x1 name=mine runs=/mnt/shared/runs
 END
 # 2. submit it
 sky jobs launch mine.sky.yaml

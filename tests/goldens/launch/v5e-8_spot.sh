@@ -18,7 +18,7 @@ gcloud compute tpus queued-resources ssh mine \
 # 6. train
 gcloud compute tpus queued-resources ssh mine \
   --node=all --worker=all --zone=us-west4-a \
-  --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train model=gpt_125m mesh=2x4x1 batch=32 name=mine runs=gs://BUCKET/runs 2>&1 | tee -ip -a launch.log'
+  --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train model=gpt_125m mesh=2x4x1 batch=32 name=mine runs=/mnt/shared/runs 2>&1 | tee -ip -a launch.log'
 # what it prints, from any machine:
 #   gcloud compute tpus queued-resources ssh mine \
 #     --node=0 --worker=0 --zone=us-west4-a --command='tail -n 100 -F valkyrie/launch.log'

@@ -17,7 +17,7 @@ gcloud compute tpus tpu-vm ssh mine \
 # 6. train
 gcloud compute tpus tpu-vm ssh mine \
   --worker=all --zone=us-east5-a \
-  --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train model=gpt_125m mesh=2x2x1 batch=32 name=mine runs=gs://BUCKET/runs 2>&1 | tee -ip -a launch.log'
+  --command='set -o pipefail; cd valkyrie && .venv/bin/valkyrie-train model=gpt_125m mesh=2x2x1 batch=32 name=mine runs=/mnt/shared/runs 2>&1 | tee -ip -a launch.log'
 # what it prints, from any machine:
 #   gcloud compute tpus tpu-vm ssh mine --worker=0 --zone=us-east5-a --command='tail -n 100 -F valkyrie/launch.log'
 # its state:
