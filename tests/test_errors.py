@@ -10,9 +10,9 @@ import pytest
 from helpers import names
 
 TOP = (
-    "Known: batch, checkpoint, data, debug, eval_batches, eval_every, force, log_every, mesh, microbatches, mode, "
-    "model, modules, name, optimizer, partition, precision, prompt, remat, resume, runs, sample_tokens, seed, seq, "
-    "steps, target, temperature, top_k, tracking, trial."
+    "Known: batch, checkpoint, data, debug, distributed, eval_batches, eval_every, force, log_every, mesh, "
+    "microbatches, mode, model, modules, name, optimizer, partition, precision, prompt, remat, resume, runs, "
+    "sample_tokens, seed, seq, steps, target, temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
 

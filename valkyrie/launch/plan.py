@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from valkyrie.paths import write_whole
+
 WIDTH = 120
 """From here on a printed command is broken before its flags."""
 
@@ -68,7 +70,7 @@ class Written:
 
     def run(self) -> int:
         """Write it and return 0."""
-        Path(self.path).write_text(self.content)
+        write_whole(Path(self.path), self.content)
         return 0
 
 
