@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -67,14 +68,14 @@ def last_step(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_random_kills_change_nothing(tmp_path: Path):
-    steps, chance = 10 * KILLS + 10, random.Random(SEED)
+    steps, chance = 30 * KILLS + 30, random.Random(SEED)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     assert launch(tmp_path / "whole", steps).wait(200) == 0, (tmp_path / "whole/output.txt").read_text()
     launcher = launch(tmp_path / "killed", steps)
     told = []
     try:
-        for number in range(KILLS):
+        for _ in range(KILLS):
             if chance.random() < 0.5:
                 time.sleep(chance.uniform(0, LAUNCHED_S))
             else:
@@ -85,14 +86,19 @@ def test_random_kills_change_nothing(tmp_path: Path):
             sent = chance.choice([signal.SIGKILL, signal.SIGTERM])
             deadline = time.monotonic() + 60
             while index not in (found := workers(launcher.pid)) and time.monotonic() < deadline:
+                if launcher.poll() is not None:
+                    break
                 time.sleep(0.05)
-            assert launcher.poll() is None, f"it ended after {number} kills: {told}"
-            os.kill(found[index], sent)
-            told.append((index, sent.name, last_step(tmp_path / "killed")))
+            if launcher.poll() is not None:  # a fast machine is done before the last kill
+                break
+            with contextlib.suppress(ProcessLookupError):  # it ended in this moment
+                os.kill(found[index], sent)
+                told.append((index, sent.name, last_step(tmp_path / "killed")))
         assert launcher.wait(300) == 0, (told, (tmp_path / "killed/output.txt").read_text()[-3000:])
     finally:
         launcher.kill()
         launcher.wait()
+    assert told, "nothing was killed"
     one, other = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
     mine, theirs = records(one), records(other)
     assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), told
