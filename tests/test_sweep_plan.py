@@ -151,7 +151,8 @@ def test_a_sweeper_of_layouts_has_its_cells_planned_without_hydra(command: Any, 
     load, composed = ConfigLoaderImpl.load_sweep_config, []
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", lambda *a: composed.append(a) or load(*a))
     plans = plans_of(command, monkeypatch, *asked)
-    assert len(composed) == 2, "the shapes, and the partitions"
+    # the shapes and the partitions, and one cell where another sweep of this process came before; never all three cells
+    assert 2 <= len(composed) <= 3
     assert [plan.environment for plan in plans] == [{"NUMBER": str(i)} for i in range(3)]
     runs = [compose_run(*(o for o in plan.overrides)) for plan in plans]
     assert [trial_key(run) for run in runs] == [plan.key for plan in plans]
