@@ -14,6 +14,7 @@ from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
 from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
 from valkyrie.modes import MODES
+from valkyrie.parallel.distributed import DistributedConfig
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
@@ -432,3 +433,11 @@ def test_an_unknown_tokenizer_is_refused_where_the_model_is_composed(command: An
 def test_a_bucket_is_refused_before_a_local_folder_takes_its_name(asked: str):
     (problem,) = Run.from_config(compose_config(asked)).problems()
     assert problem.startswith(asked.replace("[", "").replace("]", "")) and "is not read or written directly" in problem
+
+
+def test_a_saved_run_does_not_say_which_process_wrote_it(tmp_path: Path):
+    """Else a run that is resumed on one host would wait for the others."""
+    place = ["distributed.coordinator=a:1", "distributed.processes=2", "distributed.process=1"]
+    compose_run(*place, "distributed.heartbeat_s=9").save(tmp_path / "run.yaml")
+    saved = Run.from_config(OmegaConf.load(tmp_path / "run.yaml")).config.distributed
+    assert saved == DistributedConfig(heartbeat_s=9.0)

@@ -213,6 +213,8 @@ def test_a_second_ctrl_c_ends_those_who_do_not_listen(launched: Any):
     assert process.returncode == 130 and "ending processes 0, 1, 2 at once, without saving" in err
 
 
+# Kept, because only Linux's kernel can end a process with its parent (PR_SET_PDEATHSIG): macOS has nothing like it, and
+# the launcher promises it for Linux alone.
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the children of a killed process")
 def test_children_end_with_a_launcher_that_is_killed(launched: Any):
     process = launched(DEAF)

@@ -275,9 +275,13 @@ class Run:
         return [run.config.partition.name for run in runs if not run.layout_problems()]
 
     def record(self) -> dict[str, Any]:
-        """Return every setting as plain values, paths of what the run reads in full."""
+        """Return every setting as plain values, paths of what the run reads in full, without which process this is."""
+        anyone = replace(self.config.distributed, coordinator=None, processes=None, process=None)
         config = replace(
-            self.config, data=self.config.data.anywhere(), modules=list(map(full_path, self.config.modules))
+            self.config,
+            distributed=anyone,
+            data=self.config.data.anywhere(),
+            modules=list(map(full_path, self.config.modules)),
         )
         values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
         assert isinstance(values, dict)

@@ -9,6 +9,7 @@ the others at once that a process died. A host that is cut off is noticed by its
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -26,11 +27,8 @@ LOST = 69
 """Exit status of a process that ended because another one was lost; a launcher starts all of them again."""
 REFUSED = 2
 """Exit status after a user's mistake, also of those that end because one of them found it."""
-_AGREED = 86_400.0
-"""Seconds to wait for the others where they are at work: tokenising a dataset may take hours, and death is noticed."""
-
-
 _END = "end"
+"""The name of the last exchange: from here on a process may part."""
 
 
 class Place(NamedTuple):
@@ -110,6 +108,7 @@ class Connected(Team):
         self, place: Place, *, timeout_s: float, heartbeat_s: float, on_loss: Callable[[str, int], None] | None = None
     ) -> None:
         super().__init__(place.count, place.index)
+        self.place = place
         self._on_loss = on_loss or self._end
         self._changed = threading.Condition()
         self._answers: dict[str, list[Any]] = {}
@@ -132,7 +131,7 @@ class Connected(Team):
         """Return the JSON values of all processes under a name, by process; waits for the last of them."""
         self._wire.send({"say": name, "value": value})
         with self._changed:
-            self._changed.wait_for(lambda: name in self._answers, timeout=_AGREED)
+            self._changed.wait_for(lambda: name in self._answers)  # however long they work: death is noticed
             return self._answers.pop(name)
 
     def finish(self) -> None:
@@ -221,8 +220,6 @@ def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    import hashlib
-
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -13,6 +13,8 @@ from valkyrie.search.trust import Published, correction, interval, unseen_ratio
 
 Result = dict[str, Any]
 KINDS = ("predicted", "replayed", "mfu", "roofline")
+_APART = 0.02
+"""Rates of two published runs that differ by a smaller share are within what a run differs from itself."""
 TITLES = {"predicted": "prediction", "replayed": "replay alone", "mfu": "constant MFU", "roofline": "roofline"}
 
 
@@ -97,24 +99,27 @@ def coverage(published: Sequence[Published]) -> str:
 
 
 def order(results: Iterable[Result], rows: Iterable[Row]) -> str:
-    """Return in how many pairs of rows of one model on one chip the faster one is predicted to be faster.
+    """Return the table of how many pairs of rows of one model on one chip are predicted in the measured order.
 
-    By tokens/s/chip. Equal predictions name neither, and count as missed. The constant MFU is not asked: it ranks
-    layouts of one model by what it was told of the other.
+    By tokens/s/chip. Equal predictions name neither, and count as missed; the missed ones follow by name. The constant
+    MFU is not asked: it ranks layouts of one model by what it was told of the other.
     """
     by_name = {row.row: row for row in rows}
     made = {r["row"]: r.get("seconds_by", {}).get("predicted") for r in results if r["row"] in by_name}
     predicted = {name: seconds for name, seconds in made.items() if seconds}
-    lines = []
-    for share in (0.0, 0.02):
-        found = pairs([by_name[name] for name in predicted], share)
-        missed = [(fast, slow) for fast, slow in found if not _faster(fast, slow, predicted)]
-        apart = f" that differ by more than {100 * share:.0f}%" if share else ""
-        right = len(found) - len(missed)
-        lines.append(f"Order: of {len(found)} pairs{apart} the measured faster one is named in {right}.")
-        if not share:
-            lines += [f"  missed: {fast.row} is faster than {slow.row}" for fast, slow in missed]
-    return "\n".join(lines)
+    compared = [by_name[name] for name in predicted]
+    every, apart = pairs(compared), pairs(compared, _APART)
+    share = f"{100 * _APART:.0f}%"
+    lines = [f"| order of pairs of one model | more than {share} apart: right | all: right |", "|---|---:|---:|"]
+    kinds = sorted({(fast.chip, fast.model) for fast, _ in every})
+    for name, within in [*((f"{model} on {chip}", {(chip, model)}) for chip, model in kinds), ("all", {*kinds})]:
+        cells = []
+        for group in (apart, every):
+            mine = [pair for pair in group if (pair[0].chip, pair[0].model) in within]
+            cells.append(f"{sum(_faster(*pair, predicted) for pair in mine)} of {len(mine)}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    missed = [(fast, slow) for fast, slow in every if not _faster(fast, slow, predicted)]
+    return "\n".join([*lines, "", *(f"missed: {fast.row} is faster than {slow.row}" for fast, slow in missed)])
 
 
 def _faster(fast: Row, slow: Row, predicted: dict[str, float]) -> bool:

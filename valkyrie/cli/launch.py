@@ -14,10 +14,11 @@ from valkyrie.launch.dockerfile import dockerfile
 from valkyrie.launch.gcloud import Slices
 from valkyrie.launch.local import say
 from valkyrie.launch.options import Options, read_options
-from valkyrie.launch.overrides import key, name_in, named, runs_in, trains
+from valkyrie.launch.overrides import name_in, named, runs_in, trains
 from valkyrie.launch.plan import Plan
 from valkyrie.launch.ssh import Hosts
 from valkyrie.launch.start import on_hosts, on_slices, on_this_host, run_steps
+from valkyrie.train.folder import key_value
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """What the command does in place of a training, where it is the first word."""
@@ -97,8 +98,7 @@ def _train(options: Options, settings: Sequence[str], command: Sequence[str], ru
         for note in made.notes:
             say(note)
     processes = options.processes if options.target == "local" else 1
-    runs = runs_in(overrides)
-    logs = Path("runs" if "://" in runs else runs) / f"{options.name}.launch"
+    logs = Path(runs_in(overrides)) / f"{options.name}.launch"
     if options.target in ("local", "host"):
         if processes > 1:
             say(f"{processes} processes; all but process 0 write to {logs}")
@@ -116,7 +116,7 @@ def _train(options: Options, settings: Sequence[str], command: Sequence[str], ru
 
 def _refuse_wrong(options: Options, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
-    if not trains(overrides) or any(key(override) == "resume" for override in overrides):
+    if not trains(overrides) or any(key_value(override)[0] == "resume" for override in overrides):
         return  # of a run to resume the settings may lie elsewhere
     from valkyrie.train.arguments import run_of
 

@@ -42,6 +42,7 @@ def ends_in_words(command: str) -> Iterator[None]:
         print(f"{command}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
+        print(f"{command}: stopped", file=sys.stderr)
         sys.exit(EXIT_STATUS)
 
 

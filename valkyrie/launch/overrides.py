@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from valkyrie.train.folder import key_value
+
 
 def trains(overrides: Sequence[str]) -> bool:
     """Return whether the arguments are of one training: no other mode, no sweep."""
-    modes = [value(override) for override in overrides if key(override) == "mode"]
+    modes = _values(overrides, "mode")
     return modes in ([], ["train"]) and not {"-m", "--multirun"} & {*overrides}
 
 
 def named(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
     """Return the arguments with a `name=` by which a second start continues the run, and whether it was added."""
-    keys = {key(override) for override in overrides}
+    keys = {key_value(override)[0] for override in overrides}
     if not trains(overrides) or keys & {"name", "resume"}:
         return tuple(overrides), False
     return (*overrides, f"name={name}"), True
@@ -21,19 +23,13 @@ def named(overrides: Sequence[str], name: str) -> tuple[tuple[str, ...], bool]:
 
 def name_in(overrides: Sequence[str]) -> str | None:
     """Return the name that the arguments give the run; None where they give none."""
-    return next((value(override) for override in reversed(overrides) if key(override) == "name"), None)
+    return (_values(overrides, "name") or [None])[-1]
 
 
 def runs_in(overrides: Sequence[str]) -> str:
-    """Return the folder or bucket that run folders lie in."""
-    return next((value(override) for override in reversed(overrides) if key(override) == "runs"), "runs")
+    """Return the folder that run folders lie in."""
+    return (_values(overrides, "runs") or ["runs"])[-1]
 
 
-def key(override: str) -> str:
-    """Return what stands before the `=`."""
-    return override.partition("=")[0].lstrip("+")
-
-
-def value(override: str) -> str:
-    """Return what stands behind the `=`, without quotes."""
-    return override.partition("=")[2].strip("'\"")
+def _values(overrides: Sequence[str], wanted: str) -> list[str]:
+    return [value for key, value in map(key_value, overrides) if key == wanted]

@@ -15,13 +15,12 @@ from pathlib import Path
 from valkyrie.interrupt import EXIT_STATUS as INTERRUPTED
 from valkyrie.interrupt import PREEMPTED
 from valkyrie.team import LOST
+from valkyrie.team import REFUSED as USER_ERROR
 
 __all__ = ["DONE", "INTERRUPTED", "LOST", "PREEMPTED", "USER_ERROR", "Process", "how_it_ended", "wait_for"]
 
 DONE = 0
 """Exit status of a training that reached its last step."""
-USER_ERROR = 2
-"""Exit status after a mistake of the user: started again, it would end the same way."""
 
 LAST_LINES = 20
 """How much of a log is shown when its process ends first."""

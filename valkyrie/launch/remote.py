@@ -6,8 +6,8 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 
-from valkyrie.launch.overrides import key, value
 from valkyrie.launch.plan import join
+from valkyrie.train.folder import key_value
 
 ARCHIVE = ("git", "archive", "--format=tar.gz")
 """Copies the tracked files of the last commit: no run folder, no data, no secret."""
@@ -39,8 +39,11 @@ def end(overrides: Sequence[str], number: int, alone: bool = False) -> str | Non
 
     `alone`: nobody else trains there. Else its name tells it from others.
     """
-    names = [override for override in overrides if key(override) in ("name", "resume")]
+    names = [(key, value) for key, value in map(key_value, overrides) if key in ("name", "resume")]
     if not names and not alone:
         return None
-    told = f"(.* )?{key(names[-1])}=['\"]?{re.escape(value(names[-1]))}['\"]?( |$)" if names and not alone else ""
+    told = ""
+    if names and not alone:
+        key, value = names[-1]
+        told = f"(.* )?{key}=['\"]?{re.escape(value)}['\"]?( |$)"
     return join(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", _TRAINING + told))

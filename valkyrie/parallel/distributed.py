@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.hub import address_of
-from valkyrie.team import ALONE, Connected, Place, Team
+from valkyrie.team import Connected, Place
 
 _COUNT = ("JAX_PROCESS_COUNT", "JAX_NUM_PROCESSES")
 _INDEX = ("JAX_PROCESS_INDEX", "JAX_PROCESS_ID")
@@ -91,22 +91,19 @@ def find_place(
     return None
 
 
-def join(config: DistributedConfig, *, accelerators: int = 0) -> Team:
-    """Return the team of this run, with all its processes come; `ALONE` where there is one process.
+def join(config: DistributedConfig, *, accelerators: int = 0) -> Connected | None:
+    """Return the team of this run, with all its processes come; None where there is one process.
 
     ValueError, on every process that came, names those that did not come in time and those that count otherwise.
     """
     place = find_place(config, accelerators=accelerators)
     if place is None or place.count == 1:
-        return ALONE
+        return None
     return Connected(place, timeout_s=config.timeout_s, heartbeat_s=config.heartbeat_s)
 
 
-def start_jax(config: DistributedConfig, team: Team, *, accelerators: int = 0) -> None:
+def start_jax(config: DistributedConfig, place: Place) -> None:
     """Start JAX's coordination among the processes of a team, before anything touches a device."""
-    place = find_place(config, accelerators=accelerators)
-    if team.count == 1 or place is None:
-        return
     import jax
 
     jax.distributed.initialize(

@@ -102,15 +102,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
         yield itertools.repeat(program.place(batch))
         return
-    with program.task.loader(
-        prepared_anywhere(run),
-        "train",
-        batch=config.batch,
-        seq=config.seq,
-        seed=run.order_seed,
-        repeat=True,
-        places=program.places,
-    ) as loader:
+    with program.loader(prepared_anywhere(run), "train") as loader:
         yield map(program.place, loader)
 
 

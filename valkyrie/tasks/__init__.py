@@ -75,7 +75,7 @@ class Task(Protocol):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the rows at `places` of a batch of random values, every target counted; the same for every seed."""
+        """Return the rows at `places` of a batch of random values, every target counted, which follow from the seed."""
         ...
 
     def loss(

@@ -65,7 +65,8 @@ class Task:
         """Return the rows at `places` of a batch of random tokens, each row one document."""
         import numpy as np
 
-        tokens = np.random.default_rng(seed).integers(0, vocab_size, (batch, seq + 1)).astype(np.int32)[list(places)]
+        rows = [np.random.default_rng([seed, place]).integers(0, vocab_size, seq + 1) for place in places]
+        tokens = np.stack(rows).astype(np.int32)
         shape = (len(tokens), seq)
         whole = {"segment_ids": np.zeros(shape, np.int32), "weights": np.ones(shape, np.float32)}
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **whole}

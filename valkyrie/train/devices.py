@@ -112,6 +112,8 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
             f"mesh={mesh.name} needs {mesh.size} devices; this machine has {len(devices)} x {kind}. "
             f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
         )
+    if team.count > 1:
+        team.agree("devices", {"their order": [str(device) for device in devices]})
     chip = target.chip or chip_of(kind)
     return Devices(tuple(devices[: mesh.size]), platform, chip, simulated=platform == "cpu")
 

@@ -24,17 +24,9 @@ class Evaluator:
 
     def __call__(self, parameters: Any, batches: int | None) -> dict[str, float]:
         """Return the task's evaluation over the first `batches` (None: all)."""
-        program, config = self._program, self._program.run.config
+        program = self._program
         sums: list[dict[str, jax.Array]] = []
-        with program.task.loader(
-            self._prepared,
-            "validation",
-            batch=config.batch,
-            seq=config.seq,
-            seed=0,
-            repeat=False,
-            places=program.places,
-        ) as loader:
+        with program.loader(self._prepared, "validation") as loader:
             for number, batch in enumerate(loader):
                 if batches is not None and number >= batches:
                     break

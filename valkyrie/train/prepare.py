@@ -52,7 +52,6 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
         console.print(note, style="yellow")
     configure_jax(run, console.print)
     devices = acquire(run, team)
-    team.agree("devices", {"their order": [str(device) for device in devices.devices]})
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
     return Inputs(devices, data, tokenizer)
 

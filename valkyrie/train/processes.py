@@ -17,7 +17,7 @@ from valkyrie.locks import WRITER
 from valkyrie.parallel.distributed import join, start_jax
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
-from valkyrie.team import Team
+from valkyrie.team import ALONE, Team
 from valkyrie.train.folder import versions
 from valkyrie.trees import flat
 
@@ -38,8 +38,8 @@ def together(run: Run) -> Iterator[Team]:
     """
     config = run.config.distributed
     team = join(config, accelerators=accelerators())
-    if team.count == 1:
-        yield team
+    if team is None:
+        yield ALONE
         return
     with _ends_all(team):
         team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
@@ -48,7 +48,7 @@ def together(run: Run) -> Iterator[Team]:
             _only_python_prints()
         else:
             _print_to(Path(os.devnull))
-        start_jax(config, team, accelerators=accelerators())
+        start_jax(config, team.place)
         yield team
         team.finish()
 
@@ -60,8 +60,11 @@ def check_shared(team: Team, folder: Path) -> None:
         file = folder / WRITER
         return file.read_text(errors="replace") if file.is_file() else None
 
-    written = team.of_first("run folder written", writer)
-    blind = [index for index, seen in enumerate(team.exchange("run folder seen", writer())) if seen != written]
+    if team.count == 1:
+        return
+    team.wait("run folder written")
+    seen = team.exchange("run folder seen", writer())
+    blind = [index for index, text in enumerate(seen) if text != seen[0]]
     if blind:
         named = f"process{'es' * (len(blind) > 1)} {', '.join(map(str, blind[:16]))}"
         raise ValueError(

@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,10 @@ from valkyrie.train.options import Option, option_text, options_of, refusals_in_
 from valkyrie.train.rematerialise import checkpoint_of
 from valkyrie.train.state import TrainState, init_state, state_shardings
 from valkyrie.train.step import eval_step, train_step
+
+if TYPE_CHECKING:
+    from valkyrie.data.loader import Loader
+    from valkyrie.data.manifest import Prepared
 
 
 class StepProgram:
@@ -119,6 +123,19 @@ class StepProgram:
     def backend(self) -> str:
         """The platform the program will run on: cpu, gpu or tpu."""
         return self.shard.backend or jax.default_backend()
+
+    def loader(self, prepared: Prepared, split: str) -> Loader:
+        """Return this process's batches: of `train` without end in the run's order, of `validation` once, in order."""
+        config, training = self.run.config, split == "train"
+        return self.task.loader(
+            prepared,
+            split,
+            batch=config.batch,
+            seq=config.seq,
+            seed=self.run.order_seed if training else 0,
+            repeat=training,
+            places=self.places,
+        )
 
     @cached_property
     def places(self) -> list[int]:

@@ -88,17 +88,7 @@ def fit(
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory_in_plain_words(run, devices))
-        loader = stack.enter_context(  # before the run has a folder: it refuses too little text
-            program.task.loader(
-                prepared,
-                "train",
-                batch=config.batch,
-                seq=config.seq,
-                seed=run.order_seed,
-                repeat=True,
-                places=program.places,
-            )
-        )
+        loader = stack.enter_context(program.loader(prepared, "train"))  # refuses too little text: no folder for that
         with writing(folder):
             if team.leads:
                 stack.enter_context(only_writer(folder))
