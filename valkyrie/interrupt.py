@@ -125,8 +125,7 @@ class Interrupt:
             if not self.requested:
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nvalkyrie-train: stopped before a step was done: there is nothing to save\n")
-            if sys.stdout.isatty():
-                os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live bar hides it
+            show_cursor()
             os._exit(PREEMPTED if preempted else EXIT_STATUS)
         self.requested, self.preempted = True, preempted
         if self._several:
@@ -134,6 +133,12 @@ class Interrupt:
         with contextlib.suppress(OSError):  # the terminal may be gone
             sys.stderr.write("\nstopping after this step, then saving; once more ends at once without saving\n")
             sys.stderr.flush()
+
+
+def show_cursor() -> None:
+    """Show the cursor of a terminal again, which a live bar hides, before the process is ended as it is."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), _SHOW_CURSOR)
 
 
 def usable_streams() -> None:

@@ -24,9 +24,11 @@ from valkyrie.hub import Hub, Wire, address_of
 Value = TypeVar("Value")
 
 LOST = 69
-"""Exit status of a process that ended because another one was lost; a launcher starts all of them again."""
+"""Exit status of a process that hangs, or ends because another one hangs or was lost: start all of them again."""
 REFUSED = 2
 """Exit status after a user's mistake, also of those that end because one of them found it."""
+NEWS_S = 1.0
+"""Seconds that process 0 stays after a hang: once it is gone JAX ends the others, which are to look first."""
 _END = "end"
 """The name of the last exchange: from here on a process may part."""
 
@@ -51,6 +53,8 @@ class Team:
 
     def __init__(self, count: int = 1, index: int = 0) -> None:
         self.count, self.index = count, index
+        self.on_hang: Callable[[str], None] = lambda line: None
+        """What is done when another process ends because it hangs, with a line about it, before this one ends."""
 
     @property
     def leads(self) -> bool:
@@ -175,6 +179,8 @@ class Connected(Team):
                 if message is None:
                     raise OSError("its connection closed")
                 if "lost" in message:
+                    if message["status"] == LOST and not self._left:
+                        self._see_where_it_hangs(message["lost"])
                     return self._lost(message["lost"], REFUSED if message["status"] == REFUSED else LOST)
                 if "all" in message:
                     self._left = self._left or message["all"] == _END
@@ -195,6 +201,11 @@ class Connected(Team):
     def _lost(self, line: str, status: int = LOST) -> None:
         if not self._left:
             self._on_loss(line, status)
+
+    def _see_where_it_hangs(self, line: str) -> None:
+        self.on_hang(f"process {self.index}: {line}")
+        if self._hub is not None:
+            time.sleep(NEWS_S)
 
     def _end(self, line: str, status: int) -> None:
         with contextlib.suppress(OSError):

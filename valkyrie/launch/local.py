@@ -1,7 +1,7 @@
 """A training in several processes: started together, ended together, and started again after a crash.
 
 What a status of `valkyrie-train` means: 0, 2 and 130 end the job; 75 has saved and is started again; anything else, or
-death by a signal, is a crash, of which 69 says that it was another process's.
+death by a signal, is a crash, of which 69 says that it was another process's, or that a step hung.
 """
 
 from __future__ import annotations

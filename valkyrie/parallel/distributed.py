@@ -25,6 +25,8 @@ class DistributedConfig:
 
     `coordinator` is the address of process 0 as HOST:PORT, `processes` how many there are, `process` which this one is.
     `timeout_s` is how long to wait for all of them at the start, `heartbeat_s` after which silence one counts as lost.
+    `step_timeout_s` is how long a training step may take before it counts as hung; null: as long as it does. The first
+    has half an hour at least, the others 20 times the median of those before them.
     """
 
     name: str = "auto"
@@ -33,6 +35,7 @@ class DistributedConfig:
     process: int | None = None
     timeout_s: float = 50.0
     heartbeat_s: float = 60.0
+    step_timeout_s: float | None = 600.0
 
     def problems(self) -> list[str]:
         """Return every reason why this makes no sense, in the words of the command line."""
@@ -46,6 +49,8 @@ class DistributedConfig:
                 f"distributed.timeout_s={self.timeout_s:g} and distributed.heartbeat_s={self.heartbeat_s:g}: the first "
                 "must be above 0, the second 1 or more."
             )
+        if self.step_timeout_s is not None and self.step_timeout_s <= 0:
+            problems.append(f"distributed.step_timeout_s={self.step_timeout_s:g}: must be above 0, or null.")
         given = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
         missing = [f"distributed.{key}" for key, value in given.items() if value is None]
         if 0 < len(missing) < len(given):

@@ -35,6 +35,7 @@ from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
+from valkyrie.train.watchdog import Watchdog, watchdog_of
 from valkyrie.units import GIB
 
 
@@ -118,6 +119,7 @@ def fit(
             screen,
             interrupt,
             _meter(run, devices),
+            stack.enter_context(watchdog_of(run, team, folder, signals)),
             evaluate,
             start,
             state,
@@ -145,6 +147,7 @@ class _Loop:
     screen: Screen
     interrupt: Interrupt
     meter: Meter
+    watchdog: Watchdog
     evaluate: Evaluator
     step: int
     state: TrainState
@@ -158,6 +161,7 @@ class _Loop:
         config, start, unread = self.program.run.config, self.step, None
         self.meter.start()
         for step in range(start + 1, config.steps + 1):
+            self.watchdog.step(step)
             batch = self.program.place(next(self.loader))
             self.state, metrics = self.advance(self.state, batch)
             self._read(unread, step - 1, start)
@@ -167,7 +171,7 @@ class _Loop:
             if self.stopping or due or step % config.eval_every == 0 or step == config.steps:
                 self._read(unread, step, start)
                 unread = None
-                with self.meter.paused():
+                with self.meter.paused(), self.watchdog.resting():
                     if due or self.stopping or step == config.steps:
                         self._save()
                     if step % config.eval_every == 0 and step != config.steps and not self.stopping:

@@ -1,0 +1,209 @@
+"""A step that hangs: noticed in time and not before, with the stacks of all processes, and the training goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import compose_run
+from runs import TINY
+from test_processes import ended, free_address, meet
+from valkyrie.team import ALONE, LOST, Team
+from valkyrie.tracking import read_metrics
+from valkyrie.train.watchdog import FIRST_S, STEPS, Watchdog, watchdog_of
+
+
+class Clock:
+    """A clock that a test moves, and a watchdog that looks once a second of it."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.now = 0.0
+        self.watchdog = Watchdog(limit_s, clock=lambda: self.now, end=lambda status: None)
+        self.watchdog._poll_s = 1.0
+
+    def hangs_after(self, seconds: float) -> float | None:
+        """Return the seconds after which the watchdog calls the step hung; None where it does not within `seconds`."""
+        began = self.now
+        while self.now - began < seconds:
+            self.now += 1.0
+            if self.watchdog.look():
+                return self.now - began
+        return None
+
+    def steps(self, count: int, seconds: float) -> None:
+        """Take steps of so many seconds, and begin the one after them."""
+        for step in range(1, count + 2):
+            self.watchdog.step(step)
+            assert step > count or self.hangs_after(seconds) is None
+
+
+def test_a_step_that_takes_longer_than_the_limit_hangs():
+    clock = Clock(60.0)
+    clock.steps(10, seconds=2.0)
+    found = clock.hangs_after(1000)
+    assert found is not None and 60 < found < 65
+    line = clock.watchdog.look()
+    assert line is not None and line.startswith("step 11 hangs: nothing has finished for 6")
+    assert line.endswith("; those before took 2 s each")
+
+
+def test_slow_steps_have_twenty_times_their_median():
+    clock = Clock(60.0)
+    clock.steps(10, seconds=50.0)
+    found = clock.hangs_after(5000)
+    assert found is not None and STEPS * 50 < found < STEPS * 50 + 5
+
+
+def test_the_first_step_may_take_half_an_hour():
+    clock = Clock(60.0)
+    clock.watchdog.step(7)
+    found = clock.hangs_after(2 * FIRST_S)
+    assert found is not None and FIRST_S < found < FIRST_S + 5
+
+
+def test_saving_and_evaluating_may_take_as_long_as_they_do():
+    clock = Clock(60.0)
+    clock.steps(10, seconds=2.0)
+    with clock.watchdog.resting():
+        assert clock.hangs_after(10_000) is None
+    assert clock.hangs_after(10_000) is None  # the end comes, or the next step
+    clock.watchdog.step(12)
+    assert clock.hangs_after(10_000) is not None
+
+
+def test_the_time_in_which_the_process_was_stopped_is_not_counted():
+    clock = Clock(60.0)
+    clock.steps(10, seconds=2.0)
+    assert clock.hangs_after(30) is None
+    clock.now += 100_000
+    assert clock.watchdog.look() is None
+    assert clock.hangs_after(100) is not None
+
+
+def test_a_notebook_is_not_ended_and_nans_are_looked_for_as_long_as_it_takes(tmp_path: Path):
+    run = compose_run(*TINY, "mesh=1x1x1")
+    assert watchdog_of(run, ALONE, tmp_path, True)._limit_s == 600
+    assert watchdog_of(run, ALONE, tmp_path, False)._limit_s is None
+    assert watchdog_of(compose_run(*TINY, "mesh=1x1x1", "debug=nans"), ALONE, tmp_path, True)._limit_s is None
+    assert compose_run(*TINY, "mesh=1x1x1", "distributed.step_timeout_s=null")
+
+
+def test_a_limit_of_nothing_is_refused():
+    run = compose_run(*TINY, "mesh=1x1x1")
+    run.config.distributed.step_timeout_s = 0.0
+    assert "distributed.step_timeout_s=0: must be above 0, or null." in run.problems()
+
+
+ALONE_IT_HANGS = """
+import sys, time
+from pathlib import Path
+from valkyrie.train.watchdog import Watchdog
+
+def where_it_hangs():
+    time.sleep(60)
+
+with Watchdog(0.3, log=Path(sys.argv[1])) as watchdog:
+    for step in range(1, 4):
+        watchdog.step(step)
+    where_it_hangs()
+"""
+
+
+def test_a_process_that_hangs_prints_its_stacks_and_ends(tmp_path: Path):
+    log = tmp_path / "logs" / "process-0.log"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE_IT_HANGS, str(log)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == LOST and time.monotonic() - began < 30
+    for text in (done.stderr, log.read_text()):
+        assert "step 3 hangs: nothing has finished for" in text and "in where_it_hangs" in text
+    assert done.stderr.splitlines()[-1].endswith(
+        "Started again, it goes on from its newest checkpoint; distributed.step_timeout_s is the limit."
+    )
+
+
+def test_the_others_are_told_of_a_step_that_hangs_and_look_first():
+    looked: dict[int, str] = {}
+
+    def hang(team: Team) -> None:
+        team.on_hang = lambda line: looked.update({team.index: line})
+        team.wait("a step")
+        if team.index == 1:
+            team.fail(LOST, "step 3 hangs")
+        until = time.monotonic() + 10
+        while len(looked) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+
+    meet(3, hang)
+    assert set(looked) == {0, 2}
+    assert looked[2].startswith("process 2: process 1 (on ") and looked[2].endswith("ended: step 3 hangs")
+
+
+HANGS = textwrap.dedent("""
+    import os, sys, time
+    from valkyrie.train.program import StepProgram
+
+    place, calls = StepProgram.place, []
+
+    def place_or_hang(self, batch):
+        calls.append(1)
+        hangs = os.environ.get("JAX_PROCESS_INDEX") == "1" and os.environ.get("VALKYRIE_LAUNCH_RESTARTS", "0") == "0"
+        if len(calls) == 30 and hangs:
+            time.sleep(600)
+        return place(self, batch)
+
+    StepProgram.place = place_or_hang
+    from valkyrie.cli.train import main
+    main()
+""")
+TRAINING = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "distributed.step_timeout_s=3"]
+
+
+@pytest.mark.slow
+def test_all_processes_end_with_their_stacks_where_one_hangs(tmp_path: Path):
+    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    processes = [
+        started([sys.executable, str(script), *TRAINING, "steps=60"], tmp_path, JAX_PROCESS_INDEX=str(index), **given)
+        for index in range(2)
+    ]
+    first, second = ended(processes)
+    assert (first[0], second[0]) == (LOST, LOST), (first, second)
+    logs = tmp_path / "runs/run/logs"
+    for text in (first[2], (logs / "process-0.log").read_text(), (logs / "process-1.log").read_text()):
+        assert "hangs: nothing has finished for" in text and "in fit" in text, text
+    assert "in place_or_hang" in (logs / "process-1.log").read_text()
+    assert "in place_or_hang" not in first[2]
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_a_training_again_that_hangs(tmp_path: Path):
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS)
+    words = ["target=local", "processes=2", "--restarts", "1", "--", *TRAINING, "checkpoint.every=10", "steps=60"]
+    launch = f"from valkyrie.cli.launch import main; main({words!r}, command=({sys.executable!r}, {str(script)!r}))"
+    ((status, out, err),) = ended([started([sys.executable, "-c", launch], tmp_path)])
+    assert status == 0, err
+    assert "ended with status 69" in err and "starting again (1 of 1)" in err and "continuing run from step 20" in out
+    steps = [record["step"] for record in read_metrics(tmp_path / "runs/run/metrics.jsonl") if "loss" in record]
+    assert sorted(set(steps)) == list(range(1, 61))
+
+
+def started(command: list[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """Return a process with its output in pipes."""
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
