@@ -19,7 +19,8 @@ from valkyrie.hardware import ChipConfig, Topology
 from valkyrie.machine.network import Machine
 from valkyrie.machine.torus import Position
 from valkyrie.parallel.topology import ENVIRONMENT
-from valkyrie.search.compiled import serialised_module, without_cache
+from valkyrie.search.compiled import without_cache
+from valkyrie.train.program import serialised_module
 
 # Kept, because libtpu has wheels for Linux on x86_64 alone: elsewhere these tests can only be left out. `.ci/run`
 # installs the extra wherever there is a wheel, and skips none of them there.

@@ -11,7 +11,7 @@ from helpers import names
 
 TOP = (
     "Known: batch, checkpoint, data, debug, distributed, eval_batches, eval_every, force, log_every, mesh, "
-    "microbatches, mode, model, modules, name, optimizer, partition, precision, prompt, remat, resume, runs, "
+    "microbatches, mode, model, modules, name, optimizer, partition, precision, profile, prompt, remat, resume, runs, "
     "sample_tokens, seed, seq, steps, target, temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
@@ -69,6 +69,18 @@ ONE_LINE = {
         "valkyrie-train -m model=gpt_tiny,s5_tiny",
     ),
     "no batch": (["batch=0"], "batch=0: at least 1 is needed."),
+    "a window of one number": (
+        ["profile=5"],
+        "profile=5: write the first and the last step to trace, such as profile=100-105.",
+    ),
+    "a window that ends before it begins": (
+        ["profile=9-3"],
+        "profile=9-3: write the first and the last step to trace, such as profile=100-105.",
+    ),
+    "a window beyond the last step": (
+        ["profile=100-105", "steps=104"],
+        "profile=100-105: the training ends with step 104 (steps=104).",
+    ),
     "a name that is the folder of the runs": (
         ["name=."],
         "name='.' names no folder under runs=runs. Use a word, or null.",

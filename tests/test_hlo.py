@@ -12,7 +12,7 @@ from valkyrie.compiled.groups import permute_pairs, replica_groups
 from valkyrie.compiled.hbm import hbm_bytes, is_elementwise
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.loops import constant, trip_count
-from valkyrie.search.compiled import serialised_module
+from valkyrie.train.program import serialised_module
 
 HEAD = "HloModule m, is_scheduled=true, entry_computation_layout={(f32[8,128])->f32[8,128]}, num_partitions=8\n"
 

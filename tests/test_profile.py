@@ -14,8 +14,8 @@ from runs import TINY
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.search import profile
-from valkyrie.search.compiled import serialised_module
 from valkyrie.search.profile import STEPS, Event, collective_times, known_collectives, read_events, seconds_by_use
+from valkyrie.train.program import serialised_module
 
 AXES = {"x": 2, "y": 2, "z": 2}
 

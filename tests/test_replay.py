@@ -15,7 +15,7 @@ from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.replay import Replay, replay
-from valkyrie.search.compiled import serialised_module
+from valkyrie.train.program import serialised_module
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9
 HEAD = "HloModule m, is_scheduled=true, num_partitions=64\nadd {\n  l = f32[] parameter(0)\n  r = f32[] parameter(1)\n"

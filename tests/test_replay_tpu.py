@@ -17,8 +17,8 @@ from valkyrie.compiled.hlo import parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.search.compiled import serialised_module, without_cache
-from valkyrie.train.program import StepProgram
+from valkyrie.search.compiled import without_cache
+from valkyrie.train.program import StepProgram, serialised_module
 
 pytestmark = needs_libtpu
 

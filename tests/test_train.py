@@ -22,6 +22,7 @@ from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny
 from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.tracking import read_metrics
 from valkyrie.train import trainer
+from valkyrie.train.compiled import CompiledStep
 from valkyrie.train.prepare import uneven_split
 from valkyrie.units import GIB
 
@@ -118,20 +119,20 @@ def test_too_little_text_is_one_line_and_leaves_no_folder(tmp_path: Path) -> Non
 
 def poison(monkeypatch: pytest.MonkeyPatch, at_step: int, parameter: str) -> None:
     """Make one number of a parameter NaN before a step."""
-    compiled = trainer._compiled
+    compile_step = trainer.compile_step
 
-    def poisoned(program: Any) -> tuple[Any, float, int | None]:
-        step, seconds, peak = compiled(program)
+    def poisoned(program: Any) -> CompiledStep:
+        compiled = compile_step(program)
 
         def advance(state: Any, batch: Any) -> Any:
             if int(state.step) == at_step - 1:
                 values = state.parameters["segment_0"]["block_0"]["mixer"]
                 values[parameter] = values[parameter].at[(0,) * values[parameter].ndim].set(math.nan)
-            return step(state, batch)
+            return compiled.advance(state, batch)
 
-        return advance, seconds, peak
+        return compiled._replace(advance=advance)
 
-    monkeypatch.setattr(trainer, "_compiled", poisoned)
+    monkeypatch.setattr(trainer, "compile_step", poisoned)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(
@@ -237,6 +238,8 @@ def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
     assert command(*tiny(tmp_path, "steps=12", "eval_every=4")) == 0
     summary = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
     assert 0.045 < summary["step_s"] < 0.4
+    assert 0.5 < summary["data_wait"] <= 1 and summary["time/data"] > 12 * 0.05 * 0.9
+    assert summary["time/evaluation"] > 3 * 0.5
 
 
 def read_terminal(fd: int, until: str, seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,11 +294,11 @@ def train(run: Run, *, quiet: bool = False) -> Trained:
     from valkyrie.train.folder import run_folder
     from valkyrie.train.prepare import prepare_run
 
-    folder, console = run_folder(run), _console(quiet)
+    began, folder, console = time.time(), run_folder(run), _console(quiet)
     prepared = prepare_run(run, console)
     from valkyrie.train.trainer import fit
 
-    fitted = fit(run, *prepared, folder, console, signals=False)
+    fitted = fit(run, *prepared, folder, console, signals=False, began=began)
     return Trained(run, folder, fitted.summary, fitted)
 
 

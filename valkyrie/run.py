@@ -40,7 +40,7 @@ from valkyrie.precision import PolicyConfig
 from valkyrie.refusals import refusal_of
 from valkyrie.slices import shortened
 from valkyrie.tasks import task_of
-from valkyrie.tracking import TrackingConfig
+from valkyrie.tracking import TrackingConfig, profile_problems
 from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
@@ -76,7 +76,7 @@ class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
     `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
-    `force` goes on where this machine's memory or cores cannot be enough.
+    `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
     """
 
     mode: ModeConfig = field(default_factory=ModeConfig)
@@ -109,6 +109,7 @@ class RunConfig:
     temperature: float = 0.8
     top_k: int | None = 40
     debug: Debug = Debug.none
+    profile: str | None = None
     trial: TrialConfig = field(default_factory=TrialConfig)
 
 
@@ -230,7 +231,7 @@ class Run:
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
-        problems += _elsewhere(c)
+        problems += [*_elsewhere(c), *profile_problems(c.profile, c.steps)]
         if c.mode.repeats < 1 or c.mode.warmup < 0 or c.mode.time_limit_s <= 0:
             problems.append(
                 f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="

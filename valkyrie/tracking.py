@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from valkyrie.axes import UNATTRIBUTED
 from valkyrie.paths import cache_trouble, is_full, why, write_whole
 
 
@@ -38,6 +39,23 @@ class TrackingConfig:
     group: str | None = None
     id: str | None = None
     init_timeout: int = 10
+
+
+def profile_window(asked: str) -> tuple[int, int]:
+    """Return the first and the last step of `profile=100-105`; ValueError where it says none."""
+    first, dash, last = asked.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError(f"profile={asked}: write the first and the last step to trace, such as profile=100-105.")
+    return int(first), int(last)
+
+
+def profile_problems(asked: str | None, steps: int) -> list[str]:
+    """Return why a window of steps cannot be traced in a training of so many steps."""
+    try:
+        last = 0 if asked is None else profile_window(asked)[1]
+    except ValueError as error:
+        return [str(error)]
+    return [f"profile={asked}: the training ends with step {steps} (steps={steps})."] if last > steps else []
 
 
 _GROUPS = ("model", "mesh", "partition", "target", "precision")
@@ -253,6 +271,18 @@ def compared(step: dict[str, Any]) -> dict[str, float]:
     metrics = {key: step.get(key) for key in ("tokens_per_second", "tokens_per_second_per_chip", "mfu")}
     metrics["step_ms"] = None if step.get("step_s") is None else 1e3 * step["step_s"]
     return _known(metrics)
+
+
+def comm_bytes(communication: Mapping[str, Any]) -> dict[str, float]:
+    """Return what one device sends in a step as W&B shows it: `comm_bytes/x,y` over those mesh axes, and in all."""
+    by_axes = {f"comm_bytes/{axes}": count for axes, count in bytes_by_axes(communication).items()}
+    return {"comm_bytes/total": communication["bytes"], **by_axes} if "bytes" in communication else by_axes
+
+
+def bytes_by_axes(communication: Mapping[str, Any]) -> dict[str, float]:
+    """Return what one device sends in a step by mesh axes; older records have `?` for those that are not known."""
+    sent = communication.get("bytes_by_mesh_axes") or {}
+    return {UNATTRIBUTED if axes == "?" else axes: float(count) for axes, count in sent.items()}
 
 
 def resolve(mode: WandbMode) -> WandbMode:

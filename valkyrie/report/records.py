@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from valkyrie.hardware import known_chips
 from valkyrie.report.varied import target_of, varied_of
-from valkyrie.sweep.results import bytes_by_axes
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
+from valkyrie.tracking import bytes_by_axes
 
 DEPTH = 2
 """How many folders below a given path a sweep is looked for."""

@@ -11,7 +11,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from valkyrie.train.memory import expected_memory, peak_of
-from valkyrie.train.program import StepProgram
+from valkyrie.train.program import StepProgram, serialised_module
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,6 @@ def device_position(device: Any) -> list[Any]:
         list(coords) if coords is not None else [device.id],
         getattr(device, "core_on_chip", 0) or 0,
     ]
-
-
-def serialised_module(compiled: jax.stages.Compiled) -> bytes:
-    """Return the optimised module as a serialised HloModuleProto."""
-    executable = compiled.runtime_executable()
-    assert executable is not None
-    return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
 
 
 @contextlib.contextmanager

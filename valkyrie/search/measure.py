@@ -14,18 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.collectives import communication, traffic
 from valkyrie.compiled.hlo import parse
 from valkyrie.modes import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.run import Run
-from valkyrie.search.compiled import compiled_memory, serialised_module
+from valkyrie.search.compiled import compiled_memory
 from valkyrie.search.profile import collective_times
-from valkyrie.search.summary import SCHEMA, communication, memory_split
+from valkyrie.search.summary import SCHEMA, memory_split
 from valkyrie.train.devices import Devices
 from valkyrie.train.folder import versions
 from valkyrie.train.prepare import prepared_anywhere
-from valkyrie.train.program import StepProgram
+from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.room import DoesNotFit, check_room, out_of_memory
 
 

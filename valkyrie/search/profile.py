@@ -15,6 +15,7 @@ import jax
 
 from valkyrie.compiled.collectives import Collective, Collectives, fused_kind, inner_collectives, kind_of
 from valkyrie.compiled.hlo import Instruction, Module
+from valkyrie.train.profile import tracing
 
 STEPS = 3
 """How many steps are traced: their median is told."""
@@ -143,16 +144,13 @@ def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> di
 
 def _trace(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
     """Run the traced steps; return the files that the profiler wrote under the folder, and the median step, seconds."""
-    before = set(folder.rglob("*.xplane.pb"))
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # calls of Python are most of a trace, and say nothing of devices
     seconds = []
-    with jax.profiler.trace(str(folder), profiler_options=options):
+    with tracing(folder) as files:
         for _ in range(STEPS):
             began = time.perf_counter()
             jax.block_until_ready(step())
             seconds.append(time.perf_counter() - began)
-    return sorted(set(folder.rglob("*.xplane.pb")) - before), statistics.median(seconds)
+    return files, statistics.median(seconds)
 
 
 def _none(reason: str) -> dict[str, Any]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valkyrie.axes import UNATTRIBUTED
 from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.modes import Mode
 from valkyrie.paths import write_whole
@@ -116,12 +114,6 @@ def training_results(metrics: Path) -> dict[str, Any]:
 def objective(trial: Trial) -> float:
     """Return tokens/s/chip, predicted or measured, which a sweeper may maximise; 0.0 where there is none."""
     return float(trial.results.get("step", {}).get("tokens_per_second_per_chip") or 0.0)
-
-
-def bytes_by_axes(communication: Mapping[str, Any]) -> dict[str, float]:
-    """Return what one device sends in a step by mesh axes; older records have `?` for those that are not known."""
-    sent = communication.get("bytes_by_mesh_axes") or {}
-    return {UNATTRIBUTED if axes == "?" else axes: float(count) for axes, count in sent.items()}
 
 
 def last_error(output: Path) -> str:

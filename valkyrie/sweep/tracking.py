@@ -22,11 +22,11 @@ from omegaconf import OmegaConf
 from valkyrie.locks import lock
 from valkyrie.modes import MODES
 from valkyrie.paths import write_whole
-from valkyrie.sweep.results import bytes_by_axes
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.tracking import (
     TrackingConfig,
     WandbMode,
+    comm_bytes,
     compared,
     config_of,
     resolve,
@@ -213,8 +213,7 @@ def summary_of(trial: Trial) -> dict[str, Any]:
         **compared(trial.results.get("step", {})),
         "hbm_gib": None if peak is None else peak / GIB,
         "loss": trial.results.get("loss"),
-        "comm_bytes/total": sent.get("bytes"),
-        **{f"comm_bytes/{axes}": count for axes, count in bytes_by_axes(sent).items()},
+        **comm_bytes(sent),
     }
     return {key: value for key, value in summary.items() if value is not None}
 

@@ -41,7 +41,7 @@ _NOT_OF_THE_TRAINING = {
     "distributed",
     "log_every",
 }
-_NOT_OF_THE_TRAINING |= {"eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
+_NOT_OF_THE_TRAINING |= {"profile", "eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
 _NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers"}
 """The settings that a run may change from one training to the next without a word."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.folder import command_name, run_folder
+from valkyrie.train.goodput import read_goodput
 from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together
 from valkyrie.train.room import out_of_memory_in_plain_words
@@ -30,11 +32,12 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> int:
     """Train, evaluate, print a sample, and say where the run is and what to do next; return the exit status."""
+    began = time.time()
     with together(run) as team:
-        return _train(run, team)
+        return _train(run, team, began)
 
 
-def _train(run: Run, team: Team) -> int:
+def _train(run: Run, team: Team, began: float) -> int:
     folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
     console = make_console()
     prepared = prepare_run(run, console, team)
@@ -42,7 +45,7 @@ def _train(run: Run, team: Team) -> int:
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     try:
-        fitted = fit(run, *prepared, folder, console, team=team)
+        fitted = fit(run, *prepared, folder, console, team=team, began=began)
     except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
         return 1
@@ -52,6 +55,8 @@ def _train(run: Run, team: Team) -> int:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
         return PREEMPTED if fitted.preempted else EXIT_STATUS
     _report(console, fitted.summary, prepared.devices)
+    if (spent := read_goodput(folder)) is not None:
+        console.print(spent.describe())
     if run.config.sample_tokens:
         console.rule("sample")
         _print_sample(run, fitted.program.assembly, fitted.parameters, prepared.tokenizer, prepared.devices)
@@ -167,6 +172,10 @@ def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None
     if summary["mfu"] is not None:
         parts.append(f"MFU {100 * summary['mfu']:.1f}% of {devices.chip.name if devices.chip else ''} peak")
     console.print(", ".join(parts))
+    over = {key.removeprefix("comm_bytes/"): size for key, size in summary.items() if key.startswith("comm_bytes/")}
+    if total := over.pop("total", 0):
+        listed = ", ".join(f"{axes} {sent(size)}" for axes, size in over.items())
+        console.print(f"a device sends {sent(total)} in a step, by mesh axes: {listed}")
 
 
 def _where(error: FloatingPointError) -> str:

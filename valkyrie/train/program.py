@@ -218,6 +218,13 @@ class StepProgram:
         return jax.default_matmul_precision("highest") if full else contextlib.nullcontext()
 
 
+def serialised_module(compiled: jax.stages.Compiled) -> bytes:
+    """Return the optimised module as a serialised HloModuleProto."""
+    executable = compiled.runtime_executable()
+    assert executable is not None
+    return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+
+
 def _gradient_sum(chip: ChipConfig | None) -> GradientSum:
     """Return how gradients are summed where the partition leaves it to the chip."""
     beside_products = chip is not None and option_text(chip.xla_options.get(_ASYNC_ALL_TO_ALL)) == "true"

@@ -7,6 +7,7 @@ import math
 import shlex
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,22 @@ from valkyrie.interrupt import Interrupt
 from valkyrie.locks import only_writer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import writing
-from valkyrie.run import Debug, Run
+from valkyrie.run import Run
 from valkyrie.team import ALONE, Team
 from valkyrie.tracking import Silent, Tracker, config_of
+from valkyrie.train.compiled import CompiledStep, compile_step
 from valkyrie.train.devices import Devices
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
-from valkyrie.train.memory import compiled_peak
+from valkyrie.train.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.train.meter import Meter
 from valkyrie.train.processes import check_shared, print_to_log
+from valkyrie.train.profile import Window
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, watchdog_of
-from valkyrie.units import GIB
 
 
 class DivergedError(RuntimeError):
@@ -76,15 +78,17 @@ def fit(
     console: Console,
     signals: bool = True,
     team: Team = ALONE,
+    began: float | None = None,
 ) -> Fitted:
     """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
 
     Metrics of a step are read while the next one runs. With `signals`, Ctrl-C saves before the training ends. Raises
     DivergedError when loss or gradients stop being finite, FolderGoneError when the folder goes, NotSavedError when
     the disk does not take the last state, DiskError when the folder cannot be written at all, and ValueError when the
-    checkpoint, the data or the memory of this machine do not fit.
+    checkpoint, the data or the memory of this machine do not fit. `began`: the Unix time at which the command began,
+    if that was before.
     """
-    config = run.config
+    config, began = run.config, began or time.time()
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
@@ -96,38 +100,49 @@ def fit(
             check_shared(team, folder)
             print_to_log(team, folder)
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint, team=team)))
-        start, state = _begin(program, checkpoints, loader, folder, console)
+        meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
+        ledger = Ledger(folder, began, meter.spent, write=team.leads)
+        with meter.paused("setup" if checkpoints.last_saved is None else "restore"):
+            start, state = _begin(program, checkpoints, loader, folder, console)
+        ledger.prepared(start)
         if team.leads:
             write_about(run, folder)
         if start < config.steps and not console.is_terminal:
             console.print("compiling the step")
-        advance, compile_s, peak = _compiled(program) if start < config.steps else (None, None, None)
+        with meter.paused("compile"):
+            step = compile_step(program) if start < config.steps else None
+        window = stack.enter_context(Window(config.profile, folder, team=team))
         tracker = _tracker(run, devices, folder, start) if team.leads else Silent(folder)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = stack.enter_context(Interrupt(signals, several=team.count > 1))
         if tracker.note:
             screen.say(tracker.note, style="yellow")
-        screen.say(_opening(start, config.steps, compile_s))
+        screen.say(_opening(start, config.steps, None if step is None else step.compile_s))
+        if missed := window.missed(start):
+            screen.say(missed, style="yellow")
         evaluate = Evaluator(program, prepared, tokenizer)
         loop = _Loop(
             program,
-            advance,
+            step,
             loader,
             checkpoints,
             tracker,
             screen,
             interrupt,
-            _meter(run, devices),
+            meter,
+            ledger,
+            window,
             stack.enter_context(watchdog_of(run, team, folder, signals)),
             evaluate,
             start,
             state,
+            {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None},
         )
+        stack.callback(lambda: ledger.write(loop.step, loop.end))
+        ledger.prepared(start)
         loop.run()
-        summary = loop.summary() | {"compile_s": compile_s, "simulated": devices.simulated}
-        summary["hbm_gib"] = None if peak is None else peak / GIB
-        tracker.summary(summary)
+        tracker.summary(summary := loop.summary())
         if tracker.lost:
             screen.say(tracker.lost, style="yellow")
         if loop.unsaved:
@@ -140,38 +155,56 @@ class _Loop:
     """The steps of a training from the one after `step`; `step` and `state` are those that are done."""
 
     program: StepProgram
-    advance: Any
+    compiled: CompiledStep | None
     loader: Loader
     checkpoints: Checkpoints
     tracker: Tracker | Silent
     screen: Screen
     interrupt: Interrupt
     meter: Meter
+    ledger: Ledger
+    window: Window
     watchdog: Watchdog
     evaluate: Evaluator
     step: int
     state: TrainState
+    facts: dict[str, Any]
+    """What is known of the run beside its steps, for its summary."""
     evaluation: dict[str, float] = field(default_factory=dict)
     unsaved: str | None = None
     stopping: bool = False
     """Whether the training is to be saved and ended after this step."""
+    end: str | None = None
+    """How the training ended; None until it did."""
 
     def run(self) -> None:
         """Train to the last step, or until an interrupt; read the metrics of a step while the next one runs."""
         config, start, unread = self.program.run.config, self.step, None
         self.meter.start()
         for step in range(start + 1, config.steps + 1):
+            assert self.compiled is not None
+            if self.window.opens(step):
+                with self.meter.paused():
+                    self._say(self.window.open(step, self.state))
             self.watchdog.step(step)
-            batch = self.program.place(next(self.loader))
-            self.state, metrics = self.advance(self.state, batch)
+            with self.window.step(step):
+                with self.meter.waiting():
+                    batch = self.program.place(next(self.loader))
+                self.state, metrics = self.compiled.advance(self.state, batch)
+            self.meter.given(partial(jax.block_until_ready, metrics))
+            if step == start + 1:
+                self._tell_program(self.compiled)
             self._read(unread, step - 1, start)
             self.step, unread = step, metrics
             self.stopping = self.interrupt.stops_at(step, also=self.screen.unread)
             due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
-            if self.stopping or due or step % config.eval_every == 0 or step == config.steps:
+            traced = self.window.closes(step)
+            if self.stopping or due or traced or step % config.eval_every == 0 or step == config.steps:
                 self._read(unread, step, start)
                 unread = None
-                with self.meter.paused(), self.watchdog.resting():
+                with self.watchdog.resting():
+                    if traced or self.stopping:
+                        self._end_trace()
                     if due or self.stopping or step == config.steps:
                         self._save()
                     if step % config.eval_every == 0 and step != config.steps and not self.stopping:
@@ -180,16 +213,26 @@ class _Loop:
                 break
         if self.step >= config.steps:
             self._judge()
-        self._say(self.checkpoints.wait())
-        if self.checkpoints.last_saved != self.step:  # once more: there may be room by now
-            failed = self.checkpoints.save(self.step, self.state, self.loader.state())
-            self.unsaved = failed or self.checkpoints.wait()
+        with self.meter.paused("save"):
+            self._say(self.checkpoints.wait())
+            if self.checkpoints.last_saved != self.step:  # once more: there may be room by now
+                failed = self.checkpoints.save(self.step, self.state, self.loader.state())
+                self.unsaved = failed or self.checkpoints.wait()
+        self.end = FINISHED if not self.stopping else PREEMPTED if self.interrupt.preempted else STOPPED
 
     def summary(self) -> dict[str, Any]:
         """Return what the steps came to."""
         finished = self.step >= self.program.run.config.steps
         ending = {"steps": self.step, "finished": finished, "stage": "train", "status": "ok" if finished else None}
-        return self.meter.summary() | self.evaluation | ending
+        return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | ending
+
+    def _tell_program(self, compiled: CompiledStep) -> None:
+        """Record what is known of the compiled step while the devices do the first one: of a run that is killed too."""
+        with self.meter.paused("setup"):
+            self.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
+            if not isinstance(self.tracker, Silent):
+                self.facts |= compiled.bytes_sent(self.program.mesh, self._say)
+                self.tracker.summary(self.facts)
 
     def _read(self, metrics: dict[str, Any] | None, step: int, start: int) -> None:
         """Wait for a step's metrics, check them, and record them."""
@@ -202,8 +245,9 @@ class _Loop:
         _refuse_divergence(self.program, values, step, self.checkpoints.last_saved)
         record = _record(values, self.meter, config.log_every)
         log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
+        self.ledger.at(step)
         if log:
-            self._say(self.tracker.log(record, step))
+            self._say(self.tracker.log(record | {"goodput": self.ledger.goodput().share}, step))
             self._say(self.checkpoints.poll())
             if self.tracker.gone:
                 raise FolderGoneError(
@@ -214,14 +258,22 @@ class _Loop:
 
     def _save(self) -> None:
         """Begin to save; a failure, of this save or the one before, is said, and the next save tries again."""
-        self._say(self.checkpoints.save(self.step, self.state, self.loader.state()))
+        self.ledger.write(self.step)  # how much is lost if the run goes on from here
+        with self.meter.paused("save"):
+            self._say(self.checkpoints.save(self.step, self.state, self.loader.state()))
+
+    def _end_trace(self) -> None:
+        with self.meter.paused():
+            if line := self.window.close():
+                self.screen.say(line)
 
     def _say(self, trouble: str | None) -> None:
         if trouble:
             self.screen.say(trouble, style="yellow")
 
     def _judge(self) -> None:
-        self.evaluation.update(self.evaluate(self.state.averaged, self.program.run.config.eval_batches))
+        with self.meter.paused("evaluation"):
+            self.evaluation.update(self.evaluate(self.state.averaged, self.program.run.config.eval_batches))
         self._say(self.tracker.log(self.evaluation, self.step))
         self.screen.say(f"step {self.step}: {self.program.task.describe(self.evaluation)}")
 
@@ -243,33 +295,6 @@ def _begin(
     if (note := schedule_change(run, folder, step)) and step < run.config.steps:
         console.print(note, markup=False)
     return step, state
-
-
-def _compiled(program: StepProgram) -> tuple[Any, float, int | None]:
-    """Return the compiled step, the seconds that took, and the bytes of one device at its peak.
-
-    Under `debug=nans` the step is one that JAX can take apart.
-    """
-    began = time.perf_counter()
-    compiled = program.compile_step()
-    seconds = time.perf_counter() - began
-    step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
-    return step, seconds, compiled_peak(compiled, program.backend)
-
-
-def _checked(step: Any) -> Any:
-    """Return the step under `jax.debug_nans` itself: JAX forgets the global switch where such a context was left."""
-
-    def advance(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        with jax.debug_nans(True):
-            try:
-                return step(state, batch)
-            except FloatingPointError:
-                with jax.disable_jit():  # takes loops apart too: what is named is one operation, not a scan
-                    step(state, batch)
-                raise
-
-    return advance
 
 
 def _next(checkpoints: Checkpoints, folder: Path) -> str:

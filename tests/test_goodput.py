@@ -1,0 +1,263 @@
+"""What the wall time of a run went to: the arithmetic by hand, then trainings that are stopped, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from runs import TINY, command, copied, tiny, trained
+from valkyrie.checkpoint import latest_step
+from valkyrie.tracking import read_metrics
+from valkyrie.train import compiled
+from valkyrie.train.goodput import FILE, KINDS, Ledger, read_goodput, read_starts, span
+from wandb_files import wandb_log
+
+
+def line(time: float, step: int, end: str | None = None, **seconds: float) -> str:
+    return json.dumps({"time": time, "step": step, "seconds": seconds} | ({"end": end} if end else {})) + "\n"
+
+
+TWO_RESTARTS = (
+    '{"start": 1000.0}\n'
+    + line(1010, 0, setup=4, compile=6)
+    + line(1030, 100, setup=4, compile=6, steps=19, data=1)
+    + line(1050, 200, setup=4, compile=6, steps=37, data=2, save=1)  # killed: it had saved step 150
+    + '{"start": 1060.0}\n'
+    + line(1070, 150, setup=3, restore=2, compile=5)
+    + line(1090, 250, setup=3, restore=2, compile=5, steps=20)  # preempted
+    + line(1092, 260, "preempted", setup=3, restore=2, compile=5, steps=21, save=1)
+    + '{"start": 1100.0}\n'
+    + line(1104, 260, setup=3, restore=1)
+    + line(1124, 360, setup=3, restore=1, steps=18, evaluation=2)
+    + '{"time": 1130, "step": 400, "seco'
+)
+
+
+def test_two_restarts_by_hand(tmp_path: Path) -> None:
+    """Steps 150 to 200 were done twice: 50 of the 100 steps that took from 19 to 37 seconds."""
+    (tmp_path / FILE).write_text(TWO_RESTARTS)
+    found = read_goodput(tmp_path)
+    assert found is not None
+    assert found.restarts == 2
+    assert found.wall_s == pytest.approx(124)
+    expected = {"steps": 37 - 9 + 21 + 18, "redone": 9, "data": 2, "setup": 10, "compile": 11, "restore": 3}
+    expected |= {"save": 2, "evaluation": 2, "down": 10 + 8, "other": 0}
+    assert found.seconds == pytest.approx(expected)
+    assert found.share == pytest.approx(67 / 124)
+    assert found.describe() == (
+        "goodput 54% of 2 min 4 s; 2 restarts; the rest: down between starts 15%, compile 8.9%, start 8.1%, "
+        "steps done again after a restart 7.3%, restore 2.4%, waiting for data 1.6%, saving 1.6%, evaluation 1.6%"
+    )
+
+
+def test_a_later_start_from_further_back_makes_the_steps_of_all_before_it_undone(tmp_path: Path) -> None:
+    text = "".join(
+        f'{{"start": {began}}}\n' + line(began, first, steps=0) + line(began + 10, last, steps=10)
+        for began, first, last in ((0, 0, 100), (10, 80, 100), (20, 50, 150))
+    )
+    (tmp_path / FILE).write_text(text)
+    found = read_goodput(tmp_path)
+    assert found is not None
+    assert found.seconds["redone"] == pytest.approx(5 + 10)
+    assert found.seconds["steps"] == pytest.approx(15)
+
+
+@pytest.mark.parametrize(("end", "down", "restarts"), [(None, 3600, 1), ("preempted", 3600, 1), ("stopped", 0, 0)])
+def test_time_after_an_end_that_the_user_wanted_is_not_lost(
+    tmp_path: Path, end: str | None, down: float, restarts: int
+) -> None:
+    text = '{"start": 0}\n' + line(10, 5, end, steps=10) + '{"start": 3610}\n' + line(3620, 5, steps=0)
+    (tmp_path / FILE).write_text(text)
+    found = read_goodput(tmp_path)
+    assert found is not None
+    assert (found.seconds["down"], found.restarts) == (down, restarts)
+
+
+def test_a_start_that_was_killed_before_its_first_line_is_time_down(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"start": 0}\n{"start": 30}\n' + line(40, 0, setup=10))
+    found = read_goodput(tmp_path)
+    assert found is not None
+    assert (found.seconds["down"], found.seconds["setup"], found.restarts) == (30, 10, 1)
+
+
+def test_what_is_known_while_a_run_goes_on_is_what_its_file_comes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now = 2000.0
+
+        def time(self) -> float:
+            return self.now
+
+        def perf_counter(self) -> float:
+            return self.now - 500
+
+    clock = Clock()
+    monkeypatch.setattr("valkyrie.train.goodput.time", clock)
+    (tmp_path / FILE).write_text(TWO_RESTARTS)
+    spent = {"restore": 2.0}
+    ledger = Ledger(tmp_path, 1995.0, spent)
+    clock.now += 1
+    ledger.prepared(300)
+    assert spent == {"restore": 2.0, "setup": 4.0}
+    for step in range(301, 500):
+        clock.now += 0.1
+        spent["steps"] = spent.get("steps", 0.0) + 0.1
+        ledger.at(step)
+    clock.now += 7
+    known = ledger.goodput()
+    ledger.write(end="finished")
+    written = read_goodput(tmp_path)
+    assert written is not None
+    assert known.seconds == pytest.approx(written.seconds, abs=0.01)
+    assert known.restarts == written.restarts == 3
+    assert known.seconds["other"] == pytest.approx(7)
+    assert known.seconds["redone"] == pytest.approx(9 + 18 * 60 / 100)
+    points = read_starts(tmp_path / FILE)[-1].points
+    assert 15 < len(points) < 25, "a line a second in a start this short"
+
+
+def test_a_process_that_is_not_the_first_writes_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 0.0, {}, write=False)
+    ledger.prepared(0)
+    ledger.write(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "gone", 0.0, {})
+    ledger.prepared(0)
+    assert ledger.goodput().seconds.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(8.06, "8.1 s"), (312.0, "5 min 12 s"), (7320.0, "2 h 2 min"), (266400.0, "3 d 2 h")]
+)
+def test_long_times_in_two_units(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]) -> None:
+    folder = trained("tracking=wandb", "optimizer.warmup_steps=1")
+    lines, told = read_metrics(folder / "metrics.jsonl"), wandb_log(folder)
+    summary = lines[-1]["summary"]
+    keys = {"goodput", "restarts", "data_wait", "time/total", *(f"time/{kind}" for kind in KINDS)}
+    assert {key: summary[key] for key in keys} == {key: told["summary"][key] for key in keys}
+    assert summary["restarts"] == 0 and 0 < summary["goodput"] < 1
+    assert sum(summary[f"time/{kind}"] for kind in KINDS) == pytest.approx(summary["time/total"], abs=0.01)
+    assert summary["time/compile"] == pytest.approx(summary["compile_s"], abs=0.2)
+    assert summary["comm_bytes/total"] == told["summary"]["comm_bytes/total"] == 0
+    records = [record for record in lines if "loss" in record]
+    assert all(record["goodput"] > 0 for record in records)
+    assert all(0 <= record["data_wait"] <= 1 for record in records[1:])
+    found = read_goodput(folder)
+    assert found is not None and found.seconds["steps"] == pytest.approx(summary["time/steps"], abs=0.01)
+
+
+def test_the_bytes_of_a_training_are_those_of_the_search(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    layout = ("mesh=2x2x1", "partition=fsdp", f"runs={tmp_path}", "name=run")
+    assert command(*TINY, *layout, "steps=2") == 0
+    assert "a device sends " in capfd.readouterr().out
+    assert command(*TINY, *layout, "mode=measure", "mode.repeats=1", "mode.warmup=0") == 0
+    early, *_, last = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    measured = json.loads((tmp_path / "run-measure" / "measure.json").read_text())["communication"]
+    sent = {key: value for key, value in last["summary"].items() if key.startswith("comm_bytes/")}
+    expected = {f"comm_bytes/{axes}": count for axes, count in measured["bytes_by_mesh_axes"].items()}
+    assert sent == {"comm_bytes/total": measured["bytes"]} | expected
+    assert sent["comm_bytes/total"] > 0 and sent.items() <= early["summary"].items(), "a killed run has them too"
+
+
+def test_a_program_that_cannot_be_read_is_said_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Any) -> None:
+        raise KeyError("a new opcode")
+
+    monkeypatch.setattr(compiled, "parse", fail)
+    assert command(*tiny(tmp_path, "steps=2")) == 0
+    assert "the bytes that a step sends could not be read (KeyError: 'a new opcode')" in capfd.readouterr().out
+    assert "comm_bytes/total" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
+
+
+def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(tmp_path: Path) -> None:
+    """What a killed process leaves is cut out of a finished run: a checkpoint, and lines without an end."""
+    folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
+    file = folder / FILE
+    lines = [line for line in file.read_text().splitlines(keepends=True) if '"end"' not in line]
+    file.write_text("".join(lines) + '{"time": 17')
+    (folder / "checkpoints" / "6").rename(tmp_path / "6")
+    assert latest_step(folder) == 4
+    assert command(*tiny(tmp_path, "checkpoint.every=4", "steps=8")) == 0
+    summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
+    assert summary["restarts"] == 1
+    assert summary["time/redone"] > 0 and summary["time/down"] > 0 and summary["time/restore"] > 0
+    assert summary["time/redone"] < read_starts(file)[0].spent("steps")
+
+
+def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(*tiny(tmp_path, "steps=5", "profile=2-3")) == 0
+    folder = tmp_path / "run" / "profile"
+    assert f"traced steps 2-3. Look at it: xprof --logdir {folder}" in capfd.readouterr().out
+    (file,) = folder.glob("plugins/profile/steps-2-3/*.xplane.pb")
+    assert file.with_name(file.name.replace(".xplane.pb", ".trace.json.gz")).is_file()
+    trace = jax.profiler.ProfileData.from_file(str(file))
+    named = [
+        dict(event.stats).get("step_num") for plane in trace.planes for line in plane.lines for event in line.events
+    ]
+    assert {step for step in named if step is not None} == {2, 3}
+
+
+def test_the_processes_of_one_host_trace_into_files_of_their_own(tmp_path: Path) -> None:
+    from valkyrie.team import Team
+    from valkyrie.train.profile import Window
+
+    for index in range(2):
+        with Window("1-1", tmp_path, team=Team(2, index)) as window:
+            assert window.opens(1)
+            assert window.open(1, ()) is None
+            assert not window.opens(2) and window.closes(1)
+    files = sorted(file.name.rpartition("-")[2] for file in tmp_path.rglob("*.xplane.pb"))
+    assert files == ["0.xplane.pb", "1.xplane.pb"]
+    assert len({file.parent for file in tmp_path.rglob("*.xplane.pb")}) == 1, "hosts of one run"
+
+
+def test_a_profiler_that_fails_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with jax.profiler.trace(str(tmp_path / "another")):
+        assert command(*tiny(tmp_path, "steps=3", "profile=2-3")) == 0
+    assert "the profile could not be taken (RuntimeError: Profile has already been started" in capfd.readouterr().out
+
+
+def test_a_window_that_is_over_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copied(trained(steps=6), tmp_path)
+    assert command(*tiny(tmp_path, "steps=7", "profile=2-3")) == 0
+    assert "profile=2-3 traces nothing: 6 steps are done already" in capfd.readouterr().out
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> None:
+    """A batch that comes late while the step before is still under way delays nothing."""
+    import threading
+    import time
+
+    from valkyrie.train.meter import Meter
+
+    meter, done = Meter(1, 1, 1.0, None), threading.Event()
+    meter.start()
+    meter.given(done.wait)
+    with meter.waiting():
+        time.sleep(0.02)
+    meter.finished()
+    assert meter.spent["data"] == 0
+    with meter.waiting():
+        done.set()
+        time.sleep(0.1)
+    meter.finished()
+    meter.close()
+    assert 0.05 < meter.spent["data"] <= meter.steps[0] < 1
+    assert meter.rates()["data_wait"] == pytest.approx(meter.spent["data"] / meter.steps[0])
