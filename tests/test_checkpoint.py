@@ -47,7 +47,7 @@ def test_a_state_comes_back_with_its_data_position(tmp_path: Path) -> None:
     save(tmp_path, 5)
     with closing(checkpoints(tmp_path)) as kept:
         assert kept.last_saved == 5
-        step, state, data = kept.restore(abstract(make_state(0)))
+        step, state, data, _ = kept.restore(abstract(make_state(0)))
     assert (step, data) == (5, DATA)
     assert_equal(state, make_state(5))
 
@@ -60,7 +60,7 @@ def test_saving_in_the_background_keeps_what_was_saved_though_the_arrays_are_giv
         for _ in range(3):
             state = forget(state)
         kept.wait()
-        _, found, _ = kept.restore(abstract(state))
+        _, found, *_ = kept.restore(abstract(state))
     assert_equal(found, make_state(3, size=1 << 20))
 
 
@@ -73,7 +73,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_an_older_one_can_be_asked_for(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     with closing(checkpoints(tmp_path)) as kept:
-        step, state, _ = kept.restore(abstract(make_state(0)), step=1)
+        step, state, *_ = kept.restore(abstract(make_state(0)), step=1)
     assert step == 1
     assert_equal(state, make_state(1))
 
@@ -98,7 +98,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) ->
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2, "the save was not under way"
     assert latest_step(tmp_path) == 1
     with closing(checkpoints(tmp_path)) as kept:
-        step, state, _ = kept.restore(abstract(make_state(0)))
+        step, state, *_ = kept.restore(abstract(make_state(0)))
         assert step == 1
         assert_equal(state, make_state(1))
         kept.save(2, make_state(2), DATA)
@@ -238,7 +238,8 @@ def test_damage_without_checksums_is_refused_with_a_way_out(tmp_path: Path, dama
 def test_about_lists_the_parameters(tmp_path: Path) -> None:
     save(tmp_path, 5)
     about = json.loads((tmp_path / "checkpoints" / "5" / "about" / "metadata").read_text())
-    assert about == {"parameters": {"block.w": [64]}}
+    assert about.pop("saved").startswith("20")
+    assert about == {"step": 5, "tier": "durable", "parameters": {"block.w": [64]}}
 
 
 def test_intervals_that_make_no_sense_are_refused() -> None:

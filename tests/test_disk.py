@@ -15,8 +15,7 @@ from rich.console import Console
 
 from helpers import compose_run
 from runs import TINY, command, tiny
-from valkyrie import checkpoint
-from valkyrie.checkpoint import latest_step
+from valkyrie.checkpoint import latest_step, tier
 from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, writing
 from valkyrie.search import compile
 from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics
@@ -73,7 +72,7 @@ def test_runs_on_what_is_no_folder_are_one_line(a_file: Path, capsys: pytest.Cap
 def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(checkpoint, "write_checksums", full_for(1))
+    monkeypatch.setattr(tier, "write_checksums", full_for(1))
     assert command(*tiny(tmp_path, "steps=6", "checkpoint.every=2")) == 0
     out, err = capfd.readouterr()
     folder = tmp_path / "run" / "checkpoints"
@@ -87,7 +86,7 @@ def test_a_last_state_that_is_not_saved_ends_the_command_with_the_newest_that_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     assert command(*tiny(tmp_path, "steps=2")) == 0
-    monkeypatch.setattr(checkpoint, "write_checksums", full_for(float("inf")))
+    monkeypatch.setattr(tier, "write_checksums", full_for(float("inf")))
     capfd.readouterr()
     assert command(*tiny(tmp_path, "steps=4")) == 1
     out, err = capfd.readouterr()

@@ -161,7 +161,7 @@ def test_checkpoints_are_listed_and_a_damaged_one_is_an_exit_status(
 ) -> None:
     folder = copied(trained(), tmp_path)
     assert command("mode=checkpoints", f"runs={tmp_path}") == 0
-    assert re.fullmatch(r"run step 6: [\d.]+ kB, as saved\n", capfd.readouterr().out)
+    assert re.fullmatch(r"run step 6: durable, [\d.]+ kB, \S+ 20[\d: +-]+, as saved\n", capfd.readouterr().out)
     state = folder / "checkpoints" / "6" / "state" / "_METADATA"
     state.write_text(state.read_text().replace("1", "2", 1))
     assert command("mode=checkpoints", f"runs={tmp_path}") == 1

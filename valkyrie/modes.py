@@ -162,7 +162,7 @@ MODES = {
         Mode(
             name="checkpoints",
             description="list the checkpoints of a trained run and compare their files with their checksums",
-            function="valkyrie.train.modes:verify",
+            function="valkyrie.train.modes:list_checkpoints",
             needs=Needs.nothing,
             reads_run=True,
             any_model=True,

@@ -10,8 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.checkpoint import FOLDER, saved_steps
-from valkyrie.checksums import CHECKSUMS, damaged_file
+from valkyrie.checkpoint import kept_checkpoints
 from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.run import Run, RunConfig
 from valkyrie.train.devices import configure_jax, prepare_devices
@@ -106,17 +105,17 @@ def _generate(run: Run, team: Team) -> int:
     return 0
 
 
-def verify(run: Run) -> int:
-    """Print the checkpoints of a trained run and whether their files are as saved; exit status 1 if one is not."""
-    folder, console, damaged = trained_folder(run), make_console(), False
-    for step in saved_steps(folder):
-        path = folder / FOLDER / str(step)
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        damage = damaged_file(path)
-        damaged = damaged or damage is not None
-        state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS).is_file() else "no checksums"
-        console.print(f"{folder.name} step {step}: {sent(size)}, {state}", markup=False)
-    return int(damaged)
+def list_checkpoints(run: Run) -> int:
+    """Print the checkpoints of a trained run and whether their files are as saved; exit status 1 if one is not.
+
+    The fast ones are those of this host.
+    """
+    folder, console = trained_folder(run), make_console()
+    found = kept_checkpoints(folder, run.config.checkpoint)
+    for kept in found:
+        line = f"{folder.name} step {kept.step}: {kept.tier}, {sent(kept.size)}, {kept.saved}, {kept.state}"
+        console.print(line, markup=False)
+    return int(any(kept.damage for kept in found))
 
 
 def show(run: Run) -> int:

@@ -131,5 +131,5 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
         out_of_memory_in_plain_words(run, devices),
         closing(Checkpoints(folder, run.config.checkpoint, read_only=True, team=team)) as checkpoints,
     ):
-        step, state, _ = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
-    return program, step, state.averaged
+        restored = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))
+    return program, restored.step, restored.state.averaged

@@ -36,6 +36,7 @@ from valkyrie.train.processes import check_shared, print_to_log
 from valkyrie.train.profile import Window
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words
+from valkyrie.train.saving import about, refuse_unknown_best
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, watchdog_of
@@ -99,7 +100,9 @@ def fit(
                 stack.enter_context(only_writer(folder))
             check_shared(team, folder)
             print_to_log(team, folder)
-            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, config.checkpoint, team=team)))
+            refuse_unknown_best(config.checkpoint, program.task)
+            checkpoints = Checkpoints(folder, config.checkpoint, team=team, about=about(program))
+            stack.enter_context(contextlib.closing(checkpoints))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.leads)
         with meter.paused("setup" if checkpoints.last_saved is None else "restore"):
@@ -145,6 +148,8 @@ def fit(
         tracker.summary(summary := loop.summary())
         if tracker.lost:
             screen.say(tracker.lost, style="yellow")
+        if loop.finished:
+            checkpoints.done()
         if loop.unsaved:
             raise NotSavedError(f"{loop.unsaved} {_next(checkpoints, folder)}")
     return Fitted(program, loop.state, summary, loop.stopping, loop.interrupt.preempted)
@@ -197,21 +202,20 @@ class _Loop:
             self._read(unread, step - 1, start)
             self.step, unread = step, metrics
             self.stopping = self.interrupt.stops_at(step, also=self.screen.unread)
-            due = config.checkpoint.every is not None and step % config.checkpoint.every == 0
+            judge = _is_due(config.eval_every, step) and not self.stopping or step == config.steps
+            fast = _is_due(config.checkpoint.fast.every, step) and step != config.steps or self.stopping
+            durable = _is_due(config.checkpoint.every, step) or self.stopping or step == config.steps
             traced = self.window.closes(step)
-            if self.stopping or due or traced or step % config.eval_every == 0 or step == config.steps:
+            if judge or fast or durable or traced:
                 self._read(unread, step, start)
                 unread = None
                 with self.watchdog.resting():
                     if traced or self.stopping:
                         self._end_trace()
-                    if due or self.stopping or step == config.steps:
-                        self._save()
-                    if step % config.eval_every == 0 and step != config.steps and not self.stopping:
-                        self._judge()
+                    self._save(fast=fast, durable=durable, judge=judge)
             if self.stopping:
                 break
-        if self.step >= config.steps:
+        if self.finished and not self.evaluation:
             self._judge()
         with self.meter.paused("save"):
             self._say(self.checkpoints.wait())
@@ -220,10 +224,15 @@ class _Loop:
                 self.unsaved = failed or self.checkpoints.wait()
         self.end = FINISHED if not self.stopping else PREEMPTED if self.interrupt.preempted else STOPPED
 
+    @property
+    def finished(self) -> bool:
+        """Whether every step that was asked for is done."""
+        return self.step >= self.program.run.config.steps
+
     def summary(self) -> dict[str, Any]:
         """Return what the steps came to."""
-        finished = self.step >= self.program.run.config.steps
-        ending = {"steps": self.step, "finished": finished, "stage": "train", "status": "ok" if finished else None}
+        status = "ok" if self.finished else None
+        ending = {"steps": self.step, "finished": self.finished, "stage": "train", "status": status}
         return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | ending
 
     def _tell_program(self, compiled: CompiledStep) -> None:
@@ -256,11 +265,21 @@ class _Loop:
                 )
         self.screen.step(step, record, line=log)
 
-    def _save(self) -> None:
-        """Begin to save; a failure, of this save or the one before, is said, and the next save tries again."""
-        self.ledger.write(self.step)  # how much is lost if the run goes on from here
+    def _save(self, *, fast: bool, durable: bool, judge: bool) -> None:
+        """Evaluate where that is due, and begin to save: fast first, for a preemption may leave no time for more.
+
+        A failure, of this save or the one before, is said, and the next save tries again.
+        """
+        if judge:
+            self._judge()
+        metrics = self.evaluation if judge else None
+        if fast or durable:
+            self.ledger.write(self.step)  # how much is lost if the run goes on from here
         with self.meter.paused("save"):
-            self._say(self.checkpoints.save(self.step, self.state, self.loader.state()))
+            if fast:
+                self._say(self.checkpoints.save_fast(self.step, self.state, self.loader.state()))
+            if durable:
+                self._say(self.checkpoints.save(self.step, self.state, self.loader.state(), metrics))
 
     def _end_trace(self) -> None:
         with self.meter.paused():
@@ -278,6 +297,10 @@ class _Loop:
         self.screen.say(f"step {self.step}: {self.program.task.describe(self.evaluation)}")
 
 
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
 def _begin(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader, folder: Path, console: Console
 ) -> tuple[int, TrainState]:
@@ -286,12 +309,15 @@ def _begin(
     Prints to which step a continued run goes on, its settings that differ from before, and how its rate jumps.
     """
     run, changed = program.run, changed_settings(program.run, folder)
-    if checkpoints.last_saved is None:
+    restored = checkpoints.newest(program.abstract_state, changed=changed)
+    if restored is None:
         return 0, program.init(run.config.seed)
-    step, state, data = checkpoints.restore(program.abstract_state, changed=changed)
+    step, state, data, source = restored
     loader.restore(data)
     if step < run.config.steps:
         console.print(continuation(run, folder, step, changed), markup=False)
+        if run.config.checkpoint.fast.every is not None:
+            console.print(source, markup=False)
     if (note := schedule_change(run, folder, step)) and step < run.config.steps:
         console.print(note, markup=False)
     return step, state

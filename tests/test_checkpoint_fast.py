@@ -1,0 +1,251 @@
+"""The fast tier of checkpoints, the choice between both tiers, and which durable ones are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from runs import assert_same_bits, command, records, saved, tiny, trained
+from test_checkpoint import DATA, abstract, assert_equal, make_state
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig
+from valkyrie.checkpoint.fast import fast_folder
+from valkyrie.team import ALONE, Team
+from valkyrie.train import screen
+from valkyrie.train.state import TrainState
+
+
+def both(folder: Path, team: Team = ALONE, **config: Any) -> Checkpoints:
+    """Return the checkpoints of both tiers under a folder."""
+    fast = FastConfig(every=1, folder=str(folder / "fast"))
+    return Checkpoints(folder / "run", CheckpointConfig(fast=fast, **config), team=team)
+
+
+def save(folder: Path, *, durable: tuple[int, ...] = (), fast: tuple[int, ...] = ()) -> None:
+    with closing(both(folder)) as kept:
+        for step in sorted({*durable, *fast}):
+            assert step not in durable or kept.save(step, make_state(step), DATA) is None
+            assert step not in fast or kept.save_fast(step, make_state(step), {**DATA, "row": step}) is None
+
+
+def process_folder(folder: Path) -> Path:
+    identity = (folder / "run" / "id").read_text().strip()
+    return fast_folder(FastConfig(folder=str(folder / "fast")), folder / "run", identity) / "process-0"
+
+
+@pytest.mark.parametrize(
+    ("durable", "fast", "step", "tier", "why"),
+    [
+        ((3,), (4, 5), 5, "fast", "the newest durable one is of step 3"),
+        ((), (5,), 5, "fast", "there is no durable one"),
+        ((3, 5), (4, 5), 5, "durable", ""),
+        ((7,), (6,), 7, "durable", ""),
+    ],
+)
+def test_the_newest_of_both_tiers_is_taken(
+    tmp_path: Path, durable: tuple[int, ...], fast: tuple[int, ...], step: int, tier: str, why: str
+):
+    save(tmp_path, durable=durable, fast=fast)
+    with closing(both(tmp_path)) as kept:
+        restored = kept.restore(abstract(make_state(0)))
+    assert_equal(restored.state, make_state(step))
+    assert restored.step == step and restored.data["row"] == (step if tier == "fast" else DATA["row"])
+    assert restored.source.startswith(f"the {tier} checkpoint of step {step} in {tmp_path}")
+    assert restored.source.endswith(why)
+
+
+def test_the_newest_two_are_kept_and_all_go_at_the_end(tmp_path: Path):
+    save(tmp_path, fast=(1, 2, 3))
+    assert sorted(os.listdir(process_folder(tmp_path))) == ["2", "3"]
+    with closing(both(tmp_path)) as kept:
+        kept.done()
+    assert not any((tmp_path / "fast").iterdir())
+
+
+def test_what_it_says_of_itself_has_the_parts_of_each_array(tmp_path: Path):
+    save(tmp_path, fast=(2,))
+    about = json.loads((process_folder(tmp_path) / "2" / "about" / "metadata").read_text())
+    assert (about["tier"], about["step"], about["process"]) == ("fast", 2, 0)
+    assert about["shards"]["parameters.block.w"] == ["float32", "0:64"]
+
+
+def test_a_flipped_bit_in_any_file_means_the_one_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    save(tmp_path, durable=(3,), fast=(4, 5))
+    whole, step, generator = tmp_path / "whole", process_folder(tmp_path) / "5", np.random.default_rng(0)
+    shutil.copytree(step, whole)
+    about_saving = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # without anything of the state
+    names = [p.relative_to(whole) for p in whole.rglob("*") if p.is_file() and p.name not in about_saving]
+    assert len(names) >= 8
+    for name in names:
+        shutil.rmtree(step, ignore_errors=True)
+        shutil.copytree(whole, step)
+        body = bytearray((step / name).read_bytes())
+        body[generator.integers(len(body))] ^= 1 << int(generator.integers(8))
+        (step / name).write_bytes(body)
+        with closing(both(tmp_path)) as kept:
+            restored = kept.restore(abstract(make_state(0)))
+        assert restored.step == 4, name
+        assert_equal(restored.state, make_state(4))
+        assert "the fast checkpoint of step 5" in capfd.readouterr().err
+        assert not step.exists(), "it would be taken for one that other processes have"
+
+
+def test_when_all_of_one_tier_are_damaged_the_other_is_taken(tmp_path: Path):
+    save(tmp_path, durable=(3, 6), fast=(4, 5))
+    for step in (3, 6):
+        (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
+    with closing(both(tmp_path)) as kept:
+        assert kept.restore(abstract(make_state(0))).step == 5
+    shutil.rmtree(process_folder(tmp_path))
+    with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match="No other is left"):
+        kept.restore(abstract(make_state(0)))
+
+
+def test_one_of_another_layout_is_not_used_and_the_durable_one_is(tmp_path: Path):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    def laid(step: int, spec: PartitionSpec) -> TrainState:
+        return jax.device_put(make_state(step), NamedSharding(mesh, spec))
+
+    with closing(both(tmp_path)) as kept:
+        kept.save(3, laid(3, PartitionSpec()), DATA)
+        kept.save_fast(4, laid(4, PartitionSpec()), DATA)
+    wanted = abstract(laid(0, PartitionSpec()))
+    split = wanted._replace(
+        parameters=jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))),
+            wanted.parameters,
+        )
+    )
+    with closing(both(tmp_path)) as kept:
+        restored = kept.restore(split)
+    assert restored.step == 3
+    assert restored.source.endswith("no fast one is used (process 0: that of step 4 is of another layout or model)")
+    assert_equal(restored.state, make_state(3))
+    assert not (process_folder(tmp_path) / "4").exists(), "the run goes another way from here"
+
+
+class OneOfTwo(Team):
+    """Process 0 of two, the other of which answers what it is told to."""
+
+    def __init__(self, other: list[int]) -> None:
+        super().__init__(2, 0)
+        self._other = other
+
+    def exchange(self, name: str, value: Any = None) -> list[Any]:
+        return [value, {"steps": self._other, "refused": []} if name == "fast checkpoints" else value]
+
+
+def test_all_processes_take_the_newest_that_each_of_them_has(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    save(tmp_path, fast=(4, 5))
+    with closing(both(tmp_path, OneOfTwo([4, 3]))) as kept:
+        assert kept.restore(abstract(make_state(0))).step == 4
+    assert os.listdir(process_folder(tmp_path)) == ["4"], "the later one is not common, and is saved anew"
+    with closing(both(tmp_path, OneOfTwo([3]))) as kept:
+        assert kept.newest(abstract(make_state(0))) is None
+    assert capfd.readouterr().err == (
+        "beginning at step 0: nothing durable is saved yet; no fast one is complete on all processes\n"
+    )
+
+
+def test_a_run_that_began_anew_under_the_same_name_leaves_those_of_before_alone(tmp_path: Path):
+    save(tmp_path, fast=(4,))
+    shutil.rmtree(tmp_path / "run")
+    with closing(both(tmp_path)) as kept:
+        assert kept.newest(abstract(make_state(0))) is None
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path: Path):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 2.5}
+    with closing(both(tmp_path, keep=1, keep_best=2)) as kept:
+        for step, loss in losses.items():
+            kept.save(step, make_state(step), DATA, {"eval_loss": loss})
+        kept.save(6, make_state(6), DATA)
+    assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [2, 4, 6]
+
+
+def test_one_for_every_hour_is_kept(tmp_path: Path):
+    with closing(both(tmp_path, keep=1, keep_every_h=1e-9)) as kept:
+        for step in (1, 2, 3):
+            kept.save(step, make_state(step), DATA)
+    assert sorted(map(int, os.listdir(tmp_path / "run" / "checkpoints"))) == [1, 2, 3]
+
+
+def test_policies_that_make_no_sense_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    config = CheckpointConfig(keep_every_h=0.0, keep_best=-1, fast=FastConfig(every=0, keep=0))
+    assert config.problems() == [
+        "checkpoint.keep_every_h=0: write hours above 0, or null for none.",
+        "checkpoint.keep_best=-1: write 0 for none, or how many.",
+        "checkpoint.fast.every=0: at least 1 is needed, or null for no fast tier.",
+        "checkpoint.fast.keep=0: at least 1 is needed.",
+    ]
+    assert command(*tiny(tmp_path, "checkpoint.keep_best=1", "checkpoint.best=loss")) == 2
+    assert (
+        "checkpoint.best=loss: the evaluation of next_token has eval_loss, eval_bits_per_byte, eval_tokens. Use one of"
+        in capfd.readouterr().err
+    )
+
+
+class Killed(BaseException):
+    """Stands for the end of a process that saves nothing any more."""
+
+
+def test_a_killed_training_goes_on_from_its_fast_checkpoint_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    show = screen.Screen.step
+
+    def shown(self: screen.Screen, of_step: int, record: dict[str, Any], *, line: bool) -> None:
+        show(self, of_step, record, line=line)
+        if of_step == 5:
+            raise Killed
+
+    fast = ("checkpoint=fast", "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
+    with monkeypatch.context() as patch:
+        patch.setattr(screen.Screen, "step", shown)
+        with pytest.raises(Killed):
+            command(*tiny(tmp_path, "steps=6", *fast))
+    assert not os.listdir(tmp_path / "run" / "checkpoints")
+    capfd.readouterr()
+    assert command(*tiny(tmp_path, "steps=6", *fast)) == 0
+    out = capfd.readouterr().out
+    assert "continuing run from step 4 to step 6" in out and "the fast checkpoint of step 4 in " in out
+    whole = trained()
+    assert records(tmp_path / "run")[6]["loss"] == records(whole)[6]["loss"]
+    assert_same_bits(saved(tmp_path / "run"), saved(whole))
+    assert not any((tmp_path / "fast").iterdir()), "it is complete and durably saved"
+
+
+def test_a_full_disk_of_the_fast_tier_costs_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    from valkyrie.checkpoint import tier
+
+    write = tier.write_checksums
+
+    def full(folder: Path, without: Any = ()) -> None:
+        if "process-0" in str(folder):
+            raise OSError(28, "No space left on device")
+        write(folder, without)
+
+    monkeypatch.setattr(tier, "write_checksums", full)
+    fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
+    assert command(*tiny(tmp_path, "steps=6", *fast)) == 0
+    out = capfd.readouterr().out
+    assert "the fast checkpoint of step 2 could not be saved in " in out and "(no space left on device)" in out
+    assert saved(tmp_path / "run")["['step']"] == 6
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_the_setting(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    (tmp_path / "file").write_text("")
+    assert command(*tiny(tmp_path, "checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'file'}")) == 2
+    err = capfd.readouterr().err
+    assert "cannot be written" in err and "checkpoint.fast.folder=DIR" in err and "Traceback" not in err

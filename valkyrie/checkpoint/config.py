@@ -1,0 +1,60 @@
+"""What a run asks of its checkpoints: how often they are saved, and which of them are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FastConfig:
+    """The fast tier: each host saves what its own devices hold every `every` steps (null: never), the newest `keep`.
+
+    `folder` is on each host, and outlives a process, not the host: null for the system's temporary files;
+    `/dev/shm/valkyrie` is memory. Of several processes one may be killed between two saves, so that they have only an
+    older one in common: hence two.
+    """
+
+    every: int | None = None
+    folder: str | None = None
+    keep: int = 2
+
+    def problems(self) -> list[str]:
+        """Return every reason why this makes no sense, in the words of the command line."""
+        problems = []
+        if self.every is not None and self.every < 1:
+            problems.append(f"checkpoint.fast.every={self.every}: at least 1 is needed, or null for no fast tier.")
+        if self.keep < 1:
+            problems.append(f"checkpoint.fast.keep={self.keep}: at least 1 is needed.")
+        return problems
+
+
+@dataclass
+class CheckpointConfig:
+    """The durable tier: saved in the background every `every` steps (null: only at the end), kept by policy.
+
+    Kept are the newest `keep`, one for every `keep_every_h` hours (null: none), and the `keep_best` with the lowest
+    `best`, or with the highest where `highest_is_best`: a name of the evaluation, which is then made before such a
+    save where both are due.
+    """
+
+    name: str = "async"
+    every: int | None = 100
+    keep: int = 2
+    keep_every_h: float | None = None
+    keep_best: int = 0
+    best: str = "eval_loss"
+    highest_is_best: bool = False
+    fast: FastConfig = field(default_factory=FastConfig)
+
+    def problems(self) -> list[str]:
+        """Return every reason why this makes no sense, in the words of the command line."""
+        problems = []
+        if self.every is not None and self.every < 1:
+            problems.append(f"checkpoint.every={self.every}: at least 1 is needed, or null to save only at the end.")
+        if self.keep < 1:
+            problems.append(f"checkpoint.keep={self.keep}: at least 1 is needed.")
+        if self.keep_every_h is not None and self.keep_every_h <= 0:
+            problems.append(f"checkpoint.keep_every_h={self.keep_every_h:g}: write hours above 0, or null for none.")
+        if self.keep_best < 0:
+            problems.append(f"checkpoint.keep_best={self.keep_best}: write 0 for none, or how many.")
+        return problems + self.fast.problems()

@@ -1,0 +1,116 @@
+"""What is in a checkpoint: its arrays by name, and what it says about itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from valkyrie.trees import flat, names_of
+
+
+def tree_of(state: Any) -> dict[str, Any]:
+    """Return a train state as a dict without the entries that are None."""
+    return {key: value for key, value in state._asdict().items() if value is not None}
+
+
+def shapes_of(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter by dotted path."""
+    return {name: tuple(array.shape) for name, array in flat(parameters).items()}
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says about itself; ValueError when that cannot be read."""
+    try:
+        about = json.loads((path / "about" / "metadata").read_text())
+        if not isinstance(about["parameters"], dict):
+            raise TypeError("parameters are no table")
+        return about
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)}). Delete that folder to "
+            "go on from an older one."
+        ) from error
+
+
+def refuse_other_shapes(path: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse the checkpoint of another model: ValueError names the parameters that differ."""
+    saved = {name: tuple(shape) for name, shape in read_about(path)["parameters"].items()}
+    built = shapes_of(wanted["parameters"])
+    problems = [
+        f"{name} is {saved.get(name, 'missing')} in the checkpoint and {built.get(name, 'missing')} in the model"
+        for name in sorted({*built, *saved})
+        if saved.get(name) != built.get(name)
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(
+            f"the checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
+            f"Use the model it was trained with (resume={path.parent.parent.name} takes its settings), or another "
+            "name=."
+        )
+
+
+def refuse_other_state(path: Path, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
+    """Refuse a sound checkpoint whose state has other arrays; one that cannot be read is left to the reading.
+
+    `changed` has the settings that are not the saved run's, by key: (asked, saved).
+    """
+    saved, wanted_names = _saved_arrays(path), set(names_of(wanted))
+    if saved is None or saved == wanted_names:
+        return
+    # another number keeps the arrays; an optimizer, an average or a clipping that comes or goes does not
+    options = {
+        key: values
+        for key, values in changed.items()
+        if key == "optimizer.name" or (key.startswith("optimizer.") and "null" in values)
+    }
+    if options:
+        differs = "; ".join(f"{key}={was} was saved, {now} is asked for" for key, (now, was) in options.items())
+        again = " ".join(f"{key}={was}" for key, (_, was) in options.items())
+    else:
+        name, more = min(saved ^ wanted_names), len(saved ^ wanted_names) - 1
+        differs = f"{name} is only in the {'checkpoint' if name in saved else 'run'} (and {more} more)"
+        again = "the optimizer options it was saved with"
+    raise ValueError(
+        f"the checkpoint of step {path.name} in {path.parent} is sound, but of another optimizer: {differs}. "
+        f"Use {again} (resume={path.parent.parent.name} takes its settings), or another name=."
+    )
+
+
+def _saved_arrays(path: Path) -> set[str] | None:
+    """Return the dotted name of every array of a saved state; None where that cannot be read."""
+    try:
+        entries = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
+        return {
+            ".".join(str(part["key"]) for part in entry["key_metadata"])
+            for entry in entries
+            if entry["value_metadata"]["value_type"] != "None"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def local_shards(tree: Any) -> dict[str, list[str]]:
+    """Return what the devices of this process hold of each array, by dotted name: its dtype, then slices of it.
+
+    Of an array of shape [8, 4] a device may hold `0:4,0:4`. The tree has arrays, or shapes with their shardings.
+    """
+    import jax
+
+    def held(array: Any) -> list[str]:
+        indices = array.sharding.addressable_devices_indices_map(tuple(array.shape)).values()
+        return [str(array.dtype), *sorted({_bounds(index, array.shape) for index in indices})]
+
+    return dict(zip(names_of(tree), map(held, jax.tree.leaves(tree)), strict=True))
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> str:
+    slices = index or ()
+    return ",".join("{}:{}".format(*part.indices(size)[:2]) for part, size in zip(slices, shape, strict=True))
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, cut where it is long."""
+    return (str(error).splitlines() or [""])[0][:200]

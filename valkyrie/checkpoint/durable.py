@@ -1,0 +1,92 @@
+"""The durable tier: checkpoints in the run folder, written by all processes together, for any layout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from valkyrie.checkpoint.config import CheckpointConfig
+from valkyrie.checkpoint.steps import FOLDER, latest_step
+from valkyrie.checkpoint.tier import Tier
+from valkyrie.checksums import damaged_file
+
+
+class Durable(Tier):
+    """The durable checkpoints of one run folder. They are restored under any mesh, partition and process count."""
+
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, *, read_only: bool, cleans: bool, about: Mapping[str, Any]
+    ) -> None:
+        self._config, self._read_only = config, read_only
+        super().__init__((folder / FOLDER).resolve(), cleans=cleans, about=about)
+
+    def _open(self) -> Any:
+        import orbax.checkpoint as ocp
+
+        if self._read_only:  # another process may be saving here: its unfinished folders are not to be cleaned away
+            options = ocp.CheckpointManagerOptions(read_only=True)
+        else:
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=_kept(self._config),
+                create=True,
+                cleanup_tmp_directories=True,
+                enable_async_checkpointing=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+            )
+        return ocp.CheckpointManager(self.path, options=options)
+
+    def _state_args(self, tree: Any) -> Any:
+        from orbax.checkpoint import args
+
+        return args.StandardSave(tree)
+
+    def _read_args(self, wanted: Any) -> Any:
+        from orbax.checkpoint import args
+
+        return args.StandardRestore(wanted)
+
+    def _newest(self) -> int | None:
+        return latest_step(self.path.parent)
+
+    def sound_step(self) -> int:
+        """Return the newest step whose files are as they were saved; ValueError where no checkpoint's are.
+
+        Damaged ones are named in a note, and set aside so that their steps can be saved again.
+        """
+        steps, damages = sorted(self._manager.all_steps(), reverse=True), []
+        for step in steps:
+            damage = damaged_file(self.folder_of(step))
+            if damage is None:
+                break
+            damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")
+        else:
+            raise ValueError(f"{'; '.join(damages)}. No other is left: start the run anew, or resume another.")
+        for line, bad in zip(damages, steps, strict=False):
+            print(f"{line}. Going on from step {step}.", file=sys.stderr)
+            if not self._read_only:
+                self.folder_of(bad).rename(self.path.parent / f"damaged-checkpoint-{bad}")
+        if damages and not self._read_only:
+            self.reload(step)
+        return step
+
+
+def _kept(config: CheckpointConfig) -> Any:
+    """Return Orbax's policy of which checkpoints are preserved: those that any of the settings asks for."""
+    from orbax.checkpoint import checkpoint_managers as managers
+
+    policies: list[Any] = [managers.LatestN(config.keep)]
+    if config.keep_every_h is not None:
+        policies.append(managers.EveryNSeconds(round(timedelta(hours=config.keep_every_h).total_seconds())))
+    if config.keep_best:
+        policies.append(
+            managers.BestN(
+                get_metric_fn=lambda metrics: metrics[config.best],
+                reverse=not config.highest_is_best,  # the last ones are kept
+                n=config.keep_best,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    return managers.AnyPreservationPolicy(policies)

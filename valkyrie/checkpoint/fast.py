@@ -1,0 +1,133 @@
+"""The fast tier: each process saves what its own devices hold on its host, for a restart under the same layout."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from valkyrie.checkpoint.config import FastConfig
+from valkyrie.checkpoint.contents import local_shards, read_about
+from valkyrie.checkpoint.steps import steps_in
+from valkyrie.checkpoint.tier import Tier
+from valkyrie.checksums import damaged_file
+from valkyrie.paths import writing
+
+_FULL_DISK = "checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
+
+
+class Fast(Tier):
+    """The fast checkpoints of one process. No process waits for another to save one.
+
+    They can be read where each process holds the same parts of the same arrays as when they were saved.
+    """
+
+    label = "fast "
+
+    def __init__(self, path: Path, config: FastConfig, index: int, *, about: Mapping[str, Any]) -> None:
+        """`path` is of this process alone; `index` tells which one it is."""
+        self._keep, self._index = config.keep, index
+        with writing(path, elsewhere=_FULL_DISK):
+            path.mkdir(parents=True, exist_ok=True)
+        super().__init__(path.resolve(), cleans=True, about=about)
+
+    def _open(self) -> Any:
+        """Return a manager for which this process is alone: it writes everything, and meets nobody."""
+        import jax
+        import orbax.checkpoint as ocp
+        from orbax.checkpoint import type_handlers
+
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=self._index, active_processes={self._index}, barrier_sync_key_prefix=f"fast-{self._index}"
+        )
+        arrays = type_handlers.ArrayHandler(primary_host=self._index, replica_id=None, use_replica_parallel=False)
+        registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
+        state = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, type_handler_registry=registry)
+        plain = ocp.JsonCheckpointHandler(multiprocessing_options=alone)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=False,
+            cleanup_tmp_directories=True,
+            multiprocessing_options=alone,
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_checksums,
+                create_directories_asynchronously=False,  # that signals by a name which all processes share
+            ),
+        )
+        handlers = {"state": state, "data": plain, "about": ocp.JsonCheckpointHandler(multiprocessing_options=alone)}
+        return ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
+
+    def _state_args(self, tree: Any) -> Any:
+        from orbax.checkpoint import args
+
+        return args.PyTreeSave(tree)
+
+    def _read_args(self, wanted: Any) -> Any:
+        from orbax.checkpoint import args
+        from orbax.checkpoint.checkpoint_utils import construct_restore_args
+
+        return args.PyTreeRestore(wanted, restore_args=construct_restore_args(wanted))
+
+    def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {"process": self._index, "shards": local_shards(tree)}
+
+    def _newest(self) -> int | None:
+        return max(steps_in(self.path), default=None)
+
+    def usable(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
+        """Return the steps that can be read as `wanted` here, and why others cannot; damaged ones are deleted."""
+        steps, refused, shards = [], [], local_shards(wanted)
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            damage = damaged_file(self.folder_of(step))
+            if damage is None:
+                try:
+                    saved = read_about(self.folder_of(step)).get("shards")
+                except ValueError:
+                    damage = "about/metadata cannot be read"
+                else:
+                    if _covers(saved, shards):
+                        steps.append(step)
+                    else:
+                        refused.append(f"that of step {step} is of another layout or model")
+            if damage is not None:
+                print(f"the fast checkpoint of step {step} in {self.path} is damaged: {damage}", file=sys.stderr)
+                refused.append(f"that of step {step} is damaged")
+                shutil.rmtree(self.folder_of(step), ignore_errors=True)
+                self.reload(self._newest())
+        return steps, refused
+
+    def forget_after(self, step: int) -> None:
+        """Delete the checkpoints after a step: the run goes on from there, and will save them anew."""
+        for other in steps_in(self.path):
+            if other > step:
+                shutil.rmtree(self.folder_of(other), ignore_errors=True)
+        self.reload(self._newest())
+
+    def remove(self) -> None:
+        """Delete the folder, once nothing is saved there any more."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other processes of this host may not have come so far
+            self.path.parent.rmdir()
+
+
+def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
+    """Return where this host keeps fast checkpoints of a run, a sub-folder `process-N` each.
+
+    A run folder that was moved, or began anew under its name, has others.
+    """
+    base = Path(config.folder) if config.folder else Path(tempfile.gettempdir()) / f"valkyrie-{os.getuid()}"
+    known_by = hashlib.sha256(f"{run_folder.resolve()} {identity}".encode()).hexdigest()[:12]
+    return base.expanduser().absolute() / f"{run_folder.name}-{known_by}"
+
+
+def _covers(saved: Any, wanted: Mapping[str, list[str]]) -> bool:
+    """Return whether every part that is wanted was saved, of arrays of the same dtype."""
+    if not isinstance(saved, dict) or saved.keys() != wanted.keys():
+        return False
+    return all(saved[name][0] == parts[0] and {*parts} <= {*saved[name]} for name, parts in wanted.items())

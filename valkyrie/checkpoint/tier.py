@@ -1,0 +1,165 @@
+"""What both tiers of checkpoints do: save in the background, check what was saved, and go on where a save fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from valkyrie.checkpoint.contents import first_line, shapes_of, tree_of
+from valkyrie.checkpoint.steps import METADATA
+from valkyrie.checksums import write_checksums
+from valkyrie.paths import is_full, why
+
+
+class Tier:
+    """The checkpoints in one folder: each a train state, the position of its data, and what is needed to judge both.
+
+    Saving returns as soon as the arrays are copied off the devices; `wait` and `close` see it through. A save that
+    was interrupted leaves nothing that is taken for a checkpoint. Every checkpoint has the checksums of its files.
+    """
+
+    def __init__(self, path: Path, *, cleans: bool, about: Mapping[str, Any]) -> None:
+        """`cleans`: whether this process removes what a failed save left. `about` is said in every checkpoint."""
+        for name in ("absl", "asyncio"):  # Orbax reports every thread, and every part of a failure at length
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        _drop_late_callbacks()
+        self.path, self._cleans, self._about = path, cleans, about
+        self._manager = self._open()
+        self.last_saved: int | None = self._manager.latest_step()
+
+    label = ""
+    """What comes before `checkpoint` in messages."""
+
+    def _open(self) -> Any:
+        """Return Orbax's manager of the folder."""
+        raise NotImplementedError
+
+    def _state_args(self, tree: Any) -> Any:
+        """Return Orbax's arguments to save the arrays of a state."""
+        raise NotImplementedError
+
+    def _read_args(self, wanted: Any) -> Any:
+        """Return Orbax's arguments to read arrays of these shapes and shardings."""
+        raise NotImplementedError
+
+    def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is said of a state beside its parameters."""
+        return {}
+
+    def folder_of(self, step: int) -> Path:
+        """Return the folder of a checkpoint."""
+        return self.path / str(step)
+
+    def save(
+        self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
+    ) -> str | None:
+        """Begin to save the state after `step` steps with the position of its data; once a step.
+
+        Returns why a save failed, this one or the one before it; None where none has. A failed save leaves nothing,
+        and the next one tries again. `metrics` are those of an evaluation after the same step.
+        """
+        failed = self.wait()
+        if step == self.last_saved:
+            return failed
+        from orbax.checkpoint import args
+
+        tree = tree_of(state)
+        about = {"step": step, "saved": time.strftime("%Y-%m-%d %H:%M:%S %z"), **self._about, **self._describe(tree)}
+        about["parameters"] = {path: list(shape) for path, shape in shapes_of(tree["parameters"]).items()}
+        content = args.Composite(
+            state=self._state_args(tree), data=args.JsonSave(dict(data)), about=args.JsonSave(about)
+        )
+        self.last_saved = step
+        try:
+            self._manager.save(step, args=content, metrics=None if metrics is None else dict(metrics))
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a disk that is full or gone
+            return self._failed(error)
+        return failed
+
+    def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return (arrays by field, data position) of a checkpoint; ValueError where it cannot be read."""
+        from orbax.checkpoint import args
+
+        try:
+            restored = self._manager.restore(
+                step, args=args.Composite(state=self._read_args(wanted), data=args.JsonRestore())
+            )
+        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+            raise ValueError(
+                f"the {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
+                f"{first_line(error)}). Delete {self.folder_of(step)} to go on from an older one."
+            ) from error
+        return restored["state"], dict(restored["data"])
+
+    def reload(self, newest: int | None) -> None:
+        """Read the folder anew, of which `newest` is the newest checkpoint to go on from."""
+        self._manager.reload()
+        self.last_saved = newest
+
+    def wait(self) -> str | None:
+        """Return when the save begun is on disk: None, or why it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # as in save
+            return self._failed(error)
+        return None
+
+    def poll(self) -> str | None:
+        """Return why a save failed that has ended by now, without waiting for one that has not."""
+        return None if self._manager.is_saving_in_progress() else self.wait()
+
+    def close(self) -> None:
+        """See saves through and let go of the folder."""
+        try:
+            self._manager.close()
+        except Exception as error:  # as in save
+            print(self._failed(error), file=sys.stderr)
+            self._manager.close()
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.path.glob("*.orbax-checkpoint-tmp*"))
+
+    def _write_checksums(self) -> None:
+        """Write the checksums of the checkpoint that is about to get its name: Orbax calls this, in its own thread."""
+        for unfinished in self._unfinished():
+            write_checksums(unfinished, without=(METADATA,))
+
+    def _newest(self) -> int | None:
+        """Return the newest checkpoint that is finished on disk."""
+        raise NotImplementedError
+
+    def _failed(self, error: Exception) -> str:
+        """Return the line about a save that failed, with its unfinished folder removed and Orbax ready for another."""
+        step = self.last_saved
+        with contextlib.suppress(Exception):  # it raises the same error again
+            self._manager.close()
+        for unfinished in self._unfinished() if self._cleans else ():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.last_saved = self._newest()
+        if self.path.parent.is_dir():
+            with contextlib.suppress(OSError):
+                self._manager = self._open()
+        newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"
+        remedy = " Free some room there." if is_full(error) else ""
+        what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path}"
+        return f"{what} ({why(error)}); {newest}.{remedy}"
+
+
+@cache
+def _drop_late_callbacks() -> None:
+    """Keep off the screen that the loop to which the other writes of a failed save report is gone."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            before(unraisable)
+
+    sys.unraisablehook = hook

@@ -1,0 +1,39 @@
+"""What a training says in its checkpoints, and what it refuses of their settings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+
+from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.tasks import Task
+from valkyrie.train.folder import versions
+from valkyrie.train.program import StepProgram
+
+
+def about(program: StepProgram) -> dict[str, Any]:
+    """Return what a checkpoint says of its run: model, layout, mesh, which process has which devices, versions."""
+    devices: dict[str, list[int]] = {}
+    assert isinstance(program.mesh, jax.sharding.Mesh), "a run that trains has devices"
+    for device in program.mesh.devices.flat:
+        devices.setdefault(str(device.process_index), []).append(device.id)
+    return {
+        "model": program.run.model.name,
+        "layout": program.layout.name,
+        "mesh": {str(axis): size for axis, size in program.mesh.shape.items()},
+        "devices_of_process": {process: sorted(ids) for process, ids in sorted(devices.items())},
+        "versions": versions(),
+    }
+
+
+def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:
+    """Refuse to keep the best checkpoints by what the task's evaluation does not have: ValueError has the names."""
+    if not config.keep_best:
+        return
+    names = task.evaluation(defaultdict(lambda: 1.0))
+    if config.best not in names:
+        raise ValueError(
+            f"checkpoint.best={config.best}: the evaluation of {task.name} has {', '.join(names)}. Use one of them."
+        )
