@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,13 +23,16 @@ from valkyrie.tracking import read_metrics
 KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
 SEED = int(os.environ.get("VALKYRIE_SEED", "0"))
 PROCESSES = 2
+EVERY = 2
+"""After so many steps each process saves a fast checkpoint."""
 LAUNCHED_S = 12.0
 """About the seconds from a start to its first step, in which half of the kills fall."""
 
 
 def launch(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     """Start a training under the launcher, its output in a file."""
-    training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", "checkpoint.every=3"]
+    training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", "checkpoint.every=9"]
+    training += [f"checkpoint.fast.every={EVERY}", f"checkpoint.fast.folder={folder}/fast"]
     command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(
@@ -65,6 +69,17 @@ def last_step(folder: Path) -> int:
     return max((r.get("step", 0) for r in read_metrics(file)), default=0) if file.is_file() else 0
 
 
+def lost_steps(output: str) -> list[int]:
+    """Return how many steps that were done each start had to do again, from what the launcher printed."""
+    lost, done = [], 0
+    for line in output.splitlines():
+        if found := re.match(r"step (\d+)/", line):
+            done = int(found[1])
+        elif found := re.match(r"continuing run from step (\d+) ", line):
+            lost.append(done - int(found[1]))
+    return lost
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 60 * KILLS)
 def test_random_kills_change_nothing(tmp_path: Path):
@@ -99,6 +114,8 @@ def test_random_kills_change_nothing(tmp_path: Path):
         launcher.kill()
         launcher.wait()
     assert told, "nothing was killed"
+    lost = lost_steps((tmp_path / "killed/output.txt").read_text())
+    assert lost and max(lost) <= 2 * EVERY + 1, (lost, told)  # one may be killed in the middle of a save
     one, other = (tmp_path / name / "runs" / "run" for name in ("whole", "killed"))
     mine, theirs = records(one), records(other)
     assert mine.keys() == theirs.keys() == set(range(1, steps + 1)), told

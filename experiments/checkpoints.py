@@ -1,0 +1,102 @@
+"""How long a save keeps a training waiting, and how fast both tiers save and restore, beside a copy of the same bytes.
+
+    python experiments/checkpoints.py --gib 1 --folder /var/tmp/checkpoints --fast /dev/shm/checkpoints
+
+Prints medians of `--repeats` saves of a state of about `--gib` GiB on one CPU device: parameters and two moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig
+from valkyrie.train.state import TrainState
+
+LAYERS = 16
+
+
+def main() -> None:
+    """Measure and print one table."""
+    parser = argparse.ArgumentParser(description="Time saves and restores of both tiers of checkpoints.")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
+    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind")
+    parser.add_argument("--folder", type=Path, required=True, help="a folder on the disk of durable checkpoints")
+    parser.add_argument("--fast", type=Path, required=True, help="a folder for fast checkpoints")
+    asked = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    state = make_state(int(asked.gib * 2**30 / (3 * LAYERS * 4)))
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    print(f"state of {size / 2**30:.2f} GiB; medians of {asked.repeats}")
+    print("| tier | training waits | save | restore | copy of the same files | restore / read of them |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for tier, folder in (("durable", asked.folder), ("fast", asked.fast)):
+        row = measure(tier, state, folder, asked.repeats)
+        print(f"| {tier} | {' | '.join(row)} |")
+
+
+def make_state(numbers: int) -> TrainState:
+    """Return a state of parameters and two moments, each of `LAYERS` arrays of so many float32 numbers."""
+    key = jax.random.key(0)
+    trees = [{f"layer{i}": jax.random.normal(jax.random.fold_in(key, i), (numbers,)) for i in range(LAYERS)}] * 3
+    parameters, first, second = (jax.tree.map(lambda x, n=n: x * n, tree) for n, tree in enumerate(trees, start=1))
+    return TrainState(jnp.int32(0), parameters, {"mu": first, "nu": second}, None, jax.random.key_data(key))
+
+
+def measure(tier: str, state: TrainState, folder: Path, repeats: int) -> list[str]:
+    """Return what a row says, each beside its ratio to the copy: blocking, save, restore, copy, and read."""
+    shutil.rmtree(folder, ignore_errors=True)
+    config = CheckpointConfig(keep=1, fast=FastConfig(every=1, folder=str(folder / "fast"), keep=1))
+    checkpoints = Checkpoints(folder / "run", config)
+    kind = checkpoints.durable if tier == "durable" else checkpoints.fast
+    assert kind is not None
+    waits, saves, restores, copies, reads = [], [], [], [], []
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    for step in range(1, repeats + 2):
+        began = time.perf_counter()
+        if failed := kind.save(step, state, {}):
+            raise OSError(failed)
+        waits.append(time.perf_counter() - began)
+        if failed := kind.wait():
+            raise OSError(failed)
+        os.sync()
+        saves.append(time.perf_counter() - began)
+        copies.append(timed(lambda step=step: copy(kind.folder_of(step), folder / "copy")))
+        restores.append(timed(lambda: jax.block_until_ready(checkpoints.restore(abstract).state)))
+        reads.append(timed(lambda step=step: read(kind.folder_of(step))))
+    checkpoints.close()
+    shutil.rmtree(folder)
+    wait, save, restore, copied, plain = (statistics.median(t[1:]) for t in (waits, saves, restores, copies, reads))
+    seconds = [f"{wait:.2f} s ({wait / copied:.2f}x copy)", f"{save:.2f} s ({save / copied:.2f}x copy)"]
+    return [*seconds, f"{restore:.2f} s", f"{copied:.2f} s", f"{restore / plain:.2f}x of {plain:.2f} s"]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def copy(source: Path, to: Path) -> None:
+    """Copy a folder and see it on the disk."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(source, to)
+    os.sync()
+
+
+def read(folder: Path) -> int:
+    """Return the bytes of the files of a folder, all read."""
+    return sum(len(path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    main()
