@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import subprocess
 import sys
@@ -12,9 +14,11 @@ from omegaconf import DictConfig
 
 import valkyrie
 from reported import sweep_folder, trial
+from runs import copied, trained
 from test_report import FSDP, RAN, RAN_TP, TP
 from valkyrie.cli.report import main
 from valkyrie.report.callback import SweepPage
+from valkyrie.report.records import read_rows
 from valkyrie.sweep.trial import PAGE, TrialLog
 
 
@@ -144,3 +148,32 @@ def test_a_page_that_cannot_be_written_leaves_no_old_one(tmp_path: Path, monkeyp
     assert "was removed" in told and not (folder / PAGE).exists()
     SweepPage().on_multirun_end(asked)
     assert "removed" not in capsys.readouterr().err
+
+
+def test_a_training_has_a_page_of_its_own(tmp_path: Path, capsys):
+    folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
+    capsys.readouterr()
+    main([str(tmp_path)])
+    assert capsys.readouterr().out == f"1 trials: {tmp_path / PAGE}\n"
+    text = (tmp_path / PAGE).read_text()
+    assert "<h1>run: how did it train?</h1>" in text and "What the time of trainings went to" in text
+    main([str(folder), "--format", "csv"])
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (row["stage"], row["status"], row["layout"], row["restarts"]) == ("train", "ok", "1x1x1-dp", "0")
+    assert 0 < float(row["goodput"]) < 1 and 0 <= float(row["data_wait"]) <= 1
+    (folder / "run.yaml").write_text("model: {")
+    main([str(folder), "--format", "md"])
+    assert "run.yaml is damaged" in capsys.readouterr().out
+
+
+def test_a_training_that_was_killed_has_the_numbers_of_its_records(tmp_path: Path, capsys):
+    folder = copied(trained("mesh=2x2x1", "partition=fsdp", "steps=3"), tmp_path)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:-2]) + lines[-2][:20])
+    (row,) = read_rows([folder])
+    assert row.ok and row.trial.results["finished"] is False and row.trial.results["steps"] == 3
+    assert sum(row.sent.values()) > 0 and row.goodput is not None and row.goodput.restarts == 0
+    metrics.write_text("")
+    (row,) = read_rows([folder])
+    assert (row.status, row.reason) == ("killed", "it has no finished step yet")

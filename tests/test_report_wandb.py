@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,13 @@ def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
-    summary = {*summary_of(OK), "mfu", *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z"))}
+    trained = replace(OK, results={"goodput": {"share": 0.9, "restarts": 1, "data_wait": 0.1}})
+    summary = {
+        *summary_of(OK),
+        *summary_of(trained),
+        "mfu",
+        *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z")),
+    }
     config = {*OK.about, "stage"}
     read: set[str] = set()
     for panel in panels(dry):
@@ -59,7 +66,15 @@ def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
             else:
                 read.add(key)
     assert read <= summary
-    assert {"tokens_per_second_per_chip", "hbm_gib", "comm_bytes/x", "comm_bytes/x,y", "comm_bytes/total"} <= read
+    assert {
+        "tokens_per_second_per_chip",
+        "hbm_gib",
+        "comm_bytes/x",
+        "comm_bytes/x,y",
+        "comm_bytes/total",
+        "goodput",
+        "data_wait",
+    } <= read
 
 
 def test_the_report_sets_what_was_predicted_beside_what_was_measured(dry: dict[str, Any]) -> None:

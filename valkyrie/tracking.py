@@ -279,6 +279,12 @@ def comm_bytes(communication: Mapping[str, Any]) -> dict[str, float]:
     return {"comm_bytes/total": communication["bytes"], **by_axes} if "bytes" in communication else by_axes
 
 
+def sent_over(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the communication that `comm_bytes` made the entries of a summary of: `bytes` and `bytes_by_mesh_axes`."""
+    by_axes = {key.removeprefix("comm_bytes/"): size for key, size in summary.items() if key.startswith("comm_bytes/")}
+    return {"bytes": by_axes.pop("total", None), "bytes_by_mesh_axes": by_axes}
+
+
 def bytes_by_axes(communication: Mapping[str, Any]) -> dict[str, float]:
     """Return what one device sends in a step by mesh axes; older records have `?` for those that are not known."""
     sent = communication.get("bytes_by_mesh_axes") or {}

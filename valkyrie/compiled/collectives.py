@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from valkyrie.axes import UNATTRIBUTED
 from valkyrie.compiled.groups import permute_pairs, replica_groups
 from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
@@ -286,45 +284,6 @@ def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
     uses: dict[tuple[object, ...], CollectiveUse] = {}
     _collect(module.entry, 1.0, reader, uses)
     return sorted(uses.values(), key=lambda use: -use.bytes_sent)
-
-
-def communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> dict[str, Any]:
-    """Return bytes sent by one device in a step: by mesh axes, by torus axis, by kind, and by cause.
-
-    `sending_s`: the seconds of the step in which any collective was under way, where they are known.
-    """
-    by_mesh: dict[str, float] = defaultdict(float)
-    by_torus: dict[str, float] = defaultdict(float)
-    by_kind: dict[str, float] = defaultdict(float)
-    causes, exposed = [], 0.0
-    for use in sorted(uses, key=lambda u: -u.bytes_sent):
-        by_mesh[",".join(use.mesh_axes) or UNATTRIBUTED] += use.bytes_sent
-        by_kind[use.kind] += use.bytes_sent
-        for axis, sent in use.bytes_by_torus_axis.items():
-            by_torus[axis] += sent
-        exposed += use.exposed_s
-        causes.append(
-            {
-                "kind": use.kind,
-                "mesh_axes": list(use.mesh_axes),
-                "torus_axes": list(use.torus_axes),
-                "cause": use.op_name,
-                "source": use.source,
-                "calls": use.calls,
-                "bytes": use.bytes_sent,
-                "busy_s": use.busy_s,
-                "exposed_s": use.exposed_s,
-            }
-        )
-    return {
-        "bytes": sum(by_mesh.values()),
-        "bytes_by_mesh_axes": dict(by_mesh),
-        "bytes_by_torus_axis": dict(by_torus),
-        "bytes_by_kind": dict(by_kind),
-        "sending_s": sending_s,
-        "exposed_s": exposed,
-        "causes": causes,
-    }
 
 
 def _collect(

@@ -84,6 +84,15 @@ SENT = Figure(
     values.sent,
     specs.stack("sent by one device in a step", "mesh axes", specs.axes_colours, times=False),
 )
+WALL_TIME = Figure(
+    "walltime",
+    "Where the wall time of a training goes",
+    "From the first start of a training to its end, or to its last sign of life. Steps that count are first; the rest "
+    "is what it paid for starting, saving, evaluating, waiting, and for what a restart made it do again.",
+    "No training here has a record of its time.",
+    values.wall_times,
+    specs.stack("wall time", "spent on", specs.time_colours, times=False),
+)
 PAIRS = Figure(
     "pairs",
     "Predicted against measured",

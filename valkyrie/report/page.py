@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from valkyrie.paths import cache_root, write_whole
 from valkyrie.report import ranking, tables, words
-from valkyrie.report.figures import OF_A_GROUP, of_all, specification
+from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
 from valkyrie.report.rank import Comparison, best_per_target, groups, refusals
 from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
@@ -93,6 +93,7 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]
     """Return what the page's template shows, without the data of its script."""
     sweeps = list(dict.fromkeys(row.sweep for row in rows))
     return {
+        "question": "how did it train?" if all(row.is_training for row in rows) else "which layout?",
         "title": ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else ""),
         "summary": words.summary(rows),
         "simulated": any(row.group.simulated and row.ok for row in rows),
@@ -102,6 +103,8 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]
         "figures": OF_A_GROUP,
         "wide": max(map(len, labels(rows).values())) > LONG,
         "together": of_all(rows),
+        "trained": tables.trained(rows),
+        "times": _of_trainings(rows),
         "agreement": words.agreement_line(rows),
         "comparison": comparison and {"summary": comparison.summary, "table": tables.compared(comparison)},
         "refusals": refusals(rows),
@@ -110,6 +113,10 @@ def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]
         "vega": _in_script(_vega()),
         "js": _in_script(_asset("page.js")),
     }
+
+
+def _of_trainings(rows: Sequence[Row]) -> list[Figure]:
+    return [WALL_TIME] if any(row.goodput for row in rows) else []
 
 
 def _templates() -> Environment:
@@ -136,7 +143,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "groups": [{"label": group.label, "simulated": group.simulated} for group in kinds],
         "figures": {figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
-        "together": {figure.id: specification(figure, ordered) for figure in of_all(rows)},
+        "together": {figure.id: specification(figure, ordered) for figure in [*of_all(rows), *_of_trainings(rows)]},
         "columns": [vars(column) for column in ranking.COLUMNS],
         "rows": ranking.cells(kinds),
         "details": [ranking.details(row) for row in ordered],

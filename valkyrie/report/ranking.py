@@ -13,7 +13,7 @@ from valkyrie.report.records import Group, Row
 from valkyrie.report.values import labels, short
 from valkyrie.sweep.names import without_place
 from valkyrie.sweep.noise import places
-from valkyrie.units import duration, memory
+from valkyrie.units import duration, memory, sent
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ COLUMNS = [
     Column("full", "of usable", "share", "peak memory over the memory of a device that a program can use"),
     Column("sent", "sent", "sent", "bytes that one device sends in a step"),
     Column("waiting", "waiting", "share", "share of the step in which a device waits for communication"),
+    Column("goodput", "goodput", "share", "share of a training's wall time, restarts included, in steps that count"),
+    Column("restarts", "restarts", "count", "how often a training was started again before it had ended"),
+    Column("data", "data wait", "share", "share of a training's steps in which devices waited for data"),
     Column("million", "$/Mtok", "dollars", "dollars for a million tokens, on demand"),
     Column("front", "Pareto front", "text", "no other layout of the same work is as fast with less memory"),
     Column("reason", "reason", "text", "why there is no speed"),
@@ -77,6 +80,9 @@ def cells(kinds: Mapping[Group, Sequence[Row]]) -> list[list[Any]]:
                     short(row.peak / row.usable if row.peak and row.usable else None, _DIGITS),
                     sum(row.sent.values()) if row.sent else None,
                     short(row.exposed_s / row.step_s if row.exposed_s is not None and row.step_s else None, _DIGITS),
+                    short(row.goodput.share if row.goodput else None, _DIGITS),
+                    row.goodput.restarts if row.goodput else None,
+                    short(row.data_wait, _DIGITS),
                     short(row.per_million, _DIGITS),
                     "memory" if row.id in light else "",
                     row.reason or "",
@@ -97,12 +103,22 @@ def details(row: Row) -> dict[str, Any]:
         "command": _arguments(row),
         "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory(size)}" for name, size in (memory_results.get("split") or {}).items()),
+        "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items()),
+        "goodput": row.goodput.describe() if row.goodput else None,
+        "steps": _steps(results),
         "reported": memory(peak) if (peak := memory_results.get("reported_peak")) else None,
         "compiled": duration(seconds) if (seconds := (results.get("compile") or {}).get("compile_s")) else None,
         "placement": results.get("placement") or None,
         "hints": (results.get("hints") or [])[:3] or None,
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def _steps(results: Mapping[str, Any]) -> str | None:
+    """Return how far a training is; None of what is none."""
+    if "finished" not in results:
+        return None
+    return f"{results['steps']:,}{'' if results['finished'] else ', not finished'}"
 
 
 def command(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""A trial as one flat row, from `trials.jsonl` and the trial's run folder alone."""
+"""A trial as one flat row, from `trials.jsonl` and the trial's run folder alone; a training, from its run folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.hardware import known_chips
+from valkyrie.report.trainings import TRAIN, find_trainings, training
 from valkyrie.report.varied import target_of, varied_of
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
 from valkyrie.tracking import bytes_by_axes
+from valkyrie.train.goodput import Goodput
 
 DEPTH = 2
 """How many folders below a given path a sweep is looked for."""
@@ -82,7 +84,8 @@ class Row:
 
     `peak` is the peak memory of one device, or what it would need where it does not fit; `seconds` are the parts of a
     step, of a measured one what its collectives took and the rest; `sent` the bytes that one device sends in a step, by
-    mesh axes; `price` the dollars of a chip in an hour, and
+    mesh axes; `goodput` what the wall time of a training went to, `data_wait` the share of its steps' time in which
+    devices waited for data; `price` the dollars of a chip in an hour, and
     `per_million` those of a million tokens, on demand. `source` is the folder of its sweep; `folder` its run
     folder where there is one.
     """
@@ -109,6 +112,8 @@ class Row:
     exposed_s: float | None
     price: float | None
     per_million: float | None
+    goodput: Goodput | None
+    data_wait: float | None
     reason: str | None
     folder: Path | None
 
@@ -128,6 +133,11 @@ class Row:
         return self.trial.status.value.replace("_", " ")
 
     @property
+    def is_training(self) -> bool:
+        """Whether it is a training of its own, in no sweep."""
+        return self.trial.stage == TRAIN and not self.trial.overrides
+
+    @property
     def sharding(self) -> str | None:
         """A name that rows of a model share where every array is split alike; None in a record without it."""
         return self.trial.about.get("sharding")
@@ -145,8 +155,12 @@ class Row:
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
     """Return the trials under these paths, sweep by sweep; ValueError where there is none, or a file is damaged."""
-    sweeps = {folder: TrialLog(folder).read() for folder in find_sweeps(paths)}
-    varied, rows = varied_of(sweeps), []
+    folders = find_sweeps(paths)
+    sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS).is_file()}
+    trainings = {folder: [training(folder)] for folder in folders if folder not in sweeps}
+    varied, rows = varied_of(sweeps | trainings), []
+    for folder, (one,) in trainings.items():
+        rows.append(row_of(one, folder.parent, _is_simulated(one, None), None, varied[folder, one.key]))
     for folder, trials in sweeps.items():
         simulated, devices = _by_kind(trials, "simulated"), _by_kind(trials, "devices")
         for trial in trials:
@@ -160,7 +174,10 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 
 
 def find_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Return the sweep folders that these paths are or hold, each once; ValueError says where there is none."""
+    """Return the folders of sweeps, and of trainings beside them, that these paths are or hold, each once.
+
+    ValueError says where there is none.
+    """
     folders: dict[Path, Path] = {}
     for path in paths:
         if not path.exists():
@@ -170,6 +187,7 @@ def find_sweeps(paths: Sequence[Path]) -> list[Path]:
         else:
             patterns = ("/".join(["*"] * depth + [TRIALS]) for depth in range(DEPTH + 1))
             sweeps = sorted(file.parent for pattern in patterns for file in path.glob(pattern))
+            sweeps += find_trainings(path, DEPTH, sweeps)
         if not sweeps:
             where = f"{path} is a file" if path.is_file() else f"no {TRIALS} in {path} or the folders in it"
             raise ValueError(f"{where}. {_ADVICE}")
@@ -178,7 +196,7 @@ def find_sweeps(paths: Sequence[Path]) -> list[Path]:
 
 
 _ADVICE = (
-    "A report is made of a sweep's folder, or of a folder of them, such as runs. "
+    "A report is made of a training's or a sweep's folder, or of a folder of them, such as runs. "
     "A sweep writes it: valkyrie-train -m mode=measure mesh=2x2x2,8x1x1 partition=fsdp,1d_tp"
 )
 
@@ -225,6 +243,8 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
         price=price,
         per_million=1e6 * price * chips / (3600 * rate) if price and chips and rate else None,
+        goodput=_goodput(results.get("goodput") or {}),
+        data_wait=_number((results.get("goodput") or {}).get("data_wait")),
         reason=_reason(trial),
         folder=run_folder if run_folder is not None and run_folder.is_dir() else None,
     )
@@ -239,6 +259,12 @@ def read_json(row: Row, name: str) -> dict[str, Any] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _goodput(told: dict[str, Any]) -> Goodput | None:
+    if not told:
+        return None
+    return Goodput(float(told["wall_s"]), _numbers(told["seconds"]), int(told["restarts"]))
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from valkyrie.report import values
+from valkyrie.train.goodput import KINDS
 
 Spec = dict[str, Any]
 
@@ -287,6 +288,11 @@ def part_colours(parts: Sequence[str]) -> list[str]:
     """Return the colours of parts of a step; waiting has that of the axes waited for."""
     named = {values.PART_NAMES[name]: PALETTE[colour] for name, colour in PART_COLOURS.items()}
     return [named.get(part) or axes_colour(values.axes_named(part) or part) for part in parts]
+
+
+def time_colours(kinds: Sequence[str]) -> list[str]:
+    """Return the colours of what wall time goes to, the same in every page."""
+    return [PALETTE[(2, 3, 1, 7, 5, 4, 6, 0, 8, 9)[list(KINDS.values()).index(kind)]] for kind in kinds]
 
 
 def axes_colours(parts: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from valkyrie.report.records import Row
 from valkyrie.report.values import labels
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.trial import Status
+from valkyrie.train.goodput import share_text, span
 from valkyrie.units import duration, memory, sent
 
 
@@ -83,6 +84,21 @@ def ranked(rows: Sequence[Row]) -> Table:
         for place, row in zip(places([row.trial for row in shown]), shown, strict=True)
     ]
     return Table("Ranked layouts", [*heads, Head("front")], body)
+
+
+def trained(rows: Sequence[Row]) -> Table:
+    """Return what became of the wall time of trainings, the longest first."""
+    heads = [Head("training"), *(Head(label, "number") for label in ("steps", "wall time", "goodput", "restarts"))]
+    heads += [Head("data wait", "number"), Head("sent in a step", "number"), Head("the rest of the time", "work")]
+    shown = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
+    body = [
+        [Cell(row.trial.name), Cell(f"{row.trial.results.get('steps', 0):,}"), Cell(span(spent.wall_s))]
+        + [Cell("" if spent.share is None else share_text(spent.share)), Cell(str(spent.restarts))]
+        + [Cell("" if row.data_wait is None else share_text(row.data_wait))]
+        + [Cell(sent(sum(row.sent.values())) if row.sent else "nothing"), Cell(spent.rest())]
+        for row, spent in shown
+    ]
+    return Table("What the time of trainings went to", heads, body)
 
 
 def has_results(row: Row) -> bool:

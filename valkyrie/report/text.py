@@ -38,6 +38,9 @@ _CSV = {
     "usable_bytes": lambda r: r.usable,
     "sent_bytes": lambda r: sum(r.sent.values()) if r.sent else None,
     "exposed_s": lambda r: r.exposed_s,
+    "goodput": lambda r: r.goodput.share if r.goodput else None,
+    "restarts": lambda r: r.goodput.restarts if r.goodput else None,
+    "data_wait": lambda r: r.data_wait,
     "dollars_per_million_tokens": lambda r: r.per_million,
     "reason": lambda r: r.reason,
 }
@@ -70,6 +73,9 @@ def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> st
     if comparison is not None:
         table = tables.compared(comparison)
         lines += [f"## {table.caption}", "", comparison.summary, "", *(table.markdown() if table.rows else []), ""]
+    if tables.trained(rows).rows:
+        table = tables.trained(rows)
+        lines += [f"## {table.caption}", "", *table.markdown(), ""]
     without = refusals(rows)
     if without:
         lines += ["## Without a result", ""]

@@ -10,6 +10,7 @@ from valkyrie.machine.timeline import COPIES
 from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
 from valkyrie.report.records import COLLECTIVES, REST, Row
 from valkyrie.sweep.trial import Status
+from valkyrie.train.goodput import KINDS
 from valkyrie.units import duration, percent
 from valkyrie.units import memory as memory_text
 
@@ -28,6 +29,7 @@ PART_NAMES = {
 """Words for the parts of a step."""
 BY_AXES = {"exposed ": "waiting for ", f"{COLLECTIVES} ": "collectives over "}
 """Words that stand before the mesh axes of exposed communication, and of measured collectives."""
+_LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 FAR = 4
 """Beyond this multiple of the largest peak, the usable memory is not drawn."""
 
@@ -176,6 +178,17 @@ def sent(rows: Sequence[Row]) -> Values:
     unit, scale = ("GB", 1e-9) if largest >= 1e9 else ("MB", 1e-6) if largest >= 1e6 else ("kB", 1e-3)
     taken = [(row, row.sent, sum(row.sent.values()) or 1.0) for row in shown]
     return _stacked(labels(rows), taken, order, {}, unit, scale)
+
+
+def wall_times(rows: Sequence[Row]) -> Values:
+    """Return what the wall time of trainings went to, the longest first, by their names where these differ."""
+    spent = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
+    spent = sorted(spent, key=lambda one: -one[2])[:BARS]
+    names = {row.id: row.trial.name for row, *_ in spent}
+    named = names if len(set(names.values())) == len(names) else labels(rows)
+    longest = max((wall_s for *_, wall_s in spent), default=0.0)
+    unit, scale = next(one for one in _LONG_UNITS if longest * one[1] >= 2 or one[0] == "s")
+    return _stacked(named, spent, list(KINDS), KINDS, unit, scale)
 
 
 def pairs(rows: Sequence[Row]) -> Values:

@@ -169,6 +169,8 @@ def _panels() -> tuple[list[Any], list[Any], list[Any], list[Any]]:
             bars("tokens/s per layout", "tokens_per_second"),
             bars("milliseconds of a step", "step_ms"),
             bars("MFU", "mfu"),
+            bars("goodput: share of a training's wall time in steps that count", "goodput"),
+            bars("share of a training's steps in which devices wait for data", "data_wait"),
         ],
         [
             wr.ScatterPlot(

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.compiled.collectives import communication, traffic
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.communication import communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.modes import MeasuredData
 from valkyrie.parallel.mesh import build_mesh

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.compiled.collectives import communication
+from valkyrie.compiled.communication import communication
 from valkyrie.hardware import usable_hbm
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled

@@ -12,7 +12,8 @@ from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.modes import Mode
 from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial
-from valkyrie.tracking import read_metrics
+from valkyrie.tracking import read_metrics, sent_over
+from valkyrie.train.goodput import read_goodput
 from valkyrie.train.room import out_of_memory
 from valkyrie.units import GIB
 
@@ -92,23 +93,33 @@ def kept_results(summary: dict[str, Any]) -> dict[str, Any]:
 def training_results(metrics: Path) -> dict[str, Any]:
     """Return rates, memory and losses of a training; of one in several parts, the last part's that has any.
 
-    Keys: `step` and `memory` as in `measure.json`, `loss`, `eval_loss`, `compile`, `simulated`.
+    Keys: `step`, `memory` and `communication` as in `measure.json`, `loss`, `eval_loss`, `compile`, `simulated`,
+    `steps` (the last one), `finished`, and `goodput`: its `share`, `wall_s`, `seconds` by kind, `restarts`,
+    `data_wait`. A training that did not come to an end has the rates of its last record.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
     for record in records:
         summary |= {k: v for k, v in record.get("summary", {}).items() if v is not None}
-    losses = [record["loss"] for record in records if "loss" in record]
+    steps = [record for record in records if "loss" in record]
+    last = steps[-1] if steps else {}
+    finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))
+    known = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
     rates = ("tokens_per_second", "tokens_per_second_per_chip", "mfu", "first_step_s", "step_s")
-    step = {key: summary[key] for key in rates if key in summary}
-    if "step_p90_s" in summary:
-        step["p90_s"] = summary["step_p90_s"]
-    results = {key: summary[key] for key in ("simulated", "eval_loss", "steps") if key in summary}
+    step = {key: known[key] for key in rates if key in known}
+    if "step_p90_s" in known:
+        step["p90_s"] = known["step_p90_s"]
+    results = {key: summary[key] for key in ("simulated", "eval_loss") if key in summary}
+    results |= {"steps": known.get("steps", last.get("step", 0)), "finished": finished}
     if "compile_s" in summary:
         results["compile"] = {"compile_s": summary["compile_s"]}
     if "hbm_gib" in summary:
         results["memory"] = {"peak": round(summary["hbm_gib"] * GIB)}
-    return results | ({"step": step} if step else {}) | ({"loss": losses[-1]} if losses else {})
+    if "comm_bytes/total" in summary:
+        results["communication"] = sent_over(summary)
+    if (spent := read_goodput(metrics.parent)) is not None and spent.share is not None:
+        results["goodput"] = {"share": spent.share, **spent._asdict(), "data_wait": known.get("data_wait")}
+    return results | ({"step": step} if step else {}) | ({"loss": last["loss"]} if last else {})
 
 
 def objective(trial: Trial) -> float:

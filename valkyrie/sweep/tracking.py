@@ -200,8 +200,10 @@ def summary_of(trial: Trial) -> dict[str, Any]:
     """Return what a trial came to, flat, without what is unknown.
 
     `hbm_gib` is the peak of one device as the compiler counts it, of a layout that does not fit what it would need;
-    `comm_bytes/<axes>` what one device sends in a step over those mesh axes.
+    `comm_bytes/<axes>` what one device sends in a step over those mesh axes; of a training also `goodput`, `restarts`
+    and `data_wait`, as its own run has them.
     """
+    spent = trial.results.get("goodput", {})
     memory, sent = trial.results.get("memory", {}), trial.results.get("communication", {})
     peak = memory.get("peak", memory.get("needed"))
     summary = {
@@ -214,6 +216,9 @@ def summary_of(trial: Trial) -> dict[str, Any]:
         "hbm_gib": None if peak is None else peak / GIB,
         "loss": trial.results.get("loss"),
         **comm_bytes(sent),
+        "goodput": spent.get("share"),
+        "restarts": spent.get("restarts"),
+        "data_wait": spent.get("data_wait"),
     }
     return {key: value for key, value in summary.items() if value is not None}
 

@@ -55,7 +55,7 @@ class Trial:
 
     `results` are the numbers of the mode: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
     `seconds`, `communication` without its causes, `placement`, `compile`, `devices`, `simulated`, `loss`, `hints`; of
-    a training run `step` and `loss`. Empty where there is no result.
+    a training those of `results.training_results`. Empty where there is no result.
     """
 
     key: str
@@ -149,7 +149,7 @@ _INNER: dict[str, Any] = {
     **{f"about.{key}": _TEXT for key in ("model", "layout", "mesh", "partition", "target", "described", "chip")},
     **{f"about.{key}": _NUMBER for key in ("batch", "seq", "chips", "microbatches")},
     **{f"about.{key}": _NUMBERS | None for key in ("axes", "degrees")},
-    **{f"results.{key}": dict[str, Any] for key in ("step", "memory", "communication", "compile")},
+    **{f"results.{key}": dict[str, Any] for key in ("step", "memory", "communication", "compile", "goodput")},
     **{f"results.step.{key}": _NUMBER for key in (*_OF_STEP, "executed_flops")},
     "results.step.tokens_per_dollar": dict[str, _NUMBER] | None,
     **{f"results.memory.{key}": _NUMBER for key in ("peak", "needed", "usable", "reported_peak")},
@@ -159,6 +159,8 @@ _INNER: dict[str, Any] = {
     "results.communication.collective_s": dict[str, _NUMBERS] | None,
     "results.communication.exposed_s": _NUMBER,
     "results.compile.compile_s": _NUMBER,
+    **{f"results.goodput.{key}": _NUMBER for key in ("share", "wall_s", "restarts", "data_wait")},
+    "results.goodput.seconds": _NUMBERS,
     **{f"results.{key}": _NUMBER for key in ("loss", "eval_loss", "parameters")},
     **{f"results.{key}": list[str] | None for key in ("hints", "placement")},
 }

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from valkyrie.compiled.collectives import communication, traffic
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.communication import communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.parallel.sharding import AnyMesh
 from valkyrie.run import Debug

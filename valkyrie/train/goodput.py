@@ -106,11 +106,16 @@ class Goodput(NamedTuple):
         """Return it in one line: the share, of how long, and what the rest went to, most first."""
         if self.share is None:
             return "goodput is not known yet"
-        rest = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps"]
-        listed = [f"{name} {_percent(share)}" for share, name in sorted(rest, reverse=True) if share > _WORTH_SAYING]
-        restarts = f"{self.restarts} restart{'s' * (self.restarts > 1)}"
-        parts = [*([restarts] if self.restarts else []), *([f"the rest: {', '.join(listed)}"] if listed else [])]
-        return "; ".join([f"goodput {_percent(self.share)} of {span(self.wall_s)}", *parts])
+        restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
+        rest = [f"the rest: {rest}"] if (rest := self.rest()) else []
+        return "; ".join([f"goodput {share_text(self.share)} of {span(self.wall_s)}", *restarts, *rest])
+
+    def rest(self) -> str:
+        """Return what the time went to that is no goodput, as shares of the wall time, most first."""
+        shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
+        return ", ".join(
+            f"{name} {share_text(share)}" for share, name in sorted(shares, reverse=True) if share > _WORTH_SAYING
+        )
 
 
 def goodput(starts: Sequence[Start]) -> Goodput | None:
@@ -237,5 +242,6 @@ def span(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _percent(share: float) -> str:
+def share_text(share: float) -> str:
+    """Return a share in percents, small ones with a digit after the point."""
     return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.checkpoint import kept_checkpoints
 from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.run import Run, RunConfig
+from valkyrie.tracking import bytes_by_axes, sent_over
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.folder import command_name, run_folder
 from valkyrie.train.goodput import read_goodput
@@ -171,9 +172,9 @@ def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None
     if summary["mfu"] is not None:
         parts.append(f"MFU {100 * summary['mfu']:.1f}% of {devices.chip.name if devices.chip else ''} peak")
     console.print(", ".join(parts))
-    over = {key.removeprefix("comm_bytes/"): size for key, size in summary.items() if key.startswith("comm_bytes/")}
-    if total := over.pop("total", 0):
-        listed = ", ".join(f"{axes} {sent(size)}" for axes, size in over.items())
+    communication = sent_over(summary)
+    if total := communication["bytes"]:
+        listed = ", ".join(f"{axes} {sent(size)}" for axes, size in bytes_by_axes(communication).items())
         console.print(f"a device sends {sent(total)} in a step, by mesh axes: {listed}")
 
 

@@ -154,6 +154,7 @@
     seen: "speed is", status: "status", reason: "reason", per_chip: "tokens/s/chip", step: "step", peak: "peak memory",
     roles: "role of each mesh axis", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
     memory: "memory by use", reported: "peak the devices report", compiled: "compiled in", placement: "placement on the torus", hints: "hints",
+    sent: "sent by a device in a step", goodput: "wall time", steps: "steps",
   };
   const textAt = (place) => (Array.isArray(place) ? place.map(textAt) : data.texts[place]);
   const fact = (name, value) => {

@@ -1,0 +1,64 @@
+"""Trainings that belong to no sweep, as trials, from their run folders alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from valkyrie.modes import MODES
+from valkyrie.sweep.results import training_results
+from valkyrie.sweep.trial import Status, Trial
+
+TRAIN, _SETTINGS = "train", "run"
+_METRICS = MODES[TRAIN].results or ""
+
+
+def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
+    """Return the run folders of trainings that a path is or holds, up to so many folders below, not in these sweeps."""
+    own = {folder.resolve() for folder in sweeps}
+    patterns = ("/".join(["*"] * below + [_METRICS]) for below in range(depth + 1))
+    folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))
+    return [f for f in folders if (f / f"{_SETTINGS}.yaml").is_file() and not own & {f.resolve(), *f.resolve().parents}]
+
+
+def training(folder: Path) -> Trial:
+    """Return the training of a run folder as a trial of its own; of one whose settings cannot be read, why."""
+    from valkyrie.run import Run  # a report of sweeps alone composes nothing
+    from valkyrie.train.folder import saved_config
+
+    try:
+        run = Run.from_config(saved_config(folder))
+        about, values = run.about(), run.values()
+    except ValueError as error:
+        return _trial(folder, Status.failed, str(error), {}, {})
+    results = training_results(folder / _METRICS)
+    reason = None if results.get("step") else "it has no finished step yet"
+    return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
+
+
+def _trial(
+    folder: Path,
+    status: Status,
+    reason: str | None,
+    about: dict[str, Any],
+    values: dict[str, str],
+    results: dict[str, Any] | None = None,
+) -> Trial:
+    place = folder.resolve()
+    return Trial(
+        key=f"{TRAIN}:{place}",
+        name=place.name,
+        sweep=place.name,
+        stage=TRAIN,
+        status=status,
+        reason=reason,
+        overrides=[],
+        about=about,
+        started="",
+        wall_s=(results or {}).get("goodput", {}).get("wall_s", 0.0),
+        folder=place.name,
+        results=results or {},
+        values=values,
+        flags=["--config-path", str(place), "--config-name", _SETTINGS],
+    )
