@@ -223,17 +223,16 @@ def make_loader(
             raise ValueError(f"{name}={value}: use 1 or more.")
     stream = open_split(prepared, split)
     targets = len(stream) - 1
-    if repeat:
-        rows = targets // seq
-        _check_enough(stream, rows, batch, seq)
-    else:
-        rows = -(-targets // (seq * batch)) * batch
+    rows = check_enough(prepared, split, batch, seq) if repeat else -(-targets // (seq * batch)) * batch
     return Loader(stream, rows, _places(batch, places), batch, seq, seed, repeat)
 
 
-def _check_enough(stream: TokenStream, rows: int, batch: int, seq: int) -> None:
-    has = f"data={stream.prepared.name} has {len(stream):,} tokens in its {stream.name} split"
-    targets = len(stream) - 1
+def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
+    """Return the rows of `seq` tokens that a split has; ValueError, with the numbers, if they are not one batch."""
+    tokens = prepared.split(split).tokens
+    has = f"data={prepared.name} has {tokens:,} tokens in its {split} split"
+    targets = tokens - 1
+    rows = targets // seq
     if rows < 1:
         raise ValueError(f"{has}: too few for one row of seq={seq}. Use seq<={targets}, or more text.")
     if rows < batch:
@@ -241,6 +240,7 @@ def _check_enough(stream: TokenStream, rows: int, batch: int, seq: int) -> None:
         raise ValueError(
             f"{has}: {rows:,} rows of seq={seq}, fewer than batch={batch}. Use batch<={rows}{shorter}, or more text."
         )
+    return rows
 
 
 def _places(batch: int, places: Sequence[int] | None) -> np.ndarray:

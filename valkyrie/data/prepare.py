@@ -49,11 +49,9 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
         return ready
     if problems := config.problems():
         raise ValueError("\n".join(problems))
-    listing = list_source(config)
+    listing, cache = list_source(config), Path(config.cache_dir).expanduser()
     key = _cache_key(config, listing, tokenizer)
-    cache = Path(config.cache_dir).expanduser()
-    slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{config.name}-{Path(tokenizer).name}")
-    final = cache / f"{slug}-{key[:16]}"
+    final = cache / _folder_name(config, tokenizer, key)
     if final.is_dir():
         return open_prepared(final)
     if trouble := cache_trouble(cache, _elsewhere(cache)):
@@ -77,6 +75,23 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return open_prepared(final)
+
+
+def find_prepared(config: DataConfig, tokenizer: str) -> Prepared | None:
+    """Return the dataset as token shards where it is prepared already, else None; ValueError as `prepare` has them."""
+    ready = _given_directory(config, tokenizer)
+    if ready is not None:
+        return ready
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
+    key = _cache_key(config, list_source(config), tokenizer)
+    final = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
+    return open_prepared(final) if final.is_dir() else None
+
+
+def _folder_name(config: DataConfig, tokenizer: str, key: str) -> str:
+    slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{config.name}-{Path(tokenizer).name}")
+    return f"{slug}-{key[:16]}"
 
 
 def _elsewhere(cache: Path) -> str:

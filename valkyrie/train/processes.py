@@ -41,16 +41,31 @@ def together(run: Run) -> Iterator[Team]:
     if team is None:
         yield ALONE
         return
-    with _ends_all(team):
-        team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
-        team.agree("configuration", _compared(run))
-        if team.leads:
-            _only_python_prints()
-        else:
-            _print_to(Path(os.devnull))
+    with ends_all(team):
+        agree_on_versions(team)
+        agree_on_configuration(team, run)
+        only_first_prints(team)
         start_jax(config, team.place)
         yield team
         team.finish()
+
+
+def agree_on_versions(team: Team) -> None:
+    """Check that all processes run the same code; ValueError names the package that differs."""
+    team.agree("versions", versions() | {"the source of valkyrie": source_digest("")[:12]})
+
+
+def agree_on_configuration(team: Team, run: Run) -> None:
+    """Check that all processes have the same settings; ValueError names the key that differs."""
+    team.agree("configuration", _compared(run))
+
+
+def only_first_prints(team: Team) -> None:
+    """Keep off the screen what processes but the first print, and what libraries print without Python."""
+    if team.leads:
+        _only_python_prints()
+    else:
+        _print_to(Path(os.devnull))
 
 
 def check_shared(team: Team, folder: Path) -> None:
@@ -87,7 +102,7 @@ def _compared(run: Run) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _ends_all(team: Team) -> Iterator[None]:
+def ends_all(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
     """End the process at an error, after the others were told: JAX's own end would wait for them."""
     try:
         yield
@@ -97,17 +112,16 @@ def _ends_all(team: Team) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        _end(team, 2, explain(error, []), say=True)
+        who = "" if team.leads else f"process {team.index}: "
+        print(f"{command}: {who}{explain(error, [])}", file=sys.stderr)
+        _end(team, 2, explain(error, []))
     except BaseException as error:
         time.sleep(_NEWS_S)
         traceback.print_exc()
         _end(team, 1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
 
 
-def _end(team: Team, status: int, reason: str, *, say: bool = False) -> None:
-    if say:
-        who = "" if team.leads else f"process {team.index}: "
-        print(f"valkyrie-train: {who}{reason}", file=sys.stderr)
+def _end(team: Team, status: int, reason: str) -> None:
     team.fail(status, reason)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

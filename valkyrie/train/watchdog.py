@@ -22,6 +22,7 @@ STEPS = 20
 """A step that takes so many times the median of those before it hangs, if it also takes longer than the limit."""
 FIRST_S = 1800.0
 """Seconds that the first step has at least: devices connect, kernels are tuned, caches are cold."""
+_REMEDY = "Started again, it goes on from its newest checkpoint; distributed.step_timeout_s is the limit."
 _REMEMBERED = 50
 _WRITE_S = 5.0
 """Seconds that the stacks may take to be written: the disk may be what hangs."""
@@ -31,9 +32,9 @@ class Watchdog:
     """A context in which a thread ends the process, with status 69, when no step of a training finishes any more.
 
     `limit_s` are the seconds that a step may take; a longer time is allowed to the first, and where steps are slow
-    anyway (`FIRST_S`, `STEPS`). None: nothing is watched. What comes between `resting` and the next `step` may take as
+    anyway (`first_s`, `STEPS`). None: nothing is watched. What comes between `resting` and the next `step` may take as
     long as it does. All processes of the `team` are told, and each prints the stacks of its threads to its standard
-    error; into `log` too, where one is given.
+    error; into `log` too, where one is given. `remedy` is said at the end.
     """
 
     def __init__(
@@ -42,10 +43,13 @@ class Watchdog:
         team: Team = ALONE,
         log: Path | None = None,
         *,
+        first_s: float = FIRST_S,
+        remedy: str = _REMEDY,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._limit_s, self._team, self._log, self._clock, self._end = limit_s, team, log, clock, end
+        self._first_s, self._remedy = first_s, remedy
         self._taken: deque[float] = deque(maxlen=_REMEMBERED)
         self._now: tuple[int, float] | None = None
         self._looked, self._seen, self._waited = clock(), self._now, 0.0
@@ -111,7 +115,7 @@ class Watchdog:
         assert self._limit_s is not None
         taken = tuple(self._taken)
         if len(taken) < 2:  # the metrics of a step are read while the next one runs
-            return max(self._limit_s, FIRST_S)
+            return max(self._limit_s, self._first_s)
         return max(self._limit_s, STEPS * statistics.median(taken))
 
     def _watch(self) -> None:
@@ -127,8 +131,7 @@ class Watchdog:
         if self._team.count > 1 and self._team.leads:
             time.sleep(NEWS_S)
         with contextlib.suppress(OSError):
-            again = "Started again, it goes on from its newest checkpoint; distributed.step_timeout_s is the limit"
-            os.write(2, f"valkyrie-train: {who}{line}. {again}.\n".encode())
+            os.write(2, f"valkyrie-train: {who}{line}. {self._remedy}\n".encode())
         self._end(LOST)
 
     def _write(self, head: str) -> None:

@@ -1,0 +1,86 @@
+"""The dry run of valkyrie-doctor on simulated devices: what is fine, a NaN, a copy that differs, a wrong sum."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from helpers import compose_run
+from runs import TINY
+from valkyrie.doctor import dry_run
+from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.team import ALONE
+from valkyrie.train.devices import Devices
+
+
+def simulated() -> Devices:
+    """The devices of the tests."""
+    return Devices(tuple(jax.devices()), "cpu", None, simulated=True)
+
+
+def dry(*overrides: str) -> dict[str, Finding]:
+    """What a dry run of three steps finds, by check."""
+    run = compose_run(*TINY, *overrides)
+    return {found.check: found for part in dry_run.dry_run(run, simulated(), 3, ALONE) for found in part}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "partition", "axes"),
+    [("1x2x1", "dp", "y"), pytest.param("2x2x2", "2d_tp_fsdp", "xyz", marks=pytest.mark.slow)],
+)
+def test_a_dry_run_that_is_fine(mesh: str, partition: str, axes: str):
+    found = dry(f"mesh={mesh}", f"partition={partition}")
+    assert set(found) == {*(f"axis {axis}" for axis in axes), "compile", "steps", "replicas"}
+    assert {finding.verdict for finding in found.values()} == {FINE}
+    assert found["axis y"].text.startswith("a sum over y=2 takes ") and found["axis y"].text.endswith(" ms simulated")
+    assert found["steps"].text.startswith("3 of 3 with finite loss and gradients: loss 5.")
+    assert "parameters have copies, equal bit for bit" in found["replicas"].text
+
+
+@pytest.mark.slow
+def test_a_nan_is_found_with_its_step():
+    found = dry("mesh=2x2x2", "partition=fsdp", "optimizer.learning_rate=1e30", "optimizer.clip_norm=null")["steps"]
+    assert found.verdict == FAILS and found.text.startswith(("step 2: loss", "step 3: loss")) and "nan" in found.text
+
+
+def copies(of_devices: list[float]) -> jax.Array:
+    """An array of two numbers that is said to be replicated, with values of its own on each device."""
+    mesh = jax.make_mesh((len(of_devices),), ("x",), devices=jax.devices()[: len(of_devices)])
+    parts = [jax.device_put(np.full(2, v, np.float32), d) for v, d in zip(of_devices, jax.devices(), strict=False)]
+    return jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, PartitionSpec()), parts)
+
+
+def test_a_copy_that_differs_is_found_with_its_device():
+    same = copies([1.0, 1.0, 1.0, 1.0])
+    assert dry_run.equal_replicas({"a": same}, ALONE).verdict == FINE
+    found = dry_run.equal_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
+    assert (found.verdict, found.text) == (FAILS, "b differs on device 2 from its copies on the others")
+    assert dry_run.equal_replicas({"a": copies([float("nan")] * 4)}, ALONE).verdict == FINE
+
+
+def test_parts_of_one_array_are_no_copies():
+    mesh = jax.make_mesh((8,), ("x",))
+    array = jax.device_put(np.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
+    assert dry_run.equal_replicas({"a": array}, ALONE).text == "no parameter lies on several devices"
+
+
+def test_a_sum_that_is_wrong_or_slow_is_found(monkeypatch: pytest.MonkeyPatch):
+    mesh = build_mesh(compose_run(*TINY, "mesh=2x1x1").config.mesh, jax.devices())
+    monkeypatch.setattr(dry_run, "_summed", lambda mesh, axis: (0.2, True))
+    assert [f.verdict for f in dry_run.latencies(mesh, False)] == [WARNING]
+    assert [f.verdict for f in dry_run.latencies(mesh, True)] == [FINE]
+    monkeypatch.setattr(dry_run, "_summed", lambda mesh, axis: (0.001, False))
+    assert dry_run.latencies(mesh, True)[0].text == "a sum of ones over x=2 is not 2"
+
+
+def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("valkyrie.train.room.free_memory", lambda: 1000)
+    run = compose_run(*TINY, "mesh=2x1x1", "partition=dp")
+    parts = dry_run.dry_run(run, simulated(), 3, ALONE)
+    next(parts)
+    (found,) = next(parts)
+    parts.close()
+    assert (found.check, found.verdict) == ("memory", FAILS) and "parameters, optimizer state" in found.text

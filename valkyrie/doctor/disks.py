@@ -1,0 +1,152 @@
+"""What a run writes and reads: its folder, checkpoints, compiled programs, data, the key of W&B. Imports no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import netrc
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlparse
+
+from valkyrie.data.loader import check_enough
+from valkyrie.data.prepare import find_prepared
+from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
+from valkyrie.doctor.size import state_bytes
+from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
+from valkyrie.run import Run
+from valkyrie.team import Team
+from valkyrie.tracking import WandbMode, resolve
+from valkyrie.units import memory
+
+CLOCK_S = 2.0
+"""By so many seconds may the clock of a disk, or of another host, be off without a word."""
+_EPOCHS = 4
+_KEY_LENGTH = 40
+
+
+def run_folder(run: Run) -> list[Finding]:
+    """Return whether `runs` can be written, and whether its disk's clock is this host's."""
+    runs = Path(run.config.runs)
+    try:
+        with _made(runs), writing(runs), tempfile.NamedTemporaryFile(dir=runs, prefix=".doctor-") as probe:
+            before = time.time()
+            probe.write(b"x")
+            probe.flush()
+            off = os.fstat(probe.fileno()).st_mtime - before
+    except DiskError as error:
+        return [Finding("run folder", FAILS, str(error))]
+    findings = [Finding("run folder", FINE, f"runs={runs} can be written")]
+    if abs(off) > CLOCK_S:
+        text = f"files in runs={runs} are dated {off:+.0f} s off the clock of this host"
+        return [*findings, Finding("clock", WARNING, text, "Let both keep the time: timedatectl, chrony.")]
+    return [*findings, Finding("clock", FINE, "that of the disk of runs= is this host's")]
+
+
+def disk_space(run: Run, free: int | None = None) -> Finding:
+    """Return whether the disk of `runs` has room for the checkpoints; `free` bytes are asked of it if None."""
+    runs, keep = Path(run.config.runs), run.config.checkpoint.keep
+    free = shutil.disk_usage(_existing(runs)).free if free is None else free
+    size = state_bytes(run)
+    needed = (keep + 1) * size
+    text = f"{memory(free)} free in runs={runs}; a checkpoint is {memory(size)}, {keep} are kept while one is written"
+    if needed > free:
+        return Finding("disk space", FAILS, text, f"Free {memory(needed - free)}, or write elsewhere with runs=DIR.")
+    if needed > free / 2:
+        return Finding("disk space", WARNING, text, "That is more than half of what is free.")
+    return Finding("disk space", FINE, text)
+
+
+def compile_cache() -> Finding:
+    """Return whether compiled programs can be kept for the next start."""
+    folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_root() / "xla")
+    if "://" in str(folder):
+        return Finding("compile cache", FINE, f"{folder}, which is not looked at")
+    key = "JAX_COMPILATION_CACHE_DIR=DIR" if "JAX_COMPILATION_CACHE_DIR" in os.environ else "VALKYRIE_CACHE=DIR"
+    if trouble := cache_trouble(folder, key):
+        return Finding("compile cache", WARNING, f"every start compiles anew: {trouble}")
+    return Finding("compile cache", FINE, str(folder))
+
+
+def data(run: Run) -> Finding:
+    """Return whether the training data is there, and is enough for a batch."""
+    config = run.config
+    try:
+        prepared = find_prepared(config.data, run.tokenizer)
+        if prepared is None:
+            later = f"data={config.data.name} is not prepared yet: process 0 does so at the start"
+            return Finding("data", FINE, f"{later}, or valkyrie-data prepare before it")
+        rows = check_enough(prepared, "train", config.batch, config.seq)
+    except (ValueError, OSError) as error:
+        return Finding("data", FAILS, str(error))
+    shards, epochs = len(prepared.train.shards), config.steps * config.batch / rows
+    text = f"{prepared.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({prepared.content[:12]})"
+    text += f"; steps={config.steps} see them {epochs:.2g} times"
+    if epochs > _EPOCHS:
+        return Finding("data", WARNING, text, "Use more text, or fewer steps=, lest the model learns them by heart.")
+    return Finding("data", FINE, text)
+
+
+def tracking(run: Run) -> Finding:
+    """Return whether W&B has a key where it wants one; the network is not asked."""
+    wanted = run.config.tracking.wandb
+    mode, key = resolve(wanted), os.environ.get("WANDB_API_KEY") or ""
+    if mode is WandbMode.off:
+        return Finding("W&B", FINE, "off")
+    if mode is WandbMode.offline:
+        if not key and wanted is WandbMode.auto and _key_in_netrc():
+            text = "offline: `wandb login` has left a key, and WANDB_API_KEY is not set"
+            return Finding("W&B", WARNING, text, "tracking.wandb=online uses that key.")
+        return Finding("W&B", FINE, "offline; `wandb sync` uploads it later, WANDB_API_KEY at once")
+    key = key or _key_in_netrc()
+    if not key:
+        return Finding("W&B", WARNING, "online, and there is no key", "Set WANDB_API_KEY, or run `wandb login`.")
+    if len(key.rpartition("-")[2]) < _KEY_LENGTH:
+        text = f"the key has {len(key)} signs, and W&B's have {_KEY_LENGTH} or more"
+        return Finding("W&B", WARNING, text, "Copy it again from https://wandb.ai/authorize")
+    return Finding("W&B", FINE, "online, with a key; whether the server takes it is not asked")
+
+
+def _key_in_netrc() -> str:
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        found = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+        return (found[2] or "") if found else ""
+    return ""
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Have a folder inside; what of it was not there before is gone afterwards."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):  # another process may have written there meanwhile
+                path.rmdir()
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+@contextlib.contextmanager
+def seen_by_all(run: Run, team: Team) -> Iterator[bool | None]:
+    """Give whether this process sees a file that process 0 has in `runs` meanwhile; None where it cannot write one."""
+    runs = Path(run.config.runs)
+    with contextlib.ExitStack() as stack:
+        name = None
+        if team.leads:
+            with contextlib.suppress(OSError):
+                stack.enter_context(_made(runs))
+                name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=runs, prefix=".doctor-")).name).name
+        told = team.exchange("probe", name)[0]
+        sees = None if told is None else (runs / told).exists()
+        team.wait("probe seen")
+        yield sees
