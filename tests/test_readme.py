@@ -22,6 +22,7 @@ from sweeps import play
 from test_compile_tpu import compile_command
 from test_folder import make_run
 from valkyrie.cli.data import _parser as data_parser
+from valkyrie.cli.doctor import _parser as doctor_parser
 from valkyrie.cli.launch import split as split_launch
 from valkyrie.cli.parser import without_comment
 from valkyrie.cli.predict import _parser as predict_parser
@@ -40,7 +41,7 @@ SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", WITHOUT_LISTINGS, 
 TYPED = [
     m[1]
     for m in re.finditer(
-        r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict|launch)(?: .*)?)$", FENCED, re.MULTILINE
+        r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict|launch|doctor)(?: .*)?)$", FENCED, re.MULTILINE
     )
 ]
 WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span]
@@ -92,7 +93,16 @@ def test_what_is_launched_composes(command: Any, line: str):
     assert devices is None or composed.run.config.mesh.size == devices * options.slices
 
 
-OTHERS = [line for line in TYPED + WITHIN if not line.startswith(("valkyrie-train", "valkyrie-launch"))]
+@pytest.mark.parametrize("line", [line for line in TYPED + WITHIN if line.startswith("valkyrie-doctor ")])
+def test_what_the_doctor_is_asked_composes(command: Any, line: str):
+    _, overrides = doctor_parser().parse_known_args(arguments_of(line))
+    composed = command(*overrides)
+    assert (composed.status, composed.err) == (0, "") and composed.run is not None
+
+
+OTHERS = [
+    line for line in TYPED + WITHIN if not line.startswith(("valkyrie-train", "valkyrie-launch", "valkyrie-doctor"))
+]
 
 
 @pytest.mark.parametrize("line", OTHERS)
