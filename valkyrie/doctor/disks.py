@@ -48,7 +48,8 @@ def run_folder(run: Run) -> list[Finding]:
 
 def disk_space(run: Run, free: int | None = None) -> Finding:
     """Return whether the disk of `runs` has room for the checkpoints; `free` bytes are asked of it if None."""
-    runs, keep = Path(run.config.runs), run.config.checkpoint.keep
+    runs, config = Path(run.config.runs), run.config.checkpoint
+    keep = config.keep + config.keep_best
     free = shutil.disk_usage(_existing(runs)).free if free is None else free
     size = state_bytes(run)
     needed = (keep + 1) * size
@@ -58,6 +59,27 @@ def disk_space(run: Run, free: int | None = None) -> Finding:
     if needed > free / 2:
         return Finding("disk space", WARNING, text, "That is more than half of what is free.")
     return Finding("disk space", FINE, text)
+
+
+def fast_disk_space(run: Run, processes: int, free: int | None = None) -> list[Finding]:
+    """Return whether this host has room for its part of the fast checkpoints; nothing where there are none.
+
+    A process keeps what its devices hold: its share of the state at least, all of it at most. `free` bytes are asked
+    of the disk if None.
+    """
+    fast, size = run.config.checkpoint.fast, state_bytes(run)
+    if fast.every is None:
+        return []
+    folder = Path(fast.folder or tempfile.gettempdir())
+    free = shutil.disk_usage(_existing(folder)).free if free is None else free
+    most = (fast.keep + 1) * size
+    least = most // processes
+    of = memory(most) if processes == 1 else f"{memory(least)} to {memory(most)}"
+    text = f"{memory(free)} free in {folder}; fast checkpoints take {of}"
+    if least > free:
+        remedy = "Use checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
+        return [Finding("fast disk space", FAILS, text, remedy)]
+    return [Finding("fast disk space", WARNING if most > free else FINE, text)]
 
 
 def compile_cache() -> Finding:

@@ -59,7 +59,8 @@ def _of_this_host(run: Run, processes: int) -> list[Finding]:
     findings += host.holders()
     findings += [versions_fit(run), host.host_memory(run, processes), host.open_files(processes)]
     findings += disks.run_folder(run)
-    return [*findings, disks.disk_space(run), disks.compile_cache(), disks.data(run), disks.tracking(run)]
+    findings += [disks.disk_space(run), *disks.fast_disk_space(run, processes)]
+    return [*findings, disks.compile_cache(), disks.data(run), disks.tracking(run)]
 
 
 def _before_the_others(console: Console, own: list[Finding]) -> int:
