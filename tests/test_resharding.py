@@ -1,0 +1,75 @@
+"""A checkpoint saved under any layout is restored under any other, with the same values laid as that one asks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import make_program, small_run
+from runs import checkpoints
+from valkyrie.train.program import StepProgram
+
+LAYOUTS = {
+    "one device": ("mesh=1x1x1", "partition=dp"),
+    "dp": ("mesh=8x1x1", "partition=dp"),
+    "fsdp": ("mesh=8x1x1", "partition=fsdp"),
+    "fsdp of 4 devices": ("mesh=2x2x1", "partition=fsdp"),
+    "1d_tp": ("mesh=2x2x2", "partition=1d_tp"),
+    "2d_tp": ("mesh=2x2x2", "partition=2d_tp"),
+    "2d_tp_fsdp": ("mesh=2x2x2", "partition=2d_tp_fsdp"),
+    "fsdp_tp": ("mesh=4x2x1", "partition=fsdp_tp"),
+    "data_model_fsdp": ("mesh=2x2x2", "partition=data_model_fsdp"),
+    "sp": ("mesh=2x2x2", "partition=sp"),
+}
+MODELS = ("valkyrie_tiny", "gpt_tiny")
+QUICK = {("valkyrie_tiny", "2d_tp_fsdp")}
+
+
+@lru_cache
+def programs(model: str) -> dict[str, StepProgram]:
+    """Return the step program of a model under each layout, none of them compiled."""
+    extra = ("optimizer.ema_decay=0.9", "microbatches=1")
+    return {name: make_program(small_run(model, *layout, *extra)) for name, layout in LAYOUTS.items()}
+
+
+def state_of(program: StepProgram, seed: int) -> Any:
+    """Return a state of random numbers, the same for a seed under any layout."""
+    generator = np.random.default_rng(seed)
+
+    def values(like: Any) -> jax.Array:
+        numbers = generator.integers(0, 1000, like.shape).astype(like.dtype)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: numbers[index])
+
+    return jax.tree.map(values, program.abstract_state)
+
+
+@pytest.mark.parametrize(
+    ("model", "source"),
+    [
+        pytest.param(model, source, marks=() if (model, source) in QUICK else pytest.mark.slow)
+        for model in MODELS
+        for source in LAYOUTS
+    ],
+)
+def test_what_one_layout_saves_every_layout_restores(model: str, source: str, tmp_path: Path):
+    made = programs(model)
+    position = {"version": 1, "row": 48, "content": "abc"}
+    with closing(checkpoints(tmp_path)) as kept:
+        assert kept.save(7, state_of(made[source], seed=3), position) is None
+    for name, program in made.items():
+        with closing(checkpoints(tmp_path, read_only=True)) as kept:
+            restored = kept.restore(program.abstract_state)
+        assert (restored.step, restored.data) == (7, position), name
+        wanted = state_of(program, seed=3)
+        for (path, like), value in zip(
+            jax.tree_util.tree_flatten_with_path(wanted)[0], jax.tree.leaves(restored.state), strict=True
+        ):
+            assert value.sharding.is_equivalent_to(like.sharding, like.ndim), (name, path)
+            assert value.dtype == like.dtype, (name, path)
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(like), err_msg=f"{name} {path}")
