@@ -23,16 +23,15 @@ from valkyrie.tracking import read_metrics
 KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
 SEED = int(os.environ.get("VALKYRIE_SEED", "0"))
 PROCESSES = 2
-EVERY = 2
+EVERY = 4
 """After so many steps each process saves a fast checkpoint."""
 LAUNCHED_S = 12.0
 """About the seconds from a start to its first step, in which half of the kills fall."""
 
 
-def launch(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+def launch(folder: Path, steps: int, *saving: str) -> subprocess.Popen[bytes]:
     """Start a training under the launcher, its output in a file."""
-    training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", "checkpoint.every=9"]
-    training += [f"checkpoint.fast.every={EVERY}", f"checkpoint.fast.folder={folder}/fast"]
+    training = [*TINY, "mesh=2x1x1", "partition=fsdp", f"steps={steps}", "name=run", *saving]
     command = [sys.executable, "-m", "valkyrie.cli.launch", "target=local", f"processes={PROCESSES}"]
     with (folder / "output.txt").open("wb") as output:
         return subprocess.Popen(
@@ -86,8 +85,10 @@ def test_random_kills_change_nothing(tmp_path: Path):
     steps, chance = 30 * KILLS + 30, random.Random(SEED)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    assert launch(tmp_path / "whole", steps).wait(200) == 0, (tmp_path / "whole/output.txt").read_text()
-    launcher = launch(tmp_path / "killed", steps)
+    whole = launch(tmp_path / "whole", steps, "checkpoint=final")
+    assert whole.wait(200 + 2 * KILLS) == 0, (tmp_path / "whole/output.txt").read_text()
+    saving = (f"checkpoint.every={5 * EVERY - 1}", f"checkpoint.fast.every={EVERY}")
+    launcher = launch(tmp_path / "killed", steps, *saving, f"checkpoint.fast.folder={tmp_path / 'fast'}")
     told = []
     try:
         for _ in range(KILLS):
