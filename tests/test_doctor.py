@@ -117,6 +117,9 @@ def test_host_memory_holds_its_part_of_the_state():
     assert host.host_memory(run, 1, whole - 1).verdict == FAILS
     assert host.host_memory(run, 1, whole).verdict == FINE
     assert host.host_memory(run, 8, whole // 8).verdict == FINE
+    on_chips = compose_run("model=gpt_1b", "mesh=4x4x2", "batch=32", "target=v4-64")
+    assert host.host_memory(on_chips, 8, whole // 24).verdict == FINE
+    assert host.host_memory(on_chips, 8, whole // 24 - 1).verdict == FAILS
 
 
 def test_few_open_files_fail():
@@ -338,6 +341,12 @@ def test_what_would_fail_is_status_1_and_spares_the_rest(
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
     status, out, err = doctor(capsys, *arguments)
     assert (status, out) == (2, "") and err.startswith(f"valkyrie-doctor: {message}") and err.count("\n") == 1
+
+
+def test_all_problems_of_a_layout_are_told_at_once(capsys: pytest.CaptureFixture[str]):
+    status, out, err = doctor(capsys, "mesh=3x2x2", "partition=2d_tp", "batch=7")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[0] == "valkyrie-doctor: 5 problems" and err.count("\n  - ") == 5
 
 
 def test_a_port_that_is_taken_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

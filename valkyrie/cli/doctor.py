@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+from valkyrie.interrupt import ends_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; exit status 1 where something would fail, 2 after a user's mistake, told in one line."""
-    with ends_in_words("valkyrie-doctor"):
+    """Run the command; exit status 1 where something would fail, 2 after a user's mistake, told without a traceback."""
+    with ends_at_once("valkyrie-doctor"), ends_in_words("valkyrie-doctor"):
         status = _doctor(without_comment(sys.argv[1:] if argv is None else argv))
     sys.exit(status)
 
@@ -47,7 +48,8 @@ def _doctor(arguments: Sequence[str]) -> int:
     refuse_slips(overrides, multirun=False)
     run = run_of(overrides)
     if problems := run.problems():
-        raise ValueError(" ".join(problems))
+        several = f"{len(problems)} problems\n  - " if len(problems) > 1 else ""
+        raise ValueError(several + "\n  - ".join(problems))
     return examine(run, make_console(), asked.dry_run)
 
 

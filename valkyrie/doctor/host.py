@@ -78,7 +78,7 @@ def host_memory(run: Run, processes: int, free: int | None = None) -> Finding:
     free = free_memory() if free is None else free
     if free is None:
         return Finding("host memory", WARNING, "this system does not tell how much is free")
-    simulated = not accelerators()
+    simulated = not accelerators() and run.config.target.platform in (Platform.any, Platform.cpu)
     copies = 3 if simulated else 1  # the state itself and its gradients lie there too
     needed = copies * state_bytes(run) // processes
     what = "the state, gradients and a copy to save" if simulated else "the copy of the state that is saved"
