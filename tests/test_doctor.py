@@ -261,9 +261,20 @@ def test_processes_that_differ_are_found(tmp_path: Path):
         return _of_all(runs[team.index], team)
 
     for found in meet(2, look):
-        verdicts = {finding.check: finding.verdict for finding in found}
+        verdicts = {finding.check: finding.verdict for finding in found if finding.check != "same data"}
         assert verdicts == {"same code": FINE, "same settings": FAILS, "clocks": FINE, "shared folder": FINE}
         assert "steps=4 on process 1, 3 on process 0" in found[1].text
+
+
+def test_data_that_differ_are_found():
+    runs = [compose_run(*SMALL, f"data.documents={documents}") for documents in (60, 60, 61)]
+    for run in runs[1:]:
+        prepare(run.config.data, run.tokenizer)
+    first, second, third = meet(3, lambda team: disks.same_data(runs[team.index], team))
+    assert [found.verdict for found in (*first, *second, *third)] == [FINE, FINE, FAILS]
+    assert third[0].text.endswith(" on process 0")
+    not_there = compose_run(*SMALL, "data.documents=62")
+    assert meet(2, lambda team: disks.same_data(not_there if team.leads else runs[1], team)) == [[], []]
 
 
 def test_a_folder_that_the_others_do_not_see_is_found(tmp_path: Path):

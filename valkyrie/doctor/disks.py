@@ -112,6 +112,25 @@ def data(run: Run) -> Finding:
     return Finding("data", FINE, text)
 
 
+def same_data(run: Run, team: Team) -> list[Finding]:
+    """Return whether all processes that have the data prepared have the same; nothing where fewer than two have."""
+    content = None
+    with contextlib.suppress(ValueError, OSError):  # `data` says so
+        prepared = find_prepared(run.config.data, run.tokenizer)
+        content = prepared and prepared.content[:12]
+    contents = team.exchange("content of the data", content)
+    known = {index: found for index, found in enumerate(contents) if found is not None}
+    if len(known) < 2 or team.index not in known:
+        return []
+    first = min(known)
+    if known[team.index] == known[first]:
+        return [Finding("same data", FINE, "on all processes that have them prepared")]
+    text = f"{known[team.index]}, and {known[first]} on process {first}"
+    return [
+        Finding("same data", FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others.")
+    ]
+
+
 def tracking(run: Run) -> Finding:
     """Return whether W&B has a key where it wants one; the network is not asked."""
     wanted = run.config.tracking.wandb

@@ -101,7 +101,8 @@ def _of_all(run: Run, team: Team) -> list[Finding]:
         else:
             findings.append(Finding(check, FINE, "on all processes"))
     team.wait("look at the clock")
-    return [*findings, *_clocks(team.exchange("time", time.time()), team), *_same_folder(run, team)]
+    findings += _clocks(team.exchange("time", time.time()), team)
+    return [*findings, *disks.same_data(run, team), *_same_folder(run, team)]
 
 
 def _clocks(times: list[float], team: Team) -> list[Finding]:
