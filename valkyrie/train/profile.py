@@ -104,7 +104,8 @@ class Window:
             trace.close()
         except (RuntimeError, OSError) as error:  # as above
             return _failed(error)
-        return f"traced {self._name.replace('-', ' ', 1)}. Look at it: xprof --logdir {shlex.quote(str(self._folder))}"
+        view = f"xprof --logdir {shlex.quote(str(self._folder))}   # pip install xprof"
+        return f"traced {self._name.replace('-', ' ', 1)}. Look at it: {view}"
 
     def _keep(self, own: Path) -> None:
         """Move what the profiler wrote of this process beside what it wrote of the others."""

@@ -210,11 +210,12 @@ class _Loop:
                 self._read(unread, step, start)
                 unread = None
                 with self.watchdog.resting():
-                    if traced or self.stopping:
+                    if traced and not self.stopping:
                         self._end_trace()
                     self._save(fast=fast, durable=durable, judge=judge)
             if self.stopping:
                 break
+        self._end_trace()  # of a window that is cut short: after the save, for which a preemption leaves little time
         if self.finished and not self.evaluation:
             self._judge()
         with self.meter.paused("save"):
