@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from valkyrie.checkpoint.place import place_problems, scheme_of
+
 
 @dataclass
 class FastConfig:
@@ -25,12 +27,17 @@ class FastConfig:
             problems.append(f"checkpoint.fast.every={self.every}: at least 1 is needed, or null for no fast tier.")
         if self.keep < 1:
             problems.append(f"checkpoint.fast.keep={self.keep}: at least 1 is needed.")
+        if self.folder is not None and scheme_of(self.folder) is not None:
+            problems.append(f"checkpoint.fast.folder={self.folder}: fast checkpoints lie on each host. Use a folder.")
         return problems
 
 
 @dataclass
 class CheckpointConfig:
     """The durable tier: saved in the background every `every` steps (null: only at the end), kept by policy.
+
+    They lie in the run folder, or in `folder`, a path or a bucket (gs://, s3://) that all hosts reach, under the run's
+    name.
 
     Kept are the newest `keep`, one for every `keep_every_h` hours (null: none), and the `keep_best` with the lowest
     `best`, or with the highest where `highest_is_best`: a name of the evaluation, which is then made before such a
@@ -44,6 +51,7 @@ class CheckpointConfig:
     keep_best: int = 0
     best: str = "eval_loss"
     highest_is_best: bool = False
+    folder: str | None = None
     fast: FastConfig = field(default_factory=FastConfig)
 
     def problems(self) -> list[str]:
@@ -57,4 +65,4 @@ class CheckpointConfig:
             problems.append(f"checkpoint.keep_every_h={self.keep_every_h:g}: write hours above 0, or null for none.")
         if self.keep_best < 0:
             problems.append(f"checkpoint.keep_best={self.keep_best}: write 0 for none, or how many.")
-        return problems + self.fast.problems()
+        return [*problems, *place_problems(self.folder), *self.fast.problems()]

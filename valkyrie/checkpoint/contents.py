@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from valkyrie.checkpoint.place import FOLDER, in_bucket
+from valkyrie.checksums import damaged_file
 from valkyrie.trees import flat, names_of
 
 
@@ -20,7 +21,7 @@ def shapes_of(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in flat(parameters).items()}
 
 
-def read_about(path: Path) -> dict[str, Any]:
+def read_about(path: Any) -> dict[str, Any]:
     """Return what a checkpoint says about itself; ValueError when that cannot be read."""
     try:
         about = json.loads((path / "about" / "metadata").read_text())
@@ -34,7 +35,15 @@ def read_about(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def refuse_other_shapes(path: Path, wanted: Mapping[str, Any]) -> None:
+def damage_of(path: Any) -> str | None:
+    """Return which file of a checkpoint is not as it was saved, in words; None where all are, or it is in a bucket.
+
+    A bucket checks its objects itself.
+    """
+    return None if in_bucket(path) else damaged_file(path)
+
+
+def refuse_other_shapes(path: Any, wanted: Mapping[str, Any]) -> None:
     """Refuse the checkpoint of another model: ValueError names the parameters that differ."""
     saved = {name: tuple(shape) for name, shape in read_about(path)["parameters"].items()}
     built = shapes_of(wanted["parameters"])
@@ -47,12 +56,12 @@ def refuse_other_shapes(path: Path, wanted: Mapping[str, Any]) -> None:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
             f"the checkpoint of step {path.name} in {path.parent} is of another model: {problems[0]}{more}. "
-            f"Use the model it was trained with (resume={path.parent.parent.name} takes its settings), or another "
+            f"Use the model it was trained with (resume={_run_of(path)} takes its settings), or another "
             "name=."
         )
 
 
-def refuse_other_state(path: Path, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
+def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
     """Refuse a sound checkpoint whose state has other arrays; one that cannot be read is left to the reading.
 
     `changed` has the settings that are not the saved run's, by key: (asked, saved).
@@ -75,11 +84,16 @@ def refuse_other_state(path: Path, wanted: Mapping[str, Any], changed: Mapping[s
         again = "the optimizer options it was saved with"
     raise ValueError(
         f"the checkpoint of step {path.name} in {path.parent} is sound, but of another optimizer: {differs}. "
-        f"Use {again} (resume={path.parent.parent.name} takes its settings), or another name=."
+        f"Use {again} (resume={_run_of(path)} takes its settings), or another name=."
     )
 
 
-def _saved_arrays(path: Path) -> set[str] | None:
+def _run_of(path: Any) -> str:
+    """Return the name of the run of a checkpoint."""
+    return (path.parent.parent if path.parent.name == FOLDER else path.parent).name
+
+
+def _saved_arrays(path: Any) -> set[str] | None:
     """Return the dotted name of every array of a saved state; None where that cannot be read."""
     try:
         entries = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()

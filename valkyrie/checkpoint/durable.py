@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.steps import FOLDER, latest_step
+from valkyrie.checkpoint.contents import damage_of
+from valkyrie.checkpoint.place import elsewhere, in_bucket, place_of, set_place
+from valkyrie.checkpoint.steps import steps_in
 from valkyrie.checkpoint.tier import Tier
-from valkyrie.checksums import damaged_file
 
 
 class Durable(Tier):
@@ -20,8 +21,12 @@ class Durable(Tier):
     def __init__(
         self, folder: Path, config: CheckpointConfig, *, read_only: bool, cleans: bool, about: Mapping[str, Any]
     ) -> None:
+        """`cleans`: whether this process removes what a failed save left, and notes where checkpoints lie."""
         self._config, self._read_only = config, read_only
-        super().__init__((folder / FOLDER).resolve(), cleans=cleans, about=about)
+        if cleans and not read_only:
+            set_place(folder, config.folder)
+        path = place_of(folder) if read_only or config.folder is None else elsewhere(config.folder, folder)
+        super().__init__(path if in_bucket(path) else path.resolve(), cleans=cleans, about=about)
 
     def _open(self) -> Any:
         import orbax.checkpoint as ocp
@@ -49,7 +54,7 @@ class Durable(Tier):
         return args.StandardRestore(wanted)
 
     def _newest(self) -> int | None:
-        return latest_step(self.path.parent)
+        return max(steps_in(self.path), default=None)
 
     def sound_step(self) -> int:
         """Return the newest step whose files are as they were saved; ValueError where no checkpoint's are.
@@ -58,7 +63,7 @@ class Durable(Tier):
         """
         steps, damages = sorted(self._manager.all_steps(), reverse=True), []
         for step in steps:
-            damage = damaged_file(self.folder_of(step))
+            damage = damage_of(self.folder_of(step))
             if damage is None:
                 break
             damages.append(f"the checkpoint of step {step} in {self.path} is damaged: {damage}")

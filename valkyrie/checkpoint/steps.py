@@ -1,25 +1,31 @@
-"""Which checkpoints a run folder has. Imports neither JAX nor Orbax."""
+"""Which checkpoints a run has. Imports neither JAX nor Orbax."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-FOLDER = "checkpoints"
-"""The folder of a run folder that holds its durable checkpoints, one sub-folder a step."""
+from valkyrie.checkpoint.place import in_bucket, place_of
+
 METADATA = "_CHECKPOINT_METADATA"
-"""The file of a checkpoint with the times of its saving, which Orbax writes last."""
+"""The file of a checkpoint with the times of its saving, which Orbax writes last on a disk."""
+_COMMITTED = "commit_success.txt"
+"""What it writes last in a bucket, where a folder cannot get its name in one piece."""
 
 
 def latest_step(folder: Path) -> int | None:
-    """Return the newest finished checkpoint of a run folder; None when there is none."""
+    """Return the newest finished durable checkpoint of a run folder; None when there is none."""
     return max(saved_steps(folder), default=None)
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the finished checkpoints of a run folder, oldest first."""
-    return steps_in(folder / FOLDER)
+    """Return the steps of the finished durable checkpoints of a run folder, oldest first."""
+    return steps_in(place_of(folder))
 
 
-def steps_in(path: Path) -> list[int]:
-    """Return the steps of the finished checkpoints right in a folder, oldest first."""
-    return sorted(int(entry.name) for entry in path.glob("*") if entry.name.isdigit() and (entry / METADATA).is_file())
+def steps_in(path: Any) -> list[int]:
+    """Return the steps of the finished checkpoints right in a folder or bucket, oldest first."""
+    last = _COMMITTED if in_bucket(path) else METADATA
+    if not path.exists():
+        return []
+    return sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdigit() and (entry / last).is_file())

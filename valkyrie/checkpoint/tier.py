@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.contents import first_line, shapes_of, tree_of
+from valkyrie.checkpoint.place import in_bucket
 from valkyrie.checkpoint.steps import METADATA
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import is_full, why
@@ -25,9 +26,9 @@ class Tier:
     was interrupted leaves nothing that is taken for a checkpoint. Every checkpoint has the checksums of its files.
     """
 
-    def __init__(self, path: Path, *, cleans: bool, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Any, *, cleans: bool, about: Mapping[str, Any]) -> None:
         """`cleans`: whether this process removes what a failed save left. `about` is said in every checkpoint."""
-        for name in ("absl", "asyncio"):  # Orbax reports every thread, and every part of a failure at length
+        for name in ("absl", "asyncio", "gcsfs"):  # Orbax reports every thread, and every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
         self.path, self._cleans, self._about = path, cleans, about
@@ -53,7 +54,7 @@ class Tier:
         """Return what is said of a state beside its parameters."""
         return {}
 
-    def folder_of(self, step: int) -> Path:
+    def folder_of(self, step: int) -> Any:
         """Return the folder of a checkpoint."""
         return self.path / str(step)
 
@@ -124,7 +125,8 @@ class Tier:
             self._manager.close()
 
     def _unfinished(self) -> list[Path]:
-        return list(self.path.glob("*.orbax-checkpoint-tmp*"))
+        """Return the folders of saves that have not ended; in a bucket Orbax knows them."""
+        return [] if in_bucket(self.path) else list(self.path.glob("*.orbax-checkpoint-tmp*"))
 
     def _write_checksums(self) -> None:
         """Write the checksums of the checkpoint that is about to get its name: Orbax calls this, in its own thread."""
@@ -143,7 +145,7 @@ class Tier:
         for unfinished in self._unfinished() if self._cleans else ():
             shutil.rmtree(unfinished, ignore_errors=True)
         self.last_saved = self._newest()
-        if self.path.parent.is_dir():
+        if in_bucket(self.path) or self.path.parent.is_dir():
             with contextlib.suppress(OSError):
                 self._manager = self._open()
         newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"

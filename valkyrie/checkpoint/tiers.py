@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.contents import read_about, refuse_other_shapes, refuse_other_state, tree_of
+from valkyrie.checkpoint.contents import damage_of, read_about, refuse_other_shapes, refuse_other_state, tree_of
 from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.fast import Fast, fast_folder
-from valkyrie.checkpoint.steps import FOLDER, saved_steps, steps_in
-from valkyrie.checksums import CHECKSUMS, damaged_file
+from valkyrie.checkpoint.place import in_bucket, place_of
+from valkyrie.checkpoint.steps import saved_steps, steps_in
+from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_whole
 from valkyrie.team import ALONE, Team
 
@@ -87,7 +88,7 @@ class Checkpoints:
                     f"{self.durable.path} holds no finished checkpoint. Start the run anew, or resume another."
                 )
             return restored
-        if damage := damaged_file(self.durable.folder_of(step)):
+        if damage := damage_of(self.durable.folder_of(step)):
             raise ValueError(f"the checkpoint of step {step} in {self.durable.path} is damaged: {damage}.")
         return self._restored(abstract_state, step, changed or {}, "")
 
@@ -191,7 +192,7 @@ class Kept(NamedTuple):
 
 def kept_checkpoints(folder: Path, config: CheckpointConfig) -> list[Kept]:
     """Return the finished checkpoints of a run, durable ones and the fast ones of this host, by step."""
-    found = [_kept("durable", folder / FOLDER / str(step)) for step in saved_steps(folder)]
+    found = [_kept("durable", place_of(folder) / str(step)) for step in saved_steps(folder)]
     if (folder / _IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))
         for path in sorted(fast.glob("process-*")):
@@ -199,15 +200,28 @@ def kept_checkpoints(folder: Path, config: CheckpointConfig) -> list[Kept]:
     return sorted(found, key=lambda kept: kept.step)
 
 
-def _kept(tier: str, path: Path) -> Kept:
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def _kept(tier: str, path: Any) -> Kept:
+    size = _bytes_in(path)
     try:
-        about, damage = read_about(path), damaged_file(path)
+        about, damage = read_about(path), damage_of(path)
     except ValueError:
-        about, damage = {}, damaged_file(path) or "about/metadata cannot be read"
+        about, damage = {}, damage_of(path) or "about/metadata cannot be read"
+    unchecked = "complete; the bucket checks its objects" if in_bucket(path) else "no checksums"
     saved = f"{about.get('layout', '')} {about.get('saved', '')}".strip()
-    state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS).is_file() else "no checksums"
+    state = f"damaged: {damage}" if damage else "as saved" if (path / CHECKSUMS).is_file() else unchecked
     return Kept(tier, int(path.name), size, saved, damage, state)
+
+
+def _bytes_in(path: Any) -> int:
+    """Return the bytes of all files under a folder; epath has no glob of all depths in a bucket."""
+    entries = list(path.iterdir())
+    return sum(_bytes_in(entry) if entry.is_dir() else entry.stat().length for entry in map(_epath, entries))
+
+
+def _epath(path: Any) -> Any:
+    from etils import epath
+
+    return epath.Path(path)
 
 
 def _identity(folder: Path) -> str:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.checkpoint import FOLDER, latest_step
+from valkyrie.checkpoint import latest_step, place_of
 from valkyrie.modes import reads_run
 from valkyrie.optim import OptimizerConfig, learning_rate
 from valkyrie.paths import write_whole, writing
@@ -54,9 +54,7 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 
 def find_run(runs: Path, resume: str) -> Path:
     """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError names some."""
-    candidates = sorted(
-        (f for f in runs.glob("*") if latest_step(f) is not None), key=lambda f: (f / FOLDER).stat().st_mtime
-    )
+    candidates = sorted((f for f in runs.glob("*") if latest_step(f) is not None), key=_last_saved)
     if resume == "latest":
         if not candidates:
             raise ValueError(f"resume=latest found no run with a checkpoint under runs={runs}. Train one first.")
@@ -72,6 +70,12 @@ def find_run(runs: Path, resume: str) -> Path:
     near = difflib.get_close_matches(resume.lower(), names, n=1, cutoff=0.75)
     hint = f" Did you mean resume={names[near[0]]}?" if near else ""
     raise ValueError(f"resume={resume} is no run with a checkpoint under runs={runs}.{hint} Newest there: {known}.")
+
+
+def _last_saved(folder: Path) -> float:
+    """Return when a run last saved: its folder of checkpoints changed, or what it logs where that lies elsewhere."""
+    paths = [place_of(folder), folder / "metrics.jsonl", folder / RUN]
+    return next(path.stat().st_mtime for path in paths if isinstance(path, Path) and path.exists())
 
 
 def run_folder(run: Run) -> Path:

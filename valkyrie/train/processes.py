@@ -84,7 +84,7 @@ def check_shared(team: Team, folder: Path) -> None:
         named = f"process{'es' * (len(blind) > 1)} {', '.join(map(str, blind[:16]))}"
         raise ValueError(
             f"{folder}: what process 0 writes there is not seen by {named}. Checkpoints need a folder that all hosts "
-            "share: runs=DIR, or distributed=off to train on one host."
+            "share: runs=DIR, checkpoint.folder=gs://BUCKET/DIR, or distributed=off to train on one host."
         )
 
 

@@ -98,7 +98,8 @@ def fit(
         with writing(folder):
             if team.leads:
                 stack.enter_context(only_writer(folder))
-            check_shared(team, folder)
+            if config.checkpoint.folder is None:
+                check_shared(team, folder)
             print_to_log(team, folder)
             refuse_unknown_best(config.checkpoint, program.task)
             checkpoints = Checkpoints(folder, config.checkpoint, team=team, about=about(program))

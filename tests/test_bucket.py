@@ -1,0 +1,135 @@
+"""Durable checkpoints in a bucket: against an emulator of Google Cloud Storage on loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runs import command, records, tiny, trained
+from valkyrie.checkpoint import CheckpointConfig, place, saved_steps
+from valkyrie.checkpoint.place import POINTER, place_of, place_problems, set_place
+
+SERVE = """
+import sys, threading
+from http import HTTPStatus
+from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
+
+download, insert, one_write = objects.download, objects.insert, threading.Lock()
+
+def generation(storage, bucket, name):
+    try:
+        return storage.get_file_obj(bucket, name)["generation"]
+    except NotFound:
+        return "0"
+
+def download_with_generation(request, response, storage, *args, **kwargs):
+    response["x-goog-generation"] = generation(storage, request.params["bucket_name"], request.params["object_id"])
+    download(request, response, storage, *args, **kwargs)
+
+def insert_if_it_matches(request, response, storage, *args, **kwargs):
+    wanted = request.query.get("ifGenerationMatch")
+    with one_write:
+        name = request.query.get("name", [""])[0]
+        if wanted and wanted[0] != generation(storage, request.params["bucket_name"], name):
+            response.status = HTTPStatus.PRECONDITION_FAILED
+            response.json({"error": {"code": 412}})
+        else:
+            insert(request, response, storage, *args, **kwargs)
+
+objects.download, objects.insert = download_with_generation, insert_if_it_matches
+from gcp_storage_emulator.server import create_server
+server = create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="valkyrie")
+server.start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+"""The emulator, with what TensorStore needs of Google's service beside: generations, and writes on condition."""
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of an emulator, which gcsfs and TensorStore are told of."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SERVE, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert server.stdout is not None and server.stdout.readline() == "ready\n"
+    told = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, value)
+        yield "gs://valkyrie/runs"
+    server.kill()
+    server.communicate()
+
+
+@pytest.mark.slow
+def test_a_training_saves_in_a_bucket_and_goes_on_from_there_on_another_host(
+    bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    saving = (f"checkpoint.folder={bucket}", "checkpoint.every=2", "checkpoint.keep=1")
+    assert command(*tiny(tmp_path / "one", "steps=4", *saving)) == 0
+    folder = tmp_path / "one" / "run"
+    assert (folder / POINTER).read_text() == f"{bucket}/run\n" and not (folder / "checkpoints").exists()
+    assert saved_steps(folder) == [4]
+    assert command("mode=checkpoints", "resume=run", f"runs={tmp_path / 'one'}") == 0
+    assert "complete; the bucket checks its objects" in capfd.readouterr().out
+    assert command(*tiny(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *saving)) == 0
+    assert "continuing run from step 4 to step 6" in capfd.readouterr().out
+    assert records(folder)[4]["loss"] == records(trained("optimizer.decay_steps=4", steps=6))[4]["loss"]
+    last = records(tmp_path / "other" / "run")[6]["loss"]
+    assert last == records(trained("optimizer.decay_steps=4", steps=6))[6]["loss"]
+    assert command("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0
+
+
+def test_checkpoints_may_lie_in_another_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    elsewhere = f"checkpoint.folder={tmp_path / 'shared'}"
+    assert command(*tiny(tmp_path / "runs", "steps=2", elsewhere)) == 0
+    assert saved_steps(tmp_path / "runs" / "run") == [2]
+    assert os.listdir(tmp_path / "shared" / "run") == ["2"]
+    assert command("resume=latest", f"runs={tmp_path / 'runs'}", "steps=3") == 0
+    assert "continuing run from step 2 to step 3" in capfd.readouterr().out
+    assert command("resume=latest", f"runs={tmp_path / 'runs'}", "steps=4", "checkpoint.folder=null") == 2
+    assert capfd.readouterr().err.endswith(
+        f"checkpoint.folder=null: {tmp_path}/runs/run has its checkpoints in {tmp_path}/shared/run. "
+        f"Use checkpoint.folder={tmp_path}/shared, or another name=.\n"
+    )
+
+
+def test_a_run_with_checkpoints_of_its_own_does_not_take_others(tmp_path: Path):
+    step = tmp_path / "run" / "checkpoints" / "2"
+    step.mkdir(parents=True)
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(ValueError, match="has its checkpoints in .*/run/checkpoints. Use checkpoint.folder=null, or"):
+        set_place(tmp_path / "run", str(tmp_path / "shared"))
+    assert place_of(tmp_path / "run") == tmp_path / "run" / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("az://x/y", "az:// is not known. Use gs:// or s3://, or a folder of a disk."),
+        ("s3://x/y", "s3:// needs the package s3fs: uv pip install s3fs."),
+    ],
+)
+def test_a_bucket_that_cannot_be_served_is_refused(folder: str, says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(place, "find_spec", lambda name: None)
+    assert place_problems(folder) == [f"checkpoint.folder={folder}: {says}"]
+    assert CheckpointConfig(folder=folder).problems() == place_problems(folder)
+    assert place_problems(None) == place_problems("/mnt/shared") == []

@@ -1,0 +1,89 @@
+"""Where the durable checkpoints of a run lie: in its run folder, or under a folder or bucket that all hosts reach.
+
+A bucket is read and written by `etils.epath` and TensorStore, as Orbax does it; `gs://` and `s3://` need a package.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from valkyrie.paths import write_whole
+
+FOLDER = "checkpoints"
+"""The folder of a run folder that holds its durable checkpoints, one sub-folder a step."""
+POINTER = "checkpoints.path"
+"""The file of a run folder whose durable checkpoints lie elsewhere: it says where."""
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+"""The package that serves a scheme."""
+
+
+def scheme_of(path: str) -> str | None:
+    """Return `gs` of `gs://bucket/x`, without `://`; None of a path of a disk."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", path)
+    return found[1] if found else None
+
+
+def place_problems(folder: str | None) -> list[str]:
+    """Return why `checkpoint.folder` cannot be served here, with the package to install."""
+    scheme = None if folder is None else scheme_of(folder)
+    if scheme is None:
+        return []
+    if scheme not in _PACKAGES:
+        schemes = " or ".join(f"{known}://" for known in _PACKAGES)
+        return [f"checkpoint.folder={folder}: {scheme}:// is not known. Use {schemes}, or a folder of a disk."]
+    if find_spec(_PACKAGES[scheme]) is None:
+        install = f"uv pip install {_PACKAGES[scheme]}"
+        return [f"checkpoint.folder={folder}: {scheme}:// needs the package {_PACKAGES[scheme]}: {install}."]
+    return []
+
+
+def in_bucket(path: Any) -> bool:
+    """Return whether a path is of a bucket."""
+    return scheme_of(str(path)) is not None
+
+
+def place_of(folder: Path) -> Any:
+    """Return the path of a run's durable checkpoints, of `pathlib` or, in a bucket, of `etils.epath`."""
+    pointer = folder / POINTER
+    return _path(pointer.read_text().strip()) if pointer.is_file() else folder / FOLDER
+
+
+def set_place(folder: Path, under: str | None) -> None:
+    """Note in a run folder that its durable checkpoints lie in a folder or bucket `under`; None: in itself.
+
+    ValueError where it has some in another place already.
+    """
+    wanted = None if under is None else str(elsewhere(under, folder))
+    pointer = folder / POINTER
+    now = pointer.read_text().strip() if pointer.is_file() else None
+    if now == wanted:
+        return
+    from valkyrie.checkpoint.steps import steps_in
+
+    if steps_in(place_of(folder)):
+        remedy = "checkpoint.folder=null" if now is None else f"checkpoint.folder={now.rpartition('/')[0]}"
+        raise ValueError(
+            f"checkpoint.folder={under or 'null'}: {folder} has its checkpoints in {place_of(folder)}. "
+            f"Use {remedy}, or another name=."
+        )
+    if wanted is None:
+        pointer.unlink()
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(pointer, f"{wanted}\n")
+
+
+def elsewhere(under: str, folder: Path) -> Any:
+    """Return the path of a run's durable checkpoints in a folder or bucket `under`."""
+    return _path(under) / folder.name
+
+
+def _path(text: str) -> Any:
+    if scheme_of(text) is None:
+        return Path(text).expanduser().absolute()
+    from etils import epath
+
+    return epath.Path(text)
