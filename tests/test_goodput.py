@@ -11,8 +11,9 @@ import pytest
 
 from runs import TINY, command, copied, tiny, trained
 from valkyrie.checkpoint import latest_step
+from valkyrie.team import Team
 from valkyrie.tracking import read_metrics
-from valkyrie.train import compiled
+from valkyrie.train import compiled, profile
 from valkyrie.train.goodput import FILE, KINDS, Ledger, read_goodput, read_starts, span
 from wandb_files import wandb_log
 
@@ -158,6 +159,7 @@ def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]
     assert found is not None and found.seconds["steps"] == pytest.approx(summary["time/steps"], abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_training_are_those_of_the_search(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     layout = ("mesh=2x2x1", "partition=fsdp", f"runs={tmp_path}", "name=run")
     assert command(*TINY, *layout, "steps=2") == 0
@@ -171,19 +173,27 @@ def test_the_bytes_of_a_training_are_those_of_the_search(tmp_path: Path, capfd: 
     assert sent["comm_bytes/total"] > 0 and sent.items() <= early["summary"].items(), "a killed run has them too"
 
 
-def test_a_program_that_cannot_be_read_is_said_and_trained(
+def test_neither_an_unreadable_program_nor_a_profiler_that_fails_ends_a_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(_: Any) -> None:
+    def unreadable(_: Any) -> None:
         raise KeyError("a new opcode")
 
-    monkeypatch.setattr(compiled, "parse", fail)
-    assert command(*tiny(tmp_path, "steps=2")) == 0
-    assert "the bytes that a step sends could not be read (KeyError: 'a new opcode')" in capfd.readouterr().out
+    def taken(_: Any) -> None:
+        raise RuntimeError("Only one profile may be run at a time.")
+
+    monkeypatch.setattr(compiled, "parse", unreadable)
+    monkeypatch.setattr(profile, "tracing", taken)
+    assert command(*tiny(tmp_path, "steps=3", "profile=2-3")) == 0
+    out = capfd.readouterr().out
+    assert "the bytes that a step sends could not be read (KeyError: 'a new opcode')" in out
+    assert "the profile could not be taken (RuntimeError: Only one profile may be run at a time.)" in out
     assert "comm_bytes/total" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
 
 
-def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(tmp_path: Path) -> None:
+def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """What a killed process leaves is cut out of a finished run: a checkpoint, and lines without an end."""
     folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
     file = folder / FILE
@@ -191,7 +201,9 @@ def test_a_run_that_ended_without_a_word_restarts_and_does_its_steps_again(tmp_p
     file.write_text("".join(lines) + '{"time": 17')
     (folder / "checkpoints" / "6").rename(tmp_path / "6")
     assert latest_step(folder) == 4
-    assert command(*tiny(tmp_path, "checkpoint.every=4", "steps=8")) == 0
+    assert command(*tiny(tmp_path, "checkpoint.every=4", "steps=8", "profile=2-3")) == 0
+    assert "profile=2-3 traces nothing: 4 steps are done already" in capfd.readouterr().out
+    assert not (folder / "profile").exists()
     summary = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
     assert summary["restarts"] == 1
     assert summary["time/redone"] > 0 and summary["time/down"] > 0 and summary["time/restore"] > 0
@@ -212,32 +224,14 @@ def test_a_window_of_steps_is_traced(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_the_processes_of_one_host_trace_into_files_of_their_own(tmp_path: Path) -> None:
-    from valkyrie.team import Team
-    from valkyrie.train.profile import Window
-
     for index in range(2):
-        with Window("1-1", tmp_path, team=Team(2, index)) as window:
+        with profile.Window("1-1", tmp_path, team=Team(2, index)) as window:
             assert window.opens(1)
             assert window.open(1, ()) is None
             assert not window.opens(2) and window.closes(1)
     files = sorted(file.name.rpartition("-")[2] for file in tmp_path.rglob("*.xplane.pb"))
     assert files == ["0.xplane.pb", "1.xplane.pb"]
     assert len({file.parent for file in tmp_path.rglob("*.xplane.pb")}) == 1, "hosts of one run"
-
-
-def test_a_profiler_that_fails_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with jax.profiler.trace(str(tmp_path / "another")):
-        assert command(*tiny(tmp_path, "steps=3", "profile=2-3")) == 0
-    assert "the profile could not be taken (RuntimeError: Profile has already been started" in capfd.readouterr().out
-
-
-def test_a_window_that_is_over_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    copied(trained(steps=6), tmp_path)
-    assert command(*tiny(tmp_path, "steps=7", "profile=2-3")) == 0
-    assert "profile=2-3 traces nothing: 6 steps are done already" in capfd.readouterr().out
-    assert not (tmp_path / "run" / "profile").exists()
 
 
 def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> None:

@@ -205,7 +205,7 @@ def test_the_average_of_the_parameters_is_what_is_judged() -> None:
     run = compose_run(*TINY, *SINGLE, "optimizer.ema_decay=0.5", "steps=6")
     program = make_program(run)
     kept = checkpoints(folder, read_only=True)
-    _, state, _ = kept.restore(program.abstract_state)
+    _, state, *_ = kept.restore(program.abstract_state)
     evaluate = Evaluator(program, prepare(run.config.data, "bytes"), load_tokenizer("bytes"))
     logged = read_metrics(folder / "metrics.jsonl")[-1]["summary"]["eval_loss"]
     assert evaluate(state.ema, 1)["eval_loss"] == pytest.approx(logged, rel=1e-6)

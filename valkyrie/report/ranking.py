@@ -103,7 +103,7 @@ def details(row: Row) -> dict[str, Any]:
         "command": _arguments(row),
         "folder": row.trial.folder,
         "memory": ", ".join(f"{name} {memory(size)}" for name, size in (memory_results.get("split") or {}).items()),
-        "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items()),
+        "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items() if size),
         "goodput": row.goodput.describe() if row.goodput else None,
         "steps": _steps(results),
         "reported": memory(peak) if (peak := memory_results.get("reported_peak")) else None,
