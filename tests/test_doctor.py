@@ -23,7 +23,7 @@ from runs import TINY
 from test_processes import free_address, meet
 from valkyrie.cli.doctor import main
 from valkyrie.data.prepare import prepare
-from valkyrie.doctor import disks, host, software
+from valkyrie.doctor import disks, host, shared, software
 from valkyrie.doctor.examine import _clocks, _of_all
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding, Findings
 from valkyrie.doctor.size import state_bytes
@@ -134,6 +134,18 @@ def test_the_size_of_a_state_is_that_of_its_arrays(overrides: Sequence[str]):
     state = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu").abstract_state
     arrays = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert arrays - 64 <= state_bytes(run) <= arrays  # counters and the random key beside it
+
+
+def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    wrong, right = (compose_run(*SMALL, f"checkpoint.folder={tmp_path / name}") for name in ("file", "new/one"))
+    assert shared.checkpoint_folder(compose_run(*SMALL)) == []
+    (failed,) = shared.checkpoint_folder(wrong)
+    assert failed.verdict == FAILS and "cannot be used" in failed.text and "checkpoint.folder=DIR" in failed.remedy
+    (fine,) = shared.checkpoint_folder(right)
+    assert fine.verdict == FINE and "can be written, read and cleared" in fine.text
+    assert not (tmp_path / "new").exists()
+    assert disks.disk_space(right, 1).text.startswith(f"1 B free in checkpoint.folder={tmp_path}/new/one; ")
 
 
 def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path):

@@ -48,7 +48,7 @@ def in_bucket(path: Any) -> bool:
 def place_of(folder: Path) -> Any:
     """Return the path of a run's durable checkpoints, of `pathlib` or, in a bucket, of `etils.epath`."""
     pointer = folder / POINTER
-    return _path(pointer.read_text().strip()) if pointer.is_file() else folder / FOLDER
+    return path_of(pointer.read_text().strip()) if pointer.is_file() else folder / FOLDER
 
 
 def set_place(folder: Path, under: str | None) -> None:
@@ -78,10 +78,11 @@ def set_place(folder: Path, under: str | None) -> None:
 
 def elsewhere(under: str, folder: Path) -> Any:
     """Return the path of a run's durable checkpoints in a folder or bucket `under`."""
-    return _path(under) / folder.name
+    return path_of(under) / folder.name
 
 
-def _path(text: str) -> Any:
+def path_of(text: str) -> Any:
+    """Return a path of a disk or, of a URL, of a bucket."""
     if scheme_of(text) is None:
         return Path(text).expanduser().absolute()
     from etils import epath

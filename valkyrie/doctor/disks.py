@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlparse
 
+from valkyrie.checkpoint.place import in_bucket
 from valkyrie.data.loader import check_enough
 from valkyrie.data.prepare import find_prepared
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
@@ -32,7 +33,7 @@ def run_folder(run: Run) -> list[Finding]:
     """Return whether `runs` can be written, and whether its disk's clock is this host's."""
     runs = Path(run.config.runs)
     try:
-        with _made(runs), writing(runs), tempfile.NamedTemporaryFile(dir=runs, prefix=".doctor-") as probe:
+        with made(runs), writing(runs), tempfile.NamedTemporaryFile(dir=runs, prefix=".doctor-") as probe:
             before = time.time()
             probe.write(b"x")
             probe.flush()
@@ -47,15 +48,18 @@ def run_folder(run: Run) -> list[Finding]:
 
 
 def disk_space(run: Run, free: int | None = None) -> Finding:
-    """Return whether the disk of `runs` has room for the checkpoints; `free` bytes are asked of it if None."""
-    runs, config = Path(run.config.runs), run.config.checkpoint
-    keep = config.keep + config.keep_best
-    free = shutil.disk_usage(_existing(runs)).free if free is None else free
-    size = state_bytes(run)
+    """Return whether the disk of the checkpoints has room for them; `free` bytes are asked of it if None."""
+    config = run.config.checkpoint
+    key, folder = ("runs", run.config.runs) if config.folder is None else ("checkpoint.folder", config.folder)
+    keep, size = config.keep + config.keep_best, state_bytes(run)
+    each = f"a checkpoint is {memory(size)}, {keep} are kept while one is written"
+    if in_bucket(folder):
+        return Finding("disk space", FINE, f"{key}={folder} is a bucket; {each}")
+    free = shutil.disk_usage(_existing(Path(folder))).free if free is None else free
     needed = (keep + 1) * size
-    text = f"{memory(free)} free in runs={runs}; a checkpoint is {memory(size)}, {keep} are kept while one is written"
+    text = f"{memory(free)} free in {key}={folder}; {each}"
     if needed > free:
-        return Finding("disk space", FAILS, text, f"Free {memory(needed - free)}, or write elsewhere with runs=DIR.")
+        return Finding("disk space", FAILS, text, f"Free {memory(needed - free)}, or write elsewhere with {key}=DIR.")
     if needed > free / 2:
         return Finding("disk space", WARNING, text, "That is more than half of what is free.")
     return Finding("disk space", FINE, text)
@@ -160,7 +164,7 @@ def _key_in_netrc() -> str:
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[None]:
+def made(folder: Path) -> Iterator[None]:
     """Have a folder inside; what of it was not there before is gone afterwards."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -175,19 +179,3 @@ def _made(folder: Path) -> Iterator[None]:
 
 def _existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-@contextlib.contextmanager
-def seen_by_all(run: Run, team: Team) -> Iterator[bool | None]:
-    """Give whether this process sees a file that process 0 has in `runs` meanwhile; None where it cannot write one."""
-    runs = Path(run.config.runs)
-    with contextlib.ExitStack() as stack:
-        name = None
-        if team.leads:
-            with contextlib.suppress(OSError):
-                stack.enter_context(_made(runs))
-                name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=runs, prefix=".doctor-")).name).name
-        told = team.exchange("probe", name)[0]
-        sees = None if told is None else (runs / told).exists()
-        team.wait("probe seen")
-        yield sees

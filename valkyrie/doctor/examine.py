@@ -12,6 +12,7 @@ from rich.console import Console
 from valkyrie.compose import accelerators
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding, Findings
+from valkyrie.doctor.shared import checkpoint_folder, same_folder
 from valkyrie.doctor.software import versions_fit
 from valkyrie.parallel.distributed import find_place, join, start_jax
 from valkyrie.run import Run
@@ -58,7 +59,7 @@ def _of_this_host(run: Run, processes: int) -> list[Finding]:
     findings = host.chips(run, processes)
     findings += host.holders()
     findings += [versions_fit(run), host.host_memory(run, processes), host.open_files(processes)]
-    findings += disks.run_folder(run)
+    findings += [*disks.run_folder(run), *checkpoint_folder(run)]
     findings += [disks.disk_space(run), *disks.fast_disk_space(run, processes)]
     return [*findings, disks.compile_cache(), disks.data(run), disks.tracking(run)]
 
@@ -102,7 +103,7 @@ def _of_all(run: Run, team: Team) -> list[Finding]:
             findings.append(Finding(check, FINE, "on all processes"))
     team.wait("look at the clock")
     findings += _clocks(team.exchange("time", time.time()), team)
-    return [*findings, *disks.same_data(run, team), *_same_folder(run, team)]
+    return [*findings, *disks.same_data(run, team), *same_folder(run, team)]
 
 
 def _clocks(times: list[float], team: Team) -> list[Finding]:
@@ -113,19 +114,6 @@ def _clocks(times: list[float], team: Team) -> list[Finding]:
     verdict = FAILS if abs(off) > _CLOCK_FAILS_S else WARNING
     text = f"{off:+.0f} s off that of process 0"
     return [Finding("clocks", verdict, text, "Let all hosts keep the time: timedatectl, chrony.")]
-
-
-def _same_folder(run: Run, team: Team) -> list[Finding]:
-    """Return whether this process sees what process 0 writes into `runs`."""
-    with disks.seen_by_all(run, team) as sees:
-        if sees is None:
-            return []
-        if sees:
-            return [
-                Finding("shared folder", FINE, f"all processes see what process 0 writes to runs={run.config.runs}")
-            ]
-    text = f"what process 0 writes to runs={run.config.runs} is not seen here"
-    return [Finding("shared folder", FAILS, text, "Checkpoints need a folder that all hosts share: runs=DIR.")]
 
 
 def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:

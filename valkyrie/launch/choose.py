@@ -10,7 +10,7 @@ from valkyrie.launch import gcloud
 from valkyrie.launch.cost import cost
 from valkyrie.launch.gke import gke
 from valkyrie.launch.options import Options
-from valkyrie.launch.overrides import runs_in, trains
+from valkyrie.launch.overrides import checkpoints_elsewhere, runs_in, trains
 from valkyrie.launch.plan import Call, Plan
 from valkyrie.launch.skypilot import skypilot
 from valkyrie.launch.slurm import slurm
@@ -66,11 +66,11 @@ def _about(options: Options) -> list[str]:
 def _lost(options: Options, overrides: Sequence[str]) -> list[str]:
     """Return what to change where the checkpoints would be lost with the disks that they lie on."""
     own_disk = options.target not in ("local", "host", "slurm") and not Path(runs_in(overrides)).is_absolute()
-    if not own_disk or not trains(overrides) or not overrides:
+    if not own_disk or not trains(overrides) or not overrides or checkpoints_elsewhere(overrides):
         return []
     runs = runs_in(overrides)
     goes = "are not seen by the other hosts" if options.target == "ssh" else "go with the machines"
     return [
         f"runs={runs} lies on each machine's own disk: checkpoints {goes}. Write runs=DIR with a folder of a disk that "
-        "all hosts mount: NFS, Filestore, a mounted bucket."
+        "all hosts mount (NFS, Filestore), or checkpoint.folder=gs://BUCKET/DIR."
     ]

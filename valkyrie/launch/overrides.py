@@ -31,5 +31,11 @@ def runs_in(overrides: Sequence[str]) -> str:
     return (_values(overrides, "runs") or ["runs"])[-1]
 
 
+def checkpoints_elsewhere(overrides: Sequence[str]) -> bool:
+    """Return whether durable checkpoints go to a bucket or an absolute path, not into the run folder."""
+    folder = (_values(overrides, "checkpoint.folder") or ["null"])[-1]
+    return "://" in folder or folder.startswith("/")
+
+
 def _values(overrides: Sequence[str], wanted: str) -> list[str]:
     return [value for key, value in map(key_value, overrides) if key == wanted]
