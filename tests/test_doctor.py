@@ -145,7 +145,7 @@ def test_the_folder_of_the_checkpoints_is_written_and_read(tmp_path: Path):
     (fine,) = shared.checkpoint_folder(right)
     assert fine.verdict == FINE and "can be written, read and cleared" in fine.text
     assert not (tmp_path / "new").exists()
-    assert disks.disk_space(right, 1).text.startswith(f"1 B free in checkpoint.folder={tmp_path}/new/one; ")
+    assert disks.disk_space(right, 1).text.startswith(f"0.0 KiB free in checkpoint.folder={tmp_path}/new/one; ")
 
 
 def test_a_disk_without_room_for_the_checkpoints_fails(tmp_path: Path):
