@@ -199,7 +199,7 @@ def test_in_place_of_a_damaged_one_the_one_before_is_taken(
     notes = capfd.readouterr().err.splitlines()
     assert len(notes) == 2 and all(note.startswith("the checkpoint of step 5 in ") for note in notes)
     assert all(" is damaged: " in note and note.endswith(". Going on from step 4.") for note in notes)
-    assert (tmp_path / "damaged-checkpoint-5").is_dir()
+    assert (tmp_path / "damaged-checkpoints-5").is_dir()
     with closing(checkpoints(tmp_path)) as kept:
         assert_equal(kept.restore(abstract(make_state(0)))[1], make_state(5))
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runs import assert_same_bits, command, records, saved, tiny, trained
 from test_checkpoint import DATA, abstract, assert_equal, make_state
-from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig, NotSavedError
 from valkyrie.checkpoint.fast import fast_folder
 from valkyrie.team import ALONE, Team
 from valkyrie.train import screen
@@ -104,9 +104,66 @@ def test_when_all_of_one_tier_are_damaged_the_other_is_taken(tmp_path: Path):
         (tmp_path / "run" / "checkpoints" / str(step) / "about" / "metadata").write_text("{}")
     with closing(both(tmp_path)) as kept:
         assert kept.restore(abstract(make_state(0))).step == 5
-    shutil.rmtree(process_folder(tmp_path))
+        kept.save(6, make_state(6), DATA)
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        "checkpoints",
+        "damaged-checkpoints-3",
+        "damaged-checkpoints-6",
+        "id",
+    ]
+    with closing(both(tmp_path)) as kept:
+        assert_equal(kept.restore(abstract(make_state(0))).state, make_state(6))
+
+
+def test_without_a_sound_one_in_either_tier_nothing_begins_anew(tmp_path: Path):
+    save(tmp_path, durable=(3,))
+    (tmp_path / "run" / "checkpoints" / "3" / "about" / "metadata").write_text("{}")
     with closing(both(tmp_path)) as kept, pytest.raises(ValueError, match="No other is left"):
         kept.restore(abstract(make_state(0)))
+
+
+def test_a_start_without_the_fast_tier_leaves_what_was_saved_there_before_behind(tmp_path: Path):
+    save(tmp_path, durable=(3,), fast=(4,))
+    Checkpoints(tmp_path / "run", CheckpointConfig()).close()
+    with closing(both(tmp_path)) as kept:
+        assert kept.restore(abstract(make_state(0))).step == 3
+
+
+def test_fast_checkpoints_are_kept_where_the_last_durable_save_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    from valkyrie.checkpoint import tier
+
+    write = tier.write_checksums
+
+    def full(folder: Path, without: Any = ()) -> None:
+        if "process-0" not in str(folder):
+            raise OSError(28, "No space left on device")
+        write(folder, without)
+
+    fast = ("checkpoint.fast.every=2", f"checkpoint.fast.folder={tmp_path / 'fast'}")
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "write_checksums", full)
+        assert command(*tiny(tmp_path, "steps=5", *fast)) == 1
+    assert "The fast checkpoint of step 4 is kept in " in capfd.readouterr().err
+    assert command("resume=run", f"runs={tmp_path}") == 0
+    assert "continuing run from step 4 to step 5" in capfd.readouterr().out
+    assert saved(tmp_path / "run")["['step']"] == 5
+
+
+def test_a_save_that_fails_on_one_of_several_processes_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from valkyrie.checkpoint import tier
+
+    def full(folder: Path, without: Any = ()) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tier, "write_checksums", full)
+    with closing(Checkpoints(tmp_path / "run", CheckpointConfig(), team=OneOfTwo([]))) as kept:
+        kept.save(3, make_state(3), DATA)
+        with pytest.raises(
+            NotSavedError, match=r"of step 3 could not be saved .*\. All processes end: started again, "
+        ):
+            kept.wait()
 
 
 def test_one_of_another_layout_is_not_used_and_the_durable_one_is(tmp_path: Path):

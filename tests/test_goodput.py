@@ -150,7 +150,7 @@ def test_a_training_says_what_its_time_went_to(capfd: pytest.CaptureFixture[str]
     assert {key: summary[key] for key in keys} == {key: told["summary"][key] for key in keys}
     assert summary["restarts"] == 0 and 0 < summary["goodput"] < 1
     assert sum(summary[f"time/{kind}"] for kind in KINDS) == pytest.approx(summary["time/total"], abs=0.01)
-    assert summary["time/compile"] == pytest.approx(summary["compile_s"], abs=0.2)
+    assert summary["time/compile"] >= summary["compile_s"] - 0.01
     assert summary["comm_bytes/total"] == told["summary"]["comm_bytes/total"] == 0
     records = [record for record in lines if "loss" in record]
     assert all(record["goodput"] > 0 for record in records)
@@ -250,7 +250,7 @@ def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> 
     assert meter.spent["data"] == 0
     with meter.waiting():
         done.set()
-        time.sleep(0.1)
+        time.sleep(0.3)
     meter.finished()
     meter.close()
     assert 0.05 < meter.spent["data"] <= meter.steps[0] < 1

@@ -163,7 +163,7 @@ HANGS = textwrap.dedent("""
     from valkyrie.cli.train import main
     main()
 """)
-TRAINING = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "distributed.step_timeout_s=3"]
+TRAINING = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "distributed.step_timeout_s=15"]
 
 
 @pytest.mark.slow

@@ -161,3 +161,11 @@ def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
 def read_group(group: str, schema: type[Schema]) -> list[Schema]:
     """Return every config of a group as its dataclass, by file name."""
     return [read_config(group, name, schema) for name in config_names(group)]
+
+
+def unused(folder: Path) -> Path:
+    """Return a folder that does not exist yet: this one, or the first of FOLDER-2, FOLDER-3, ..."""
+    candidate, number = folder, 2
+    while candidate.exists():
+        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return candidate

@@ -7,13 +7,16 @@ is in one.
 
 from valkyrie.checkpoint.config import CheckpointConfig, FastConfig
 from valkyrie.checkpoint.place import place_of
-from valkyrie.checkpoint.steps import latest_step, saved_steps
+from valkyrie.checkpoint.steps import has_saved, latest_step, saved_steps
+from valkyrie.checkpoint.tier import NotSavedError
 from valkyrie.checkpoint.tiers import Checkpoints, kept_checkpoints
 
 __all__ = [
     "CheckpointConfig",
     "Checkpoints",
     "FastConfig",
+    "NotSavedError",
+    "has_saved",
     "kept_checkpoints",
     "latest_step",
     "place_of",

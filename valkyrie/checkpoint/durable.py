@@ -10,23 +10,26 @@ from typing import Any
 
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import damage_of
-from valkyrie.checkpoint.place import elsewhere, in_bucket, place_of, set_place
+from valkyrie.checkpoint.place import asked_place, in_bucket, place_of, set_place
 from valkyrie.checkpoint.steps import steps_in
 from valkyrie.checkpoint.tier import Tier
+from valkyrie.paths import unused
+from valkyrie.team import Team
 
 
 class Durable(Tier):
     """The durable checkpoints of one run folder. They are restored under any mesh, partition and process count."""
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, *, read_only: bool, cleans: bool, about: Mapping[str, Any]
+        self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, about: Mapping[str, Any]
     ) -> None:
-        """`cleans`: whether this process removes what a failed save left, and notes where checkpoints lie."""
         self._config, self._read_only = config, read_only
-        if cleans and not read_only:
+        if team.leads and not read_only:
             set_place(folder, config.folder)
-        path = place_of(folder) if read_only or config.folder is None else elsewhere(config.folder, folder)
-        super().__init__(path if in_bucket(path) else path.resolve(), cleans=cleans, about=about)
+        path = place_of(folder) if read_only else asked_place(folder, config.folder)
+        super().__init__(
+            path if in_bucket(path) else path.resolve(), cleans=team.leads, about=about, together=team.count > 1
+        )
 
     def _open(self) -> Any:
         import orbax.checkpoint as ocp
@@ -59,7 +62,7 @@ class Durable(Tier):
     def sound_step(self) -> int:
         """Return the newest step whose files are as they were saved; ValueError where no checkpoint's are.
 
-        Damaged ones are named in a note, and set aside so that their steps can be saved again.
+        Damaged ones before it are named in a note, and set aside so that their steps can be saved again.
         """
         steps, damages = sorted(self._manager.all_steps(), reverse=True), []
         for step in steps:
@@ -71,11 +74,19 @@ class Durable(Tier):
             raise ValueError(f"{'; '.join(damages)}. No other is left: start the run anew, or resume another.")
         for line, bad in zip(damages, steps, strict=False):
             print(f"{line}. Going on from step {step}.", file=sys.stderr)
-            if not self._read_only:
-                self.folder_of(bad).rename(self.path.parent / f"damaged-checkpoint-{bad}")
+            self._set_aside(bad)
         if damages and not self._read_only:
             self.reload(step)
         return step
+
+    def set_all_aside(self) -> None:
+        """Set aside all checkpoints, which are damaged: their steps can be saved again."""
+        for step in self._manager.all_steps():
+            self._set_aside(step)
+
+    def _set_aside(self, step: int) -> None:
+        if not self._read_only:
+            self.folder_of(step).rename(unused(self.path.parent / f"damaged-{self.path.name}-{step}"))
 
 
 def _kept(config: CheckpointConfig) -> Any:

@@ -16,6 +16,8 @@ FOLDER = "checkpoints"
 """The folder of a run folder that holds its durable checkpoints, one sub-folder a step."""
 POINTER = "checkpoints.path"
 """The file of a run folder whose durable checkpoints lie elsewhere: it says where."""
+IDENTITY = "id"
+"""The file of a run folder by which its fast checkpoints know it; there while it is trained with that tier."""
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """The package that serves a scheme."""
 
@@ -46,9 +48,17 @@ def in_bucket(path: Any) -> bool:
 
 
 def place_of(folder: Path) -> Any:
-    """Return the path of a run's durable checkpoints, of `pathlib` or, in a bucket, of `etils.epath`."""
+    """Return the path of a run's durable checkpoints, of `pathlib` or, in a bucket, of `etils.epath`.
+
+    ValueError for a bucket that cannot be served here.
+    """
     pointer = folder / POINTER
-    return path_of(pointer.read_text().strip()) if pointer.is_file() else folder / FOLDER
+    if not pointer.is_file():
+        return folder / FOLDER
+    path = pointer.read_text().strip()
+    if problems := place_problems(path):
+        raise ValueError(f"{folder} has its checkpoints elsewhere. {problems[0]}")
+    return path_of(path)
 
 
 def set_place(folder: Path, under: str | None) -> None:
@@ -56,7 +66,7 @@ def set_place(folder: Path, under: str | None) -> None:
 
     ValueError where it has some in another place already.
     """
-    wanted = None if under is None else str(elsewhere(under, folder))
+    wanted = None if under is None else str(asked_place(folder, under))
     pointer = folder / POINTER
     now = pointer.read_text().strip() if pointer.is_file() else None
     if now == wanted:
@@ -76,9 +86,9 @@ def set_place(folder: Path, under: str | None) -> None:
         write_whole(pointer, f"{wanted}\n")
 
 
-def elsewhere(under: str, folder: Path) -> Any:
-    """Return the path of a run's durable checkpoints in a folder or bucket `under`."""
-    return path_of(under) / folder.name
+def asked_place(folder: Path, under: str | None) -> Any:
+    """Return the path of a run's durable checkpoints in a folder or bucket `under`, or in the run folder for None."""
+    return folder / FOLDER if under is None else path_of(under) / folder.name
 
 
 def path_of(text: str) -> Any:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from valkyrie.checkpoint.place import in_bucket, place_of
+from valkyrie.checkpoint.place import IDENTITY, POINTER, in_bucket, place_of
 
 METADATA = "_CHECKPOINT_METADATA"
 """The file of a checkpoint with the times of its saving, which Orbax writes last on a disk."""
 _COMMITTED = "commit_success.txt"
 """What it writes last in a bucket, where a folder cannot get its name in one piece."""
+
+
+def has_saved(folder: Path) -> bool:
+    """Return whether a run folder can be resumed, as far as this disk tells: a bucket is not asked."""
+    return (folder / POINTER).is_file() or (folder / IDENTITY).is_file() or latest_step(folder) is not None
 
 
 def latest_step(folder: Path) -> int | None:

@@ -19,6 +19,10 @@ from valkyrie.checksums import write_checksums
 from valkyrie.paths import is_full, why
 
 
+class NotSavedError(RuntimeError):
+    """A state could not be saved, and the training cannot go on: the message names the newest good checkpoint."""
+
+
 class Tier:
     """The checkpoints in one folder: each a train state, the position of its data, and what is needed to judge both.
 
@@ -26,12 +30,16 @@ class Tier:
     was interrupted leaves nothing that is taken for a checkpoint. Every checkpoint has the checksums of its files.
     """
 
-    def __init__(self, path: Any, *, cleans: bool, about: Mapping[str, Any]) -> None:
-        """`cleans`: whether this process removes what a failed save left. `about` is said in every checkpoint."""
+    def __init__(self, path: Any, *, cleans: bool, about: Mapping[str, Any], together: bool = False) -> None:
+        """`cleans`: whether this process removes what a failed save left. `about` is said in every checkpoint.
+
+        `together`: several processes write each checkpoint, and wait for each other. A save that fails on one of them
+        ends it by NotSavedError, and with it the others, which would wait for ever.
+        """
         for name in ("absl", "asyncio", "gcsfs"):  # Orbax reports every thread, and every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
-        self.path, self._cleans, self._about = path, cleans, about
+        self.path, self._cleans, self._about, self._together, self._broken = path, cleans, about, together, False
         self._manager = self._open()
         self.last_saved: int | None = self._manager.latest_step()
 
@@ -118,6 +126,8 @@ class Tier:
 
     def close(self) -> None:
         """See saves through and let go of the folder."""
+        if self._broken:
+            return
         try:
             self._manager.close()
         except Exception as error:  # as in save
@@ -140,18 +150,22 @@ class Tier:
     def _failed(self, error: Exception) -> str:
         """Return the line about a save that failed, with its unfinished folder removed and Orbax ready for another."""
         step = self.last_saved
+        what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({why(error)})"
+        if self._together:
+            self._broken = True
+            raise NotSavedError(f"{what}. All processes end: started again, they go on from the one before.") from error
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
         for unfinished in self._unfinished() if self._cleans else ():
             shutil.rmtree(unfinished, ignore_errors=True)
-        self.last_saved = self._newest()
-        if in_bucket(self.path) or self.path.parent.is_dir():
-            with contextlib.suppress(OSError):
+        self.last_saved = None
+        with contextlib.suppress(Exception):  # a bucket that cannot be reached raises many kinds
+            self.last_saved = self._newest()
+            if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
         newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"
         remedy = " Free some room there." if is_full(error) else ""
-        what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path}"
-        return f"{what} ({why(error)}); {newest}.{remedy}"
+        return f"{what}; {newest}.{remedy}"
 
 
 @cache

@@ -12,14 +12,11 @@ from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import damage_of, read_about, refuse_other_shapes, refuse_other_state, tree_of
 from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.fast import Fast, fast_folder
-from valkyrie.checkpoint.place import in_bucket, place_of
+from valkyrie.checkpoint.place import IDENTITY, in_bucket, place_of
 from valkyrie.checkpoint.steps import saved_steps, steps_in
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_whole
 from valkyrie.team import ALONE, Team
-
-_IDENTITY = "id"
-"""The file of a run folder by which fast checkpoints know their run."""
 
 
 class Restored(NamedTuple):
@@ -48,10 +45,10 @@ class Checkpoints:
     ) -> None:
         self._team, self._read_only, self._done = team, read_only, False
         about = about or {}
-        self.durable = Durable(
-            folder, config, read_only=read_only, cleans=team.leads, about={"tier": "durable", **about}
-        )
+        self.durable = Durable(folder, config, read_only=read_only, team=team, about={"tier": "durable", **about})
         self.fast: Fast | None = None
+        if config.fast.every is None and not read_only and team.leads:
+            (folder / IDENTITY).unlink(missing_ok=True)  # what is trained now, fast checkpoints of before do not know
         if config.fast.every is not None and not read_only:
             identity = team.of_first("run identity", lambda: _identity(folder))
             path = fast_folder(config.fast, folder, identity)
@@ -134,9 +131,13 @@ class Checkpoints:
             return None
         try:
             step = self._team.of_first("sound checkpoint", self.durable.sound_step)
-        except ValueError:
+        except ValueError as error:
             if needed:
                 raise
+            if self._team.leads:
+                print(f"{error} They are set aside, for a fast one is sound.", file=sys.stderr)
+            self._team.of_first("damaged ones set aside", self.durable.set_all_aside)
+            self.durable.reload(None)
             return None
         if not self._team.leads and not self._read_only and step != self.last_saved:
             self.durable.reload(step)
@@ -193,7 +194,7 @@ class Kept(NamedTuple):
 def kept_checkpoints(folder: Path, config: CheckpointConfig) -> list[Kept]:
     """Return the finished checkpoints of a run, durable ones and the fast ones of this host, by step."""
     found = [_kept("durable", place_of(folder) / str(step)) for step in saved_steps(folder)]
-    if (folder / _IDENTITY).is_file():
+    if (folder / IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))
         for path in sorted(fast.glob("process-*")):
             found += [_kept(f"fast {path.name.replace('-', ' ')}", path / str(step)) for step in steps_in(path)]
@@ -226,7 +227,7 @@ def _epath(path: Any) -> Any:
 
 def _identity(folder: Path) -> str:
     """Return what tells this run folder from one of the same path before it."""
-    file = folder / _IDENTITY
+    file = folder / IDENTITY
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, f"{uuid.uuid4().hex[:12]}\n")

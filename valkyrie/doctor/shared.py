@@ -70,5 +70,5 @@ def _probe(stack: contextlib.ExitStack, folder: str) -> Any:
         stack.enter_context(made(path))
     probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"
     stack.callback(lambda: probe.unlink(missing_ok=True))
-    probe.write_text(_TEXT)
+    probe.write_bytes(_TEXT.encode())
     return probe

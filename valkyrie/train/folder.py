@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.checkpoint import latest_step, place_of
+from valkyrie.checkpoint import has_saved, latest_step
+from valkyrie.checkpoint.place import FOLDER
 from valkyrie.modes import reads_run
 from valkyrie.optim import OptimizerConfig, learning_rate
-from valkyrie.paths import write_whole, writing
+from valkyrie.paths import unused, write_whole, writing
 from valkyrie.run import Run
 from valkyrie.trees import as_written
 
@@ -54,16 +55,16 @@ _PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-
 
 def find_run(runs: Path, resume: str) -> Path:
     """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError names some."""
-    candidates = sorted((f for f in runs.glob("*") if latest_step(f) is not None), key=_last_saved)
+    candidates = sorted((f for f in runs.glob("*") if has_saved(f)), key=_last_saved)
     if resume == "latest":
         if not candidates:
             raise ValueError(f"resume=latest found no run with a checkpoint under runs={runs}. Train one first.")
         return candidates[-1]
     for folder in (runs / resume, Path(resume)):
-        if latest_step(folder) is not None:
+        if has_saved(folder):
             return folder
     for folder in Path(resume).absolute().parents:
-        if Path(resume).exists() and latest_step(folder) is not None:
+        if Path(resume).exists() and has_saved(folder):
             raise ValueError(f"resume={resume} lies in a run folder. Write resume={folder}.")
     known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     names = {f.name.lower(): f.name for f in candidates}
@@ -73,9 +74,9 @@ def find_run(runs: Path, resume: str) -> Path:
 
 
 def _last_saved(folder: Path) -> float:
-    """Return when a run last saved: its folder of checkpoints changed, or what it logs where that lies elsewhere."""
-    paths = [place_of(folder), folder / "metrics.jsonl", folder / RUN]
-    return next(path.stat().st_mtime for path in paths if isinstance(path, Path) and path.exists())
+    """Return when a run last saved: its folder of checkpoints changed, or itself where they lie elsewhere."""
+    checkpoints = folder / FOLDER
+    return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
 
 
 def run_folder(run: Run) -> Path:
@@ -233,11 +234,3 @@ def key_value(argument: str) -> tuple[str, str]:
     """Return the key of an override, without the marks of appending, and its value, without quotes."""
     key, _, value = argument.partition("=")
     return key.lstrip("+~"), value.strip("\"'")
-
-
-def unused(folder: Path) -> Path:
-    """Return a folder that does not exist yet: this one, or the first of FOLDER-2, FOLDER-3, ..."""
-    candidate, number = folder, 2
-    while candidate.exists():
-        candidate, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-    return candidate

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,6 +189,15 @@ class Ledger:
         self.write(step)
         self._until = None
         self.goodput()
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Leave out a start that is refused for what its user asked: no restart, and no time down after it."""
+        try:
+            yield
+        except (ValueError, OSError):
+            self.write(self._earlier[-1].points[-1].step if self._earlier and self._earlier[-1].points else 0, STOPPED)
+            raise
 
     def at(self, step: int) -> None:
         """Note that a step is done; a line is written when one is due."""

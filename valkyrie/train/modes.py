@@ -48,6 +48,8 @@ def _train(run: Run, team: Team, began: float) -> int:
         fitted = fit(run, *prepared, folder, console, team=team, began=began)
     except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:
         print(f"valkyrie-train: {_where(error) if isinstance(error, FloatingPointError) else error}", file=sys.stderr)
+        if team.count > 1:  # it may be of this process alone, and the others wait for it
+            sys.exit(1)
         return 1
     name = folder.name if folder.parent == Path(RunConfig.runs) else str(folder)  # a name is looked for there alone
     again = f"{command_name()} resume={shlex.quote(name)}"

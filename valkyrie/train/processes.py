@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 import traceback
@@ -13,7 +14,6 @@ from typing import Any
 
 from valkyrie.compose import accelerators
 from valkyrie.explain import explain
-from valkyrie.locks import WRITER
 from valkyrie.parallel.distributed import join, start_jax
 from valkyrie.paths import source_digest
 from valkyrie.run import Run
@@ -69,17 +69,18 @@ def only_first_prints(team: Team) -> None:
 
 
 def check_shared(team: Team, folder: Path) -> None:
-    """Check that all processes see the run folder that process 0 writes; ValueError names those that do not."""
-
-    def writer() -> str | None:
-        file = folder / WRITER
-        return file.read_text(errors="replace") if file.is_file() else None
-
+    """Check that all processes see the folder that process 0 writes; ValueError names those that do not."""
     if team.count == 1:
         return
-    team.wait("run folder written")
-    seen = team.exchange("run folder seen", writer())
-    blind = [index for index, text in enumerate(seen) if text != seen[0]]
+    probe = folder / f".shared-{socket.gethostname()}-{os.getpid()}"
+    if team.leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    name = team.exchange("probe", probe.name)[0]
+    seen = team.exchange("probe seen", (folder / name).exists())
+    if team.leads:
+        probe.unlink()
+    blind = [index for index, sees in enumerate(seen) if not sees]
     if blind:
         named = f"process{'es' * (len(blind) > 1)} {', '.join(map(str, blind[:16]))}"
         raise ValueError(

@@ -21,9 +21,9 @@ from valkyrie.checkpoint import latest_step
 from valkyrie.compose import AS_SAVED, SCHEMAS, saved_groups
 from valkyrie.models import let_import
 from valkyrie.modes import reads_run
-from valkyrie.paths import conf_dir
+from valkyrie.paths import conf_dir, unused
 from valkyrie.run import HEADER, Run, RunConfig
-from valkyrie.train.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config, unused
+from valkyrie.train.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
 
 CONFIG_PATH = ("--config-path", "-cp")
 """The flags whose value is the folder of the whole configuration."""

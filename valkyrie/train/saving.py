@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.checkpoint.place import asked_place, in_bucket
 from valkyrie.tasks import Task
 from valkyrie.train.folder import versions
 from valkyrie.train.program import StepProgram
@@ -26,6 +28,12 @@ def about(program: StepProgram) -> dict[str, Any]:
         "devices_of_process": {process: sorted(ids) for process, ids in sorted(devices.items())},
         "versions": versions(),
     }
+
+
+def shared_folder(folder: Path, config: CheckpointConfig) -> Path | None:
+    """Return the folder that all processes of a run must see; None where their checkpoints go to a bucket."""
+    path = folder if config.folder is None else asked_place(folder, config.folder)
+    return None if in_bucket(path) else path
 
 
 def refuse_unknown_best(config: CheckpointConfig, task: Task) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from valkyrie.checkpoint import Checkpoints
+from valkyrie.checkpoint import Checkpoints, NotSavedError
 from valkyrie.data.loader import Loader
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ from valkyrie.train.processes import check_shared, print_to_log
 from valkyrie.train.profile import Window
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words
-from valkyrie.train.saving import about, refuse_unknown_best
+from valkyrie.train.saving import about, refuse_unknown_best, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, watchdog_of
@@ -48,10 +48,6 @@ class DivergedError(RuntimeError):
 
 class FolderGoneError(RuntimeError):
     """The run folder was deleted while its run trains, or its disk is gone."""
-
-
-class NotSavedError(RuntimeError):
-    """The last state of a training could not be saved; the message names the newest good checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +94,15 @@ def fit(
         with writing(folder):
             if team.leads:
                 stack.enter_context(only_writer(folder))
-            if config.checkpoint.folder is None:
-                check_shared(team, folder)
+            if (shared := shared_folder(folder, config.checkpoint)) is not None:
+                check_shared(team, shared)
             print_to_log(team, folder)
             refuse_unknown_best(config.checkpoint, program.task)
             checkpoints = Checkpoints(folder, config.checkpoint, team=team, about=about(program))
             stack.enter_context(contextlib.closing(checkpoints))
         meter = stack.enter_context(contextlib.closing(_meter(run, devices)))
         ledger = Ledger(folder, began, meter.spent, write=team.leads)
-        with meter.paused("setup" if checkpoints.last_saved is None else "restore"):
+        with meter.paused("setup" if checkpoints.last_saved is None else "restore"), ledger.refusals():
             start, state = _begin(program, checkpoints, loader, folder, console)
         ledger.prepared(start)
         if team.leads:
@@ -149,10 +145,10 @@ def fit(
         tracker.summary(summary := loop.summary())
         if tracker.lost:
             screen.say(tracker.lost, style="yellow")
-        if loop.finished:
-            checkpoints.done()
         if loop.unsaved:
             raise NotSavedError(f"{loop.unsaved} {_next(checkpoints, folder)}")
+        if loop.finished:
+            checkpoints.done()
     return Fitted(program, loop.state, summary, loop.stopping, loop.interrupt.preempted)
 
 
@@ -327,6 +323,8 @@ def _begin(
 
 def _next(checkpoints: Checkpoints, folder: Path) -> str:
     """Return how a training goes on whose last state was not saved."""
+    if checkpoints.fast is not None and (fast := checkpoints.fast.last_saved) is not None:
+        return f"The fast checkpoint of step {fast} is kept in {checkpoints.fast.path}: start again with room."
     if checkpoints.last_saved is None:
         return "Train again where there is room: runs=DIR."
     return f"Then go on from there: {command_name()} resume={shlex.quote(str(folder))}"
