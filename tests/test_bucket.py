@@ -3,85 +3,22 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from buckets import bucket
 from helpers import compose_config
 from runs import command, records, tiny, trained
-from valkyrie.checkpoint import CheckpointConfig, place, saved_steps
+from valkyrie import buckets as schemes
+from valkyrie.checkpoint import CheckpointConfig, saved_steps
 from valkyrie.checkpoint.place import POINTER, place_of, place_problems, set_place
 from valkyrie.doctor.disks import disk_space
 from valkyrie.doctor.findings import FINE
 from valkyrie.doctor.shared import checkpoint_folder
 from valkyrie.run import Run
 
-SERVE = """
-import sys, threading
-from http import HTTPStatus
-from gcp_storage_emulator.exceptions import NotFound
-from gcp_storage_emulator.handlers import objects
-
-download, insert, one_write = objects.download, objects.insert, threading.Lock()
-
-def generation(storage, bucket, name):
-    try:
-        return storage.get_file_obj(bucket, name)["generation"]
-    except NotFound:
-        return "0"
-
-def download_with_generation(request, response, storage, *args, **kwargs):
-    response["x-goog-generation"] = generation(storage, request.params["bucket_name"], request.params["object_id"])
-    download(request, response, storage, *args, **kwargs)
-
-def insert_if_it_matches(request, response, storage, *args, **kwargs):
-    wanted = request.query.get("ifGenerationMatch")
-    with one_write:
-        name = request.query.get("name", [""])[0]
-        if wanted and wanted[0] != generation(storage, request.params["bucket_name"], name):
-            response.status = HTTPStatus.PRECONDITION_FAILED
-            response.json({"error": {"code": 412}})
-        else:
-            insert(request, response, storage, *args, **kwargs)
-
-objects.download, objects.insert = download_with_generation, insert_if_it_matches
-from gcp_storage_emulator.server import create_server
-server = create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="valkyrie")
-server.start()
-print("ready", flush=True)
-sys.stdin.read()
-"""
-"""The emulator, with what TensorStore needs of Google's service beside: generations, and writes on condition."""
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """A bucket of an emulator, which gcsfs and TensorStore are told of."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", SERVE, str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert server.stdout is not None and server.stdout.readline() == "ready\n"
-    told = {
-        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
-        "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
-            patch.setenv(name, value)
-        yield "gs://valkyrie/runs"
-    server.kill()
-    server.communicate()
+__all__ = ["bucket"]
 
 
 @pytest.mark.slow
@@ -137,7 +74,7 @@ def test_a_run_with_checkpoints_of_its_own_does_not_take_others(tmp_path: Path):
     ],
 )
 def test_a_bucket_that_cannot_be_served_is_refused(folder: str, says: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(place, "find_spec", lambda name: None)
+    monkeypatch.setattr(schemes, "find_spec", lambda name: None)
     assert place_problems(folder) == [f"checkpoint.folder={folder}: {says}"]
     assert CheckpointConfig(folder=folder).problems() == place_problems(folder)
     assert place_problems(None) == place_problems("/mnt/shared") == []

@@ -205,6 +205,8 @@ def test_data_are_enough_for_a_batch():
 def test_data_that_are_not_there_fail_and_those_not_prepared_do_not(tmp_path: Path):
     found = disks.data(compose_run("model=gpt_tiny", "mesh=1x1x1", "data=text", f"data.paths=[{tmp_path}/*.txt]"))
     assert found.verdict == FAILS and str(tmp_path) in found.text
+    found = disks.data(compose_run("model=gpt_tiny", "mesh=1x1x1", "data=text", "data.paths=[memory://none/*.txt]"))
+    assert found.verdict == FAILS and "memory://none/*.txt matches 0 files" in found.text
     found = disks.data(compose_run(*SMALL, f"data.cache_dir={tmp_path}"))
     assert found.verdict == FINE and "is not prepared yet" in found.text
     assert list(tmp_path.iterdir()) == []

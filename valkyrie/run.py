@@ -15,6 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from valkyrie.axes import Arrays
+from valkyrie.buckets import needs_disk
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import SEEDS, DataConfig, full_path
 from valkyrie.hardware import TargetConfig
@@ -231,7 +232,7 @@ class Run:
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
                 problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
-        problems += [*_elsewhere(c), *profile_problems(c.profile, c.steps)]
+        problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
         if c.mode.repeats < 1 or c.mode.warmup < 0 or c.mode.time_limit_s <= 0:
             problems.append(
                 f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
@@ -348,18 +349,6 @@ class Run:
                 "step to the next, for the whole batch at once. Use microbatches=1."
             )
         return problems
-
-
-def _elsewhere(config: RunConfig) -> list[str]:
-    """Return the refusal of every path that is no folder or file of a disk."""
-    paths = [("runs", config.runs), ("data.cache_dir", config.data.cache_dir)]
-    paths += [("data.paths", path) for path in config.data.paths]
-    return [
-        f"{key}={path}: {scheme[0]} is not read or written directly. Use a folder of a disk, for several hosts one "
-        "that all of them mount: NFS, Filestore, a mounted bucket."
-        for key, path in paths
-        if (scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path))
-    ]
 
 
 def _too_large(values: dict[str, Any]) -> list[str]:

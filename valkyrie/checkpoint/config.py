@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from valkyrie.checkpoint.place import place_problems, scheme_of
+from valkyrie.buckets import scheme_of
+from valkyrie.checkpoint.place import place_problems
 
 
 @dataclass

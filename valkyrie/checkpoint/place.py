@@ -5,11 +5,10 @@ A bucket is read and written by `etils.epath` and TensorStore, as Orbax does it;
 
 from __future__ import annotations
 
-import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from valkyrie.buckets import package_problems, scheme_of
 from valkyrie.paths import write_whole
 
 FOLDER = "checkpoints"
@@ -22,12 +21,6 @@ _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """The package that serves a scheme."""
 
 
-def scheme_of(path: str) -> str | None:
-    """Return `gs` of `gs://bucket/x`, without `://`; None of a path of a disk."""
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", path)
-    return found[1] if found else None
-
-
 def place_problems(folder: str | None) -> list[str]:
     """Return why `checkpoint.folder` cannot be served here, with the package to install."""
     scheme = None if folder is None else scheme_of(folder)
@@ -36,10 +29,7 @@ def place_problems(folder: str | None) -> list[str]:
     if scheme not in _PACKAGES:
         schemes = " or ".join(f"{known}://" for known in _PACKAGES)
         return [f"checkpoint.folder={folder}: {scheme}:// is not known. Use {schemes}, or a folder of a disk."]
-    if find_spec(_PACKAGES[scheme]) is None:
-        install = f"uv pip install {_PACKAGES[scheme]}"
-        return [f"checkpoint.folder={folder}: {scheme}:// needs the package {_PACKAGES[scheme]}: {install}."]
-    return []
+    return package_problems(f"checkpoint.folder={folder}", scheme, _PACKAGES[scheme])
 
 
 def in_bucket(path: Any) -> bool:

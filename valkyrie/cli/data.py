@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
     prepare.set_defaults(run=_prepare)
     prepare.add_argument("source", nargs="?", default="stdlib", choices=[source.value for source in Source])
-    prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text")
+    prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
     prepare.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, an encoding of tiktoken, FILE.tiktoken")
     prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
     prepare.add_argument("--max-bytes", type=int, default=None, help="stop after so many bytes of text")

@@ -1,10 +1,12 @@
-"""The configuration of a dataset; imports nothing, so that it is checked before NumPy loads."""
+"""The configuration of a dataset; imports little, so that it is checked before NumPy loads."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from enum import Enum
+
+from valkyrie.buckets import needs_disk, scheme_of
 
 BYTES_VOCAB = 257
 """The ids of the tokenizer `bytes`: 256 bytes, and one that begins a document."""
@@ -34,15 +36,16 @@ class Source(Enum):
 
 
 def full_path(path: str) -> str:
-    """Return a path in full: from `~` and from the current directory; one that is empty stays so."""
-    return os.path.abspath(os.path.expanduser(path)) if path else path
+    """Return a path in full: from `~` and from the current directory; one that is empty, or a URL, stays so."""
+    return path if not path or scheme_of(path) else os.path.abspath(os.path.expanduser(path))
 
 
 @dataclasses.dataclass
 class DataConfig:
     """One dataset: where its documents come from, how they become tokens, and how they are split.
 
-    `paths`: for `source=text`, files, directories or globs (`~` and `**` known, relative to the current directory);
+    `paths`: for `source=text`, files, directories or globs (`~` and `**` known, relative to the current directory),
+    and the same in buckets: `gs://bucket/books/*.txt`, `s3://`, and what else fsspec reads;
     a single directory written by `valkyrie-data prepare` is used as it is.
     `field`: the key that holds the text in .jsonl; `column`: the column that holds it in .parquet.
     `tokenizer`: `bytes`, `gpt2`, another tiktoken encoding, or a .tiktoken file; null is the model's.
@@ -81,7 +84,7 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Return every reason why no dataset can be made of this, in the words of the command line."""
-        problems = []
+        problems = [*self._path_problems(), *needs_disk("data.cache_dir", self.cache_dir)]
         if not 0 < self.validation_fraction < 1:
             share = self.validation_fraction
             problems.append(f"data.validation_fraction={share}: use a share above 0 and below 1, such as 0.05.")
@@ -103,3 +106,10 @@ class DataConfig:
         if self.mean_length < 2:
             problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
         return problems
+
+    def _path_problems(self) -> list[str]:
+        if not any(map(scheme_of, self.paths)):
+            return []
+        from valkyrie.data.remote import path_problems
+
+        return path_problems(self.paths)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from valkyrie.buckets import scheme_of
 from valkyrie.data import manifest
 from valkyrie.data.config import DataConfig, Source
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
@@ -100,7 +101,7 @@ def _elsewhere(cache: Path) -> str:
 
 def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
     """Return the dataset that `data.paths` names itself, if it names one."""
-    if config.source is not Source.text or len(config.paths) != 1:
+    if config.source is not Source.text or len(config.paths) != 1 or scheme_of(config.paths[0]):
         return None
     path = Path(config.paths[0]).expanduser()
     if not (path / manifest.MANIFEST).is_file():

@@ -13,11 +13,14 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from valkyrie.buckets import scheme_of
 from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
 from valkyrie.data.synthetic import SyntheticDocument, synthetic_documents
 
 MIN_STDLIB_BYTES = 1_000_000
@@ -38,6 +41,20 @@ class SourceFile:
     mtime_ns: int
     member: str | None = None
 
+    @property
+    def suffix(self) -> str:
+        """The end of the name in small letters, such as `.txt`."""
+        return Path(self.id).suffix.lower()
+
+    @property
+    def stamp(self) -> list[str | int | None]:
+        """What the key of the cache has of this file."""
+        return [str(self.path), self.member, self.size, self.mtime_ns]
+
+    def open(self) -> AbstractContextManager[BinaryIO]:
+        """Stream the content of a plain file."""
+        return self.path.open("rb")
+
     def read(self) -> bytes:
         """Return the content."""
         if self.member is None:
@@ -50,20 +67,19 @@ class SourceFile:
 class Listing:
     """What a source consists of, before anything is read."""
 
-    files: tuple[SourceFile, ...]
+    files: tuple[SourceFile | RemoteFile, ...]
     skipped: int
     """Files that a glob or a directory matched and whose suffix is not one of `SUFFIXES`."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files on disk."""
+        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
     def signature(self) -> str:
-        """A hash of every name, size and modification time."""
-        stamps = [[str(file.path), file.member, file.size, file.mtime_ns] for file in self.files]
-        return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
+        """A hash of every name, size and modification time, of remote files their checksum or tag."""
+        return hashlib.sha256(json.dumps([file.stamp for file in self.files]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -92,17 +108,16 @@ def documents(config: DataConfig, listing: Listing) -> Iterator[Document | Synth
     if config.source is Source.synthetic:
         yield from synthetic_documents(config)
         return
-    for file in listing.files:
-        for document in _READERS[file.id[file.id.rindex(".") :].lower()](file, config):
+    remote = any(isinstance(file, RemoteFile) for file in listing.files)
+    for file in fetched_ahead(listing.files) if remote else listing.files:
+        for document in _READERS[file.suffix](file, config):
             if document.text:
                 yield document
 
 
 def is_single_text(config: DataConfig, listing: Listing) -> bool:
     """Return whether the source is one file that is one document, so that it has to be split inside."""
-    return (
-        config.source is Source.text and len(listing.files) == 1 and listing.files[0].path.suffix.lower() in _WHOLE_FILE
-    )
+    return config.source is Source.text and len(listing.files) == 1 and listing.files[0].suffix in _WHOLE_FILE
 
 
 def _list_stdlib() -> Listing:
@@ -141,19 +156,24 @@ def _list_text(config: DataConfig) -> Listing:
             f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
         )
     files: dict[Path, SourceFile] = {}
+    remote: dict[str, RemoteFile] = {}
     skipped = 0
     for pattern in config.paths:
-        matched = _match(pattern)
+        is_remote = scheme_of(pattern) is not None
+        matched = list_remote(pattern) if is_remote else _match(pattern)
         kept = [path for path in matched if path.suffix.lower() in SUFFIXES]
         if not kept:
+            looked = "" if is_remote else f" (looked from {Path.cwd()})"
             raise ValueError(
-                f"data.paths: {pattern} matches {len(matched)} files (looked from {Path.cwd()}), none of them "
-                f"{', '.join(SUFFIXES)}."
+                f"data.paths: {pattern} matches {len(matched)} files{looked}, none of them {', '.join(SUFFIXES)}."
             )
         skipped += len(matched) - len(kept)
         for path in kept:
-            files[path.resolve()] = _plain_file(str(path), path)
-    return Listing(tuple(files[path] for path in sorted(files)), skipped)
+            if isinstance(path, RemoteFile):
+                remote[path.id] = path
+            else:
+                files[path.resolve()] = _plain_file(str(path), path)
+    return Listing((*(files[path] for path in sorted(files)), *(remote[url] for url in sorted(remote))), skipped)
 
 
 def _match(pattern: str) -> list[Path]:
@@ -195,12 +215,12 @@ def _decode(raw: bytes, name: str) -> Document:
     return Document(name, text, replaced)
 
 
-def _read_whole(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+def _read_whole(file: SourceFile | RemoteFile, config: DataConfig) -> Iterator[Document]:
     yield _decode(file.read(), file.id)
 
 
-def _read_jsonl(file: SourceFile, config: DataConfig) -> Iterator[Document]:
-    with file.path.open("rb") as lines:
+def _read_jsonl(file: SourceFile | RemoteFile, config: DataConfig) -> Iterator[Document]:
+    with file.open() as lines:
         for number, line in enumerate(lines, 1):
             name = f"{file.id}:{number}"
             if not line.strip():
@@ -215,32 +235,33 @@ def _read_jsonl(file: SourceFile, config: DataConfig) -> Iterator[Document]:
             yield Document(name, row[config.field])
 
 
-def _read_parquet(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+def _read_parquet(file: SourceFile | RemoteFile, config: DataConfig) -> Iterator[Document]:
     try:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError:
         raise ValueError(f"{file.id}: reading .parquet needs pyarrow: uv sync --extra parquet in the clone") from None
-    try:
-        table = parquet.ParquetFile(file.path)
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{file.id} is not a readable .parquet file: {error}") from None
-    with table:
-        schema = table.schema_arrow
-        texts = [f.name for f in schema if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)]
-        if config.column not in texts:
-            raise ValueError(
-                f"{file.id} has no text column data.column={config.column}; its text columns are "
-                f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
-            )
-        row = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[config.column]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                yield Document(f"{file.id}:{row}", text or "")
+    with file.open() as opened:
+        try:
+            table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened)
+        except arrow.ArrowInvalid as error:
+            raise ValueError(f"{file.id} is not a readable .parquet file: {error}") from None
+        with table:
+            schema = table.schema_arrow
+            texts = [f.name for f in schema if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)]
+            if config.column not in texts:
+                raise ValueError(
+                    f"{file.id} has no text column data.column={config.column}; its text columns are "
+                    f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
+                )
+            row = 0
+            for batch in table.iter_batches(batch_size=1024, columns=[config.column]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield Document(f"{file.id}:{row}", text or "")
 
 
-_READERS: dict[str, Callable[[SourceFile, DataConfig], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[SourceFile | RemoteFile, DataConfig], Iterator[Document]]] = {
     **dict.fromkeys(_WHOLE_FILE, _read_whole),
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,

@@ -1,0 +1,185 @@
+"""Text in buckets: what is listed, read and kept, without a network (`memory://`) and from an emulator."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pytest
+from omegaconf import OmegaConf
+from pyarrow import parquet
+
+from buckets import bucket
+from runs import command, tiny
+from valkyrie import buckets as schemes
+from valkyrie.cli.data import main as data_command
+from valkyrie.data import remote
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.manifest import open_prepared
+from valkyrie.data.prepare import find_prepared, prepare
+from valkyrie.data.source import Document, documents, list_source
+
+__all__ = ["bucket"]
+MEMORY = fsspec.filesystem("memory")
+
+
+@pytest.fixture
+def shelf() -> Iterator[str]:
+    """A folder in memory with texts of every kind, and what is left out."""
+    rows = [{"text": "one"}, {"text": ""}, {"text": "two"}]
+    table = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": ["three", None, "four"]}), table)
+    for name, content in {
+        "a.txt": b"A",
+        "deep/b.md": b"B",
+        "deep/rows.jsonl": "\n".join(map(json.dumps, rows)).encode(),
+        "deep/er/table.parquet": table.getvalue(),
+        "deep/picture.png": b"",
+        ".hidden/c.txt": b"C",
+        "deep/.d.txt": b"D",
+    }.items():
+        MEMORY.pipe(f"/shelf/{name}", content)
+    yield "memory://shelf"
+    MEMORY.rm("/shelf", recursive=True)
+
+
+def config(*paths: str, **more: Any) -> DataConfig:
+    return DataConfig(name="text", source=Source.text, paths=list(paths), **more)
+
+
+def texts(asked: DataConfig) -> list[str]:
+    found = list(documents(asked, list_source(asked)))
+    return [document.text for document in found if isinstance(document, Document)]
+
+
+def test_files_folders_and_globs_are_read_as_on_a_disk(shelf: str, tmp_path: Path) -> None:
+    assert texts(config(f"{shelf}/a.txt")) == ["A"]
+    assert texts(config(shelf)) == texts(config(f"{shelf}/")) == ["A", "B", "three", "four", "one", "two"]
+    assert texts(config(f"{shelf}/**/*.txt", f"{shelf}/a.txt")) == ["A"]
+    assert texts(config(f"{shelf}/.hidden/*.txt")) == texts(config(f"{shelf}/.h*/*.txt")) == ["C"]
+    assert texts(config(f"{shelf}/*/[br]*")) == ["B", "one", "two"]
+    assert list_source(config(f"{shelf}/deep")).skipped == 1
+    (tmp_path / "local.txt").write_text("L")
+    assert texts(config(f"{shelf}/deep/b.md", str(tmp_path))) == ["L", "B"]
+    (name,) = (document.id for document in documents(config(f"{shelf}/a.txt"), list_source(config(f"{shelf}/a.txt"))))
+    assert name.endswith("/shelf/a.txt") and name.startswith("memory://")
+
+
+def test_large_files_are_streamed_and_give_the_same(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = texts(config(shelf))
+    monkeypatch.setattr(remote, "_SMALL", 0)
+    assert texts(config(shelf)) == small
+    monkeypatch.setattr(type(MEMORY), "cat_file", lambda *asked, **more: pytest.fail("read as a whole"))
+    assert texts(config(f"{shelf}/deep/rows.jsonl", f"{shelf}/deep/er")) == ["three", "four", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("none.txt", "data.paths: there is no file or folder memory://shelf/none.txt."),
+        ("*.rst", "data.paths: memory://shelf/*.rst matches 0 files, none of them .txt, .md, .py, .jsonl, .parquet."),
+        ("deep/*.png", "data.paths: memory://shelf/deep/*.png matches 1 files, none of them .txt,"),
+    ],
+)
+def test_urls_without_text_are_refused(shelf: str, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list_source(config(f"{shelf}/{path}"))
+
+
+def test_what_the_service_refuses_is_said_with_the_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forbidden(Exception):
+        """What a service's package raises."""
+
+    def refuse(*asked: Any, **more: Any) -> Any:
+        raise Forbidden("caller does not have storage.objects.list\nmore")
+
+    listing = list_source(config(f"{shelf}/a.txt"))
+    monkeypatch.setattr(type(MEMORY), "cat_file", refuse)
+    reading = r"data\.paths=memory:.*/shelf/a\.txt cannot be read: Forbidden: caller does not have storage"
+    with pytest.raises(ValueError, match=reading):
+        list(documents(config(f"{shelf}/a.txt"), listing))
+    monkeypatch.setattr(type(MEMORY), "info", refuse)
+    with pytest.raises(ValueError, match=r"objects\.list\. Check the name, the network, and this host's credentials\."):
+        list_source(config(f"{shelf}/a.txt"))
+
+
+def test_a_scheme_that_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "find_spec", lambda name: None)
+    needs = "data.paths={0}: {1}:// needs the package {2}: uv pip install {2}."
+    expected = [needs.format("s3://b/x", "s3", "s3fs"), needs.format("az://b/y", "az", "adlfs")]
+    expected.append("data.paths=gz://b: gz:// is not known. Use gs://, s3:// or another that fsspec reads.")
+    assert config("s3://b/x", "local", "az://b/y", "gz://b").problems() == expected
+
+
+def test_what_is_prepared_is_found_by_content_and_not_read_again(
+    shelf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(shelf, cache_dir=str(tmp_path))
+    assert find_prepared(asked, "bytes") is None
+    first = prepare(asked, "bytes")
+    for name in ("cat_file", "open"):
+        monkeypatch.setattr(type(MEMORY), name, lambda *asked, **more: pytest.fail("read again"))
+    assert prepare(asked, "bytes") == find_prepared(asked, "bytes") == first
+    monkeypatch.undo()
+    MEMORY.pipe("/shelf/a.txt", b"Z")
+    second = prepare(asked, "bytes")
+    assert second.path != first.path and second.content != first.content
+
+
+def test_a_file_is_known_by_its_truest_mark() -> None:
+    marks = {"generation": "7", "md5Hash": "abc=", "mtime": 3}
+    assert remote._version(marks) == "abc="
+    assert remote._version({"generation": "7", "etag": ""}) == "7"
+    assert remote._version({"name": "x", "size": 3}) == "[('name', 'x'), ('size', 3)]"
+
+
+def test_a_url_means_the_same_from_every_directory() -> None:
+    asked = config("gs://bucket/books/*.txt", "notes").anywhere()
+    assert asked.paths == ["gs://bucket/books/*.txt", str(Path.cwd() / "notes")]
+
+
+def test_local_paths_do_not_load_fsspec(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A")
+    program = (
+        "import sys; from valkyrie.data.config import DataConfig, Source;"
+        "from valkyrie.data.source import documents, list_source;"
+        f"asked = DataConfig(source=Source.text, paths=['{tmp_path}']); assert not asked.problems();"
+        "assert len(list(documents(asked, list_source(asked)))) == 1; assert 'fsspec' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_a_training_reads_its_text_from_a_bucket(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    books = f"{bucket.rpartition('/')[0]}/books"
+    system = fsspec.filesystem("gs")
+    (tmp_path / "books").mkdir()
+    for number in range(30):
+        text = f"document {number} of thirty\n" * (number + 3)
+        system.pipe(f"{books}/{number:02d}.txt", text.encode())
+        (tmp_path / "books" / f"{number:02d}.txt").write_text(text)
+    cache = tmp_path / "cache"
+    assert command(*tiny(tmp_path, "data=text", "steps=1", f"data.cache_dir={cache}", f"data.paths={books}/*.txt")) == 0
+    from_bucket = OmegaConf.load(tmp_path / "run" / "run.yaml")
+    assert from_bucket.data.paths == [f"{books}/*.txt"]
+    capsys.readouterr()
+    contents = []
+    for paths in (books, str(tmp_path / "books")):
+        data_command(["prepare", "text", paths, "--cache-dir", str(cache)])
+        contents.append(open_prepared(capsys.readouterr().out.splitlines()[-1]).content)
+    assert contents[0] == contents[1] and len(list(cache.glob("text-*"))) == 2, (
+        "the training's and the folder's are one"
+    )
+    with pytest.raises(SystemExit):
+        data_command(["prepare", "text", f"{books}/*.md"])
+    assert capsys.readouterr().err.startswith(f"valkyrie-data: data.paths: {books}/*.md matches 0 files, none of")

@@ -1,0 +1,175 @@
+"""Text in buckets and wherever else fsspec reads (`gs://`, `s3://`, `https://`, ...), which is imported when asked for.
+
+Listing asks for names, sizes and checksums only. Small files are fetched a few ahead of the reader; larger ones are
+streamed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from glob import has_magic
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, TypeVar
+
+from valkyrie.buckets import scheme_of
+from valkyrie.paths import why
+
+_VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
+"""What the services call a mark that changes with a file, the truest first."""
+_LOGINS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}
+_AHEAD = 16
+"""How many files are fetched ahead, and at once."""
+_SMALL = 4 * 2**20
+"""Bytes up to which a file is fetched ahead."""
+_READ = 2**20
+"""Bytes that are taken at once from a file that is streamed."""
+File = TypeVar("File")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file that fsspec reads: `id` is its URL, `version` a checksum, tag or time that changes with its content."""
+
+    id: str
+    size: int
+    version: str
+    path: str
+    system: Any = field(compare=False, repr=False)
+    content: bytes | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name in small letters, such as `.txt`."""
+        return PurePosixPath(self.path).suffix.lower()
+
+    @property
+    def stamp(self) -> list[str | int | None]:
+        """What the key of the cache has of this file."""
+        return [self.id, self.size, self.version]
+
+    def read(self) -> bytes:
+        """Return the content."""
+        if self.content is not None:
+            return self.content
+        with _asking(self.id):
+            return self.system.cat_file(self.path)
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Stream the content."""
+        if self.content is not None:
+            yield io.BytesIO(self.content)
+            return
+        with _asking(self.id), self.system.open(self.path, "rb") as file:
+            yield io.BufferedReader(file, _READ)  # fsspec's own lines copy a whole block each
+
+
+def list_remote(pattern: str) -> list[RemoteFile]:
+    """Return the files that a URL, a folder's URL or a glob of URLs gives, none of them hidden.
+
+    ValueError where there is nothing, or it cannot be asked for.
+    """
+    with _asking(pattern):
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(pattern)
+        system.invalidate_cache()
+        found = _match(system, path, pattern)
+        return [
+            RemoteFile(system.unstrip_protocol(name), info.get("size") or 0, _version(info), name, system)
+            for name, info in found.items()
+        ]
+
+
+def path_problems(paths: Iterable[str]) -> list[str]:
+    """Return why some of `data.paths` cannot be read here, with the package to install."""
+    problems = []
+    for path in paths:
+        scheme = scheme_of(path)
+        if scheme is not None:
+            problems += _scheme_problems(path, scheme)
+    return problems
+
+
+def fetched_ahead(files: Iterable[File]) -> Iterator[File]:
+    """Yield files in their order, small remote ones with their content, which threads fetch before it is their turn."""
+    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="valkyrie-fetch")
+    waiting: deque[Future[File]] = deque()
+    try:
+        for file in files:
+            waiting.append(pool.submit(_fetch, file))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _fetch(file: Any) -> Any:
+    if isinstance(file, RemoteFile) and file.size <= _SMALL:
+        return replace(file, content=file.read())
+    return file
+
+
+def _match(system: Any, path: str, pattern: str) -> dict[str, dict[str, Any]]:
+    try:
+        info = system.info(path)
+    except FileNotFoundError:
+        info = None
+    if info is not None and info["type"] == "file":
+        return {path: info}
+    if info is not None:
+        root, found = path, system.find(path, detail=True)
+    elif has_magic(path):
+        root, found = re.split(r"[*?[]", path)[0].rpartition("/")[0], system.glob(path, detail=True)
+    else:
+        raise ValueError(f"data.paths: there is no file or folder {pattern}.")
+    asks_for_hidden = "/." in path[len(root) :]
+    return {
+        name: info
+        for name, info in found.items()
+        if info["type"] == "file" and (asks_for_hidden or "/." not in name[len(root) :])
+    }
+
+
+def _version(info: dict[str, Any]) -> str:
+    return str(next((info[key] for key in _VERSIONS if info.get(key)), sorted(info.items())))
+
+
+def _scheme_problems(path: str, scheme: str) -> list[str]:
+    from fsspec.registry import known_implementations
+
+    from valkyrie.buckets import package_problems
+
+    known = known_implementations.get(scheme)
+    if known is None:
+        return [f"data.paths={path}: {scheme}:// is not known. Use gs://, s3:// or another that fsspec reads."]
+    return package_problems(f"data.paths={path}", scheme, known["class"].partition(".")[0])
+
+
+@contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """Around what asks a service: ValueError with the URL and the remedy, in place of a library's error and its log."""
+    scheme = scheme_of(url) or ""
+    for name in ("gcsfs", "s3fs", "fsspec"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    except ValueError:
+        raise
+    except ImportError as error:
+        raise ValueError(f"data.paths={url}: {scheme}:// cannot be read: {error}.") from None
+    except Exception as error:  # every service's package has its own
+        login = f" ({_LOGINS[scheme]})" if scheme in _LOGINS else ""
+        raise ValueError(
+            f"data.paths={url} cannot be read: {why(error)}. Check the name, the network, and this host's "
+            f"credentials{login}."
+        ) from error
