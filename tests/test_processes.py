@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -368,3 +370,47 @@ def test_several_processes_measure_and_evaluate(tmp_path: Path):
         first, second = ended(several(2, "resume=run", mode, "sample_tokens=3", cwd=tmp_path))
         assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
         assert "run at step 2" in first[1] + first[2]
+
+
+FULL_DISK = textwrap.dedent("""
+    import os
+    from orbax.checkpoint._src.serialization import serialization
+
+    write, calls = serialization.async_serialize_from_host, []
+
+    async def write_or_fail(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5 and os.environ["JAX_PROCESS_INDEX"] == "1":
+            raise OSError(28, "No space left on device")
+        return await write(*args, **kwargs)
+
+    serialization.async_serialize_from_host = write_or_fail
+    from valkyrie.cli.train import main
+    main()
+""")
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_on_one_process_ends_all_instead_of_hanging(tmp_path: Path):
+    script = tmp_path / "full_disk.py"
+    script.write_text(FULL_DISK)
+    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "name=run", "steps=4000", "checkpoint.every=3"]
+    place = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), *asked],
+            cwd=tmp_path,
+            env={**os.environ, **place, "JAX_PROCESS_INDEX": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    (first, _, err), (second, _, _) = ended(processes)
+    assert (first, second) == (69, 1)
+    assert "process 1 (on " in err and "ended: it ended with status 1" in err
+    log = (tmp_path / "runs/run/logs/process-1.log").read_text()
+    assert (
+        "the checkpoint of step 3 could not be saved in " in log and "(no space left on device). All processes" in log
+    )

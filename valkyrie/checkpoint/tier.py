@@ -18,6 +18,9 @@ from valkyrie.checkpoint.steps import METADATA
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import is_full, why
 
+_LOOK_S = 0.02
+"""A save of several processes is looked at so often while it is waited for."""
+
 
 class NotSavedError(RuntimeError):
     """A state could not be saved, and the training cannot go on: the message names the newest good checkpoint."""
@@ -36,9 +39,10 @@ class Tier:
         `together`: several processes write each checkpoint, and wait for each other. A save that fails on one of them
         ends it by NotSavedError, and with it the others, which would wait for ever.
         """
-        for name in ("absl", "asyncio", "gcsfs"):  # Orbax reports every thread, and every part of a failure at length
+        for name in ("asyncio", "gcsfs"):  # every part of a failure is reported at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
+        _reported_errors()
         self.path, self._cleans, self._about, self._together, self._broken = path, cleans, about, together, False
         self._manager = self._open()
         self.last_saved: int | None = self._manager.latest_step()
@@ -115,6 +119,9 @@ class Tier:
     def wait(self) -> str | None:
         """Return when the save begun is on disk: None, or why it failed."""
         try:
+            while self._together and self._manager.is_saving_in_progress():
+                self._raise_reported()
+                time.sleep(_LOOK_S)
             self._manager.wait_until_finished()
         except Exception as error:  # as in save
             return self._failed(error)
@@ -122,7 +129,23 @@ class Tier:
 
     def poll(self) -> str | None:
         """Return why a save failed that has ended by now, without waiting for one that has not."""
-        return None if self._manager.is_saving_in_progress() else self.wait()
+        if not self._manager.is_saving_in_progress():
+            return self.wait()
+        if self._together:
+            try:
+                self._raise_reported()
+            except Exception as error:  # as in save
+                return self._failed(error)
+        return None
+
+    def _raise_reported(self) -> None:
+        """Raise the error of a write in the background that failed on this process.
+
+        Orbax itself raises it when the save has ended on all processes, which wait for this one.
+        """
+        for text, error in _reported_errors():
+            if f"{self.path}/" in text:
+                raise error
 
     def close(self) -> None:
         """See saves through and let go of the folder."""
@@ -166,6 +189,24 @@ class Tier:
         newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"
         remedy = " Free some room there." if is_full(error) else ""
         return f"{what}; {newest}.{remedy}"
+
+
+@cache
+def _reported_errors() -> list[tuple[str, Exception]]:
+    """Return the errors that Orbax reports from its threads, as they come, with their texts; none is printed."""
+    errors: list[tuple[str, Exception]] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, Exception):
+            errors.append((record.getMessage(), error))
+        return record.levelno >= logging.CRITICAL
+
+    logger = logging.getLogger("absl")
+    logger.setLevel(logging.ERROR)
+    logger.disabled = False  # Hydra disables the loggers that were there before it
+    logger.addFilter(keep)
+    return errors
 
 
 @cache
