@@ -207,12 +207,14 @@ def test_a_damaged_outcome_is_that_trials_failure_and_no_more(tmp_path: Path, te
 
 
 def test_a_training_leaves_what_its_last_part_knows(tmp_path: Path):
+    ending = {"steps": 1, "finished": True}
     parts = [{"step_s": 0.5, "hbm_gib": 0.25, "eval_loss": 3.0}, {"step_s": 0.4, "hbm_gib": None, "eval_loss": 2.0}]
+    parts = [part | ending for part in parts]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ended = results_of(tmp_path, MODES["train"])
     assert ended.status is Status.ok
-    assert ended.results == {"eval_loss": 2.0, "memory": {"peak": 2**28}, "step": {"step_s": 0.4}, "loss": 2.0}
+    assert ended.results == {"eval_loss": 2.0, "memory": {"peak": 2**28}, "step": {"step_s": 0.4}, "loss": 2.0} | ending
 
 
 def test_what_a_trial_raises_is_its_outcome_in_words_and_in_its_log_in_full(tmp_path: Path):
