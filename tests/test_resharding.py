@@ -49,6 +49,7 @@ def state_of(program: StepProgram, seed: int) -> Any:
     return jax.tree.map(values, program.abstract_state)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("model", "source"),
     [
