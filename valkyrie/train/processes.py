@@ -26,7 +26,7 @@ LOGS = "logs"
 
 
 _NEWS_S = 2.0
-"""A collective fails where another process died: so long may the line take that names it, and that ends this one."""
+"""A collective or a save fails where another process died: so long may the line take that names it, and that ends this one."""
 
 
 @contextlib.contextmanager
@@ -109,6 +109,8 @@ def ends_all(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
         yield
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
+        if status == 1:  # a save fails too where another process died
+            time.sleep(_NEWS_S)
         _end(team, status, f"it ended with status {status}")
     except (ValueError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
