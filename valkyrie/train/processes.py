@@ -26,7 +26,7 @@ LOGS = "logs"
 
 
 _NEWS_S = 2.0
-"""A collective or a save fails where another process died: so long may the line take that names it and ends this one."""
+"""A collective or a save fails where another process died: so long may the line take that names it."""
 
 
 @contextlib.contextmanager
