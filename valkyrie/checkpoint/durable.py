@@ -11,7 +11,6 @@ from typing import Any
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import damage_of
 from valkyrie.checkpoint.place import asked_place, in_bucket, place_of, set_place
-from valkyrie.checkpoint.steps import steps_in
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.paths import unused
 from valkyrie.team import Team
@@ -55,9 +54,6 @@ class Durable(Tier):
         from orbax.checkpoint import args
 
         return args.StandardRestore(wanted)
-
-    def _newest(self) -> int | None:
-        return max(steps_in(self.path), default=None)
 
     def sound_step(self) -> int:
         """Return the newest step whose files are as they were saved; ValueError where no checkpoint's are.

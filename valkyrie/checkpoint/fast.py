@@ -9,12 +9,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.config import FastConfig
 from valkyrie.checkpoint.contents import local_shards, read_about
-from valkyrie.checkpoint.steps import steps_in
+from valkyrie.checkpoint.steps import newest_in, steps_in
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.checksums import damaged_file
 from valkyrie.paths import writing
@@ -49,7 +50,7 @@ class Fast(Tier):
         arrays = type_handlers.ArrayHandler(primary_host=self._index, replica_id=None, use_replica_parallel=False)
         registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
         state = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, type_handler_registry=registry)
-        plain = ocp.JsonCheckpointHandler(multiprocessing_options=alone)
+        plain = partial(ocp.JsonCheckpointHandler, multiprocessing_options=alone)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             create=False,
@@ -60,7 +61,7 @@ class Fast(Tier):
                 create_directories_asynchronously=False,  # that signals by a name which all processes share
             ),
         )
-        handlers = {"state": state, "data": plain, "about": ocp.JsonCheckpointHandler(multiprocessing_options=alone)}
+        handlers = {"state": state, "data": plain(), "about": plain()}
         return ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
 
     def _state_args(self, tree: Any) -> Any:
@@ -76,9 +77,6 @@ class Fast(Tier):
 
     def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         return {"process": self._index, "shards": local_shards(tree)}
-
-    def _newest(self) -> int | None:
-        return max(steps_in(self.path), default=None)
 
     def usable(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
         """Return the steps that can be read as `wanted` here, and why others cannot; damaged ones are deleted."""
@@ -99,7 +97,7 @@ class Fast(Tier):
                 print(f"the fast checkpoint of step {step} in {self.path} is damaged: {damage}", file=sys.stderr)
                 refused.append(f"that of step {step} is damaged")
                 shutil.rmtree(self.folder_of(step), ignore_errors=True)
-                self.reload(self._newest())
+                self.reload(newest_in(self.path))
         return steps, refused
 
     def forget_after(self, step: int) -> None:
@@ -107,7 +105,7 @@ class Fast(Tier):
         for other in steps_in(self.path):
             if other > step:
                 shutil.rmtree(self.folder_of(other), ignore_errors=True)
-        self.reload(self._newest())
+        self.reload(newest_in(self.path))
 
     def remove(self) -> None:
         """Delete the folder, once nothing is saved there any more."""

@@ -20,12 +20,17 @@ def has_saved(folder: Path) -> bool:
 
 def latest_step(folder: Path) -> int | None:
     """Return the newest finished durable checkpoint of a run folder; None when there is none."""
-    return max(saved_steps(folder), default=None)
+    return newest_in(place_of(folder))
 
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the finished durable checkpoints of a run folder, oldest first."""
     return steps_in(place_of(folder))
+
+
+def newest_in(path: Any) -> int | None:
+    """Return the newest finished checkpoint right in a folder or bucket; None when there is none."""
+    return max(steps_in(path), default=None)
 
 
 def steps_in(path: Any) -> list[int]:

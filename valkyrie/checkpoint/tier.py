@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from valkyrie.checkpoint.contents import first_line, shapes_of, tree_of
 from valkyrie.checkpoint.place import in_bucket
-from valkyrie.checkpoint.steps import METADATA
+from valkyrie.checkpoint.steps import METADATA, newest_in
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import is_full, why
 
@@ -26,7 +27,7 @@ class NotSavedError(RuntimeError):
     """A state could not be saved, and the training cannot go on: the message names the newest good checkpoint."""
 
 
-class Tier:
+class Tier(ABC):
     """The checkpoints in one folder: each a train state, the position of its data, and what is needed to judge both.
 
     Saving returns as soon as the arrays are copied off the devices; `wait` and `close` see it through. A save that
@@ -50,17 +51,17 @@ class Tier:
     label = ""
     """What comes before `checkpoint` in messages."""
 
+    @abstractmethod
     def _open(self) -> Any:
         """Return Orbax's manager of the folder."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _state_args(self, tree: Any) -> Any:
         """Return Orbax's arguments to save the arrays of a state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_args(self, wanted: Any) -> Any:
         """Return Orbax's arguments to read arrays of these shapes and shardings."""
-        raise NotImplementedError
 
     def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is said of a state beside its parameters."""
@@ -166,10 +167,6 @@ class Tier:
         for unfinished in self._unfinished():
             write_checksums(unfinished, without=(METADATA,))
 
-    def _newest(self) -> int | None:
-        """Return the newest checkpoint that is finished on disk."""
-        raise NotImplementedError
-
     def _failed(self, error: Exception) -> str:
         """Return the line about a save that failed, with its unfinished folder removed and Orbax ready for another."""
         step = self.last_saved
@@ -177,13 +174,14 @@ class Tier:
         if self._together:
             self._broken = True
             raise NotSavedError(f"{what}. All processes end: started again, they go on from the one before.") from error
+        _reported_errors().clear()  # they hold the arrays that were not written
         with contextlib.suppress(Exception):  # it raises the same error again
             self._manager.close()
         for unfinished in self._unfinished() if self._cleans else ():
             shutil.rmtree(unfinished, ignore_errors=True)
         self.last_saved = None
         with contextlib.suppress(Exception):  # a bucket that cannot be reached raises many kinds
-            self.last_saved = self._newest()
+            self.last_saved = newest_in(self.path)
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
         newest = "no good one yet" if self.last_saved is None else f"the newest good one is of step {self.last_saved}"
