@@ -150,7 +150,7 @@ class Trained:
         """The lines of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
         from valkyrie.tracking import read_metrics
 
-        return read_metrics(self.folder / "metrics.jsonl")
+        return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
 
 
 def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:

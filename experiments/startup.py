@@ -1,0 +1,99 @@
+"""How long processes take to meet and agree before a run starts, beside JAX's own start of the same processes.
+
+    python experiments/startup.py --processes 8
+
+All processes import everything first and begin at one moment; printed are medians over `--repeats` starts of the
+slowest process. With fewer cores than processes they take turns, which makes both columns slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from valkyrie.launch.local import free_port
+
+TIMED = ("meet", "versions", "configuration", "jax")
+
+
+def main() -> None:
+    """Start the processes, or be one of them."""
+    parser = argparse.ArgumentParser(description="Time the start of a run of several processes.")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--member", type=Path, help="be one process, which meets the others in this folder")
+    asked = parser.parse_args()
+    if asked.member:
+        return member(asked.member, asked.processes)
+    print(f"{asked.processes} processes on {os.cpu_count()} cores; seconds of the slowest, medians of {asked.repeats}")
+    print("| | meet | compare versions | compare configuration | together | jax.distributed.initialize |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for agree in (True, False):
+        starts = [start(asked.processes, agree) for _ in range(asked.repeats)]
+        row = {name: statistics.median(times[name] for times in starts) for name in (*TIMED, "agreed")}
+        cells = [row["meet"], row["versions"], row["configuration"], row["agreed"], row["jax"]]
+        print(f"| {'as a run starts' if agree else 'JAX alone'} | {' | '.join(f'{s:.2f}' for s in cells)} |")
+
+
+def start(processes: int, agree: bool) -> dict[str, float]:
+    """Start the processes once; return the seconds of the slowest of them, by what it did."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "asked").write_text(json.dumps({"agree": agree, "address": f"127.0.0.1:{free_port()}"}))
+        command = [sys.executable, __file__, "--processes", str(processes), "--member", name]
+        children = [
+            subprocess.Popen(command, env=os.environ | {"MEMBER": str(i)}, stdout=subprocess.DEVNULL)
+            for i in range(processes)
+        ]
+        for child in children:
+            assert child.wait() == 0
+        times = [json.loads(path.read_text()) for path in folder.glob("times-*")]
+    return {name: max(each[name] for each in times) for name in times[0]}
+
+
+def member(folder: Path, processes: int) -> None:
+    """Be one process: wait until all are ready, start, and write what took how long."""
+    import jax
+
+    from valkyrie.api import compose
+    from valkyrie.parallel.distributed import DistributedConfig, start_jax
+    from valkyrie.team import Connected, Place
+    from valkyrie.train.processes import agree_on_configuration, agree_on_versions
+
+    jax.config.update("jax_platforms", "cpu")
+    asked, index = json.loads((folder / "asked").read_text()), int(os.environ["MEMBER"])
+    run, place = compose("name=startup"), Place(asked["address"], processes, index)
+    (folder / f"ready-{index}").touch()
+    while len(list(folder.glob("ready-*"))) < processes:
+        time.sleep(0.01)
+    began, times, team = time.perf_counter(), dict.fromkeys(TIMED, 0.0), None
+
+    def took(name: str, since: float) -> float:
+        times[name] = time.perf_counter() - since
+        return time.perf_counter()
+
+    now = began
+    if asked["agree"]:
+        team = Connected(place, timeout_s=60, heartbeat_s=60)
+        now = took("meet", now)
+        agree_on_versions(team)
+        now = took("versions", now)
+        agree_on_configuration(team, run)
+        now = took("configuration", now)
+    agreed = time.perf_counter() - began
+    start_jax(DistributedConfig(), place)
+    took("jax", now)
+    (folder / f"times-{index}").write_text(json.dumps(times | {"agreed": agreed}))
+    if team is not None:
+        team.finish()
+
+
+if __name__ == "__main__":
+    main()
