@@ -55,7 +55,7 @@ def test_synthetic_needs_no_files(corpus: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: {prepare,verify,show}"),
+        ([], "the following arguments are required: {prepare,tokenizer,verify,show}"),
         (["prepare", "wiki"], "valkyrie-data prepare: argument source: invalid choice: 'wiki'"),
         (["prepare", "text"], "valkyrie-data: data=text needs files: data.paths=["),
         (["prepare", "text", "none.txt"], "valkyrie-data: data.paths: there is no file or directory none.txt"),

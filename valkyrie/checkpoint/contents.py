@@ -88,6 +88,23 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
     )
 
 
+def refuse_other_tokenizer(path: Any, wanted: Mapping[str, str] | None) -> None:
+    """Refuse the checkpoint of a model that learned other tokens; one that says none of its tokenizer is of any."""
+    saved = read_about(path).get("tokenizer")
+    if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
+        return
+    if saved["name"] == wanted["name"]:
+        raise ValueError(
+            f"data.tokenizer={wanted['name']} is not what the checkpoint of step {path.name} in {path.parent} was "
+            f"trained with: its file has changed since (fingerprint {saved['fingerprint']}, now "
+            f"{wanted['fingerprint']}). Put the file of then back, or use another name=."
+        )
+    raise ValueError(
+        f"the checkpoint of step {path.name} in {path.parent} was trained with tokenizer={saved['name']}, this run has "
+        f"tokenizer={wanted['name']}, whose ids mean other text. Use data.tokenizer={saved['name']}, or another name=."
+    )
+
+
 def _run_of(path: Any) -> str:
     """Return the name of the run of a checkpoint."""
     return (path.parent.parent if path.parent.name == FOLDER else path.parent).name

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.checkpoint.config import CheckpointConfig
-from valkyrie.checkpoint.contents import damage_of, read_about, refuse_other_shapes, refuse_other_state, tree_of
+from valkyrie.checkpoint.contents import (
+    damage_of,
+    read_about,
+    refuse_other_shapes,
+    refuse_other_state,
+    refuse_other_tokenizer,
+    tree_of,
+)
 from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.fast import Fast, fast_folder
 from valkyrie.checkpoint.place import IDENTITY, in_bucket, place_of
@@ -31,7 +38,8 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run folder, durable and, where asked for, fast. All processes call the same methods.
 
-    With `read_only` only the durable ones, of which nothing is changed. `about` is said in every checkpoint.
+    With `read_only` only the durable ones, of which nothing is changed. `about` is said in every checkpoint; those that
+    say another `tokenizer` are refused.
     """
 
     def __init__(
@@ -44,7 +52,7 @@ class Checkpoints:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._team, self._read_only, self._done = team, read_only, False
-        about = about or {}
+        self._about = about = about or {}
         self.durable = Durable(folder, config, read_only=read_only, team=team, about={"tier": "durable", **about})
         self.fast: Fast | None = None
         if config.fast.every is None and not read_only and team.leads:
@@ -117,6 +125,7 @@ class Checkpoints:
         """Return a durable checkpoint, refused where it is of another model or optimizer."""
         wanted, path = tree_of(abstract_state), self.durable.folder_of(step)
         refuse_other_shapes(path, wanted)
+        refuse_other_tokenizer(path, self._about.get("tokenizer"))
         refuse_other_state(path, wanted, changed)
         arrays, data = self.durable.read(step, wanted)
         source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"

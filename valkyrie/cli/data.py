@@ -1,4 +1,4 @@
-"""`valkyrie-data`: prepares token shards ahead of a run, checks them, and shows what is in them."""
+"""`valkyrie-data`: trains tokenizers, prepares token shards ahead of a run, checks them, and shows what is in them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
 from valkyrie.data.config import DataConfig, Source
@@ -22,14 +23,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     about = "Prepare token shards ahead of a run, check them, look inside."
     parser = OneLineParser(prog="valkyrie-data", description=about)
-    commands = parser.add_subparsers(required=True, metavar="{prepare,verify,show}", parser_class=OneLineParser)
+    commands = parser.add_subparsers(
+        required=True, metavar="{prepare,tokenizer,verify,show}", parser_class=OneLineParser
+    )
     defaults = DataConfig()
 
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
     prepare.set_defaults(run=_prepare)
     prepare.add_argument("source", nargs="?", default="stdlib", choices=[source.value for source in Source])
     prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
-    prepare.add_argument("--tokenizer", default="bytes", help="bytes, gpt2, an encoding of tiktoken, FILE.tiktoken")
+    named = "bytes, gpt2, an encoding of tiktoken, FILE.tiktoken, tokenizer.json, or the name of a trained one"
+    prepare.add_argument("--tokenizer", default="bytes", help=named)
     prepare.add_argument("--validation-fraction", type=float, default=defaults.validation_fraction)
     prepare.add_argument("--max-bytes", type=int, default=None, help="stop after so many bytes of text")
     prepare.add_argument("--shard-tokens", type=int, default=defaults.shard_tokens)
@@ -37,6 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--field", default=defaults.field, help="the key of .jsonl that holds the text")
     prepare.add_argument("--column", default=defaults.column, help="the column of .parquet that holds the text")
     prepare.add_argument("--cache-dir", default=_default_cache(), help="where shards are kept")
+
+    tokenizer = commands.add_parser("tokenizer", help="train a tokenizer on text: one file, tokenizer.json")
+    tokenizer.set_defaults(run=_train_tokenizer)
+    tokenizer.add_argument("paths", nargs="+", help="files, directories or globs; gs://, s3:// too")
+    tokenizer.add_argument("--vocab", type=int, default=65536, help="how many ids it has, with the one of BOS")
+    where = "a name, by which data.tokenizer=NAME finds it from every folder, or the path of a .json"
+    tokenizer.add_argument("--save", default="tokenizer.json", metavar="NAME", help=where)
+    tokenizer.add_argument(
+        "--pattern", default="cl100k", help="how text is cut into words: r50k, cl100k, o200k, nanochat"
+    )
+    tokenizer.add_argument("--max-bytes", type=int, default=None, help="stop after so many bytes of text")
+    tokenizer.add_argument("--field", default=defaults.field, help="the key of .jsonl that holds the text")
+    tokenizer.add_argument("--column", default=defaults.column, help="the column of .parquet that holds the text")
 
     verify = commands.add_parser("verify", help="read every shard and compare it with its checksum")
     verify.set_defaults(run=_verify)
@@ -87,6 +104,35 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"in {time.perf_counter() - start:.1f} s"
     )
     print(prepared.path)
+
+
+def _train_tokenizer(arguments: argparse.Namespace) -> None:
+    from valkyrie.data.tokenizer import fingerprint_of
+    from valkyrie.data.tokenizer_json import Counted, texts_of, train_tokenizer, trained_path
+
+    own_file = arguments.save.endswith(".json") or "/" in arguments.save
+    path = Path(arguments.save).expanduser() if own_file else trained_path(arguments.save)
+    if path.exists():
+        raise ValueError(f"{path} is there already, and runs may depend on it. Use another --save NAME, or delete it.")
+    config = DataConfig(
+        name="text",
+        source=Source.text,
+        paths=arguments.paths,
+        field=arguments.field,
+        column=arguments.column,
+        max_bytes=arguments.max_bytes,
+    )
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
+    start, counted = time.perf_counter(), Counted()
+    ids = train_tokenizer(texts_of(config, counted), arguments.vocab, arguments.pattern, path)
+    fewer = f", not {arguments.vocab:,}: this text has no more pairs" if ids < arguments.vocab else ""
+    print(
+        f"{ids:,} ids{fewer}; trained on {counted.documents:,} documents with {counted.bytes:,} bytes "
+        f"in {time.perf_counter() - start:.1f} s"
+    )
+    name = str(path) if own_file else arguments.save
+    print(f"{path}, fingerprint {fingerprint_of(name)}: use it as data.tokenizer={name}")
 
 
 def _verify(arguments: argparse.Namespace) -> None:

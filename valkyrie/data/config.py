@@ -48,7 +48,8 @@ class DataConfig:
     and the same in buckets: `gs://bucket/books/*.txt`, `s3://`, and what else fsspec reads;
     a single directory written by `valkyrie-data prepare` is used as it is.
     `field`: the key that holds the text in .jsonl; `column`: the column that holds it in .parquet.
-    `tokenizer`: `bytes`, `gpt2`, another tiktoken encoding, or a .tiktoken file; null is the model's.
+    `tokenizer`: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a tokenizer.json of Hugging Face, or
+    the name of one that `valkyrie-data tokenizer` trained; null is the model's.
     `validation_fraction`: expected share of documents kept for evaluation.
     `cache_dir`: where token shards are kept, and found again by content.
     `shard_tokens`: tokens in one shard file; `workers`: tokenising threads, null for one a CPU core.
@@ -77,7 +78,7 @@ class DataConfig:
     def anywhere(self) -> DataConfig:
         """Return this configuration with full paths, which mean the same from every directory."""
         tokenizer = self.tokenizer
-        if tokenizer is not None and tokenizer.endswith(".tiktoken"):
+        if tokenizer is not None and (tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer):
             tokenizer = full_path(tokenizer)
         paths = [full_path(path) for path in self.paths]
         return dataclasses.replace(self, paths=paths, tokenizer=tokenizer, cache_dir=full_path(self.cache_dir))

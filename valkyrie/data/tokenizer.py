@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, the GPT-2 vocabulary kept in this package, or any tiktoken encoding.
+"""Tokenizers: bytes, the GPT-2 vocabulary kept in this package, any tiktoken encoding, files, trained ones by name.
 
 A tokenizer has three answers that cost nothing (`vocab_size_of`, `fingerprint_of`, `check_name`) and one that loads
 its vocabulary (`load_tokenizer`), so that a cached dataset opens without it.
@@ -10,80 +10,18 @@ import base64
 import binascii
 import hashlib
 import lzma
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import tiktoken
 from jaxtyping import Int32
 
 from valkyrie.data.config import BYTES_VOCAB, VOCAB_SIZES
-
-Ids = Sequence[SupportsIndex] | np.ndarray
-"""Token ids, as a list of integers or an array."""
+from valkyrie.data.tokenizer_json import json_fingerprint, json_path, json_vocab_size, load_json, trained_names
+from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 
 END_OF_TEXT = "<|endoftext|>"
 _GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-PATTERNS = {
-    "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-    "o200k": "|".join(
-        [
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-            r"\p{N}{1,3}",
-            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        ]
-    ),
-}
-"""How a text is cut before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Text to ids and back. `bos_id` starts every document, and no text encodes to it."""
-
-    @property
-    def name(self) -> str:
-        """The name it was loaded by."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        ...
-
-    @property
-    def bos_id(self) -> int:
-        """The id put before every document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash that changes with any change of the ids it gives."""
-        ...
-
-    @property
-    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
-        """Bytes of UTF-8 that each id stands for, 0 for special ones: the denominator of bits per byte."""
-        ...
-
-    def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text (unsigned, one dimension); the spelling of a special token is ordinary text."""
-        ...
-
-    def decode(self, ids: Ids) -> str:
-        """Return the text of ids: BOS is left out, bytes that are not UTF-8 become U+FFFD."""
-        ...
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the bytes of ids, for text that arrives token by token and may stop inside a character."""
-        ...
 
 
 class ByteTokenizer:
@@ -109,7 +47,7 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Return the bytes of ids, without BOS."""
-        array = _checked_ids(ids, self)
+        array = checked_ids(ids, self)
         return array[array != self.bos_id].astype(np.uint8).tobytes()
 
     def decode(self, ids: Ids) -> str:
@@ -117,37 +55,10 @@ class ByteTokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
-class TiktokenTokenizer:
-    """A tiktoken encoding whose `<|endoftext|>` is BOS."""
-
-    def __init__(self, name: str, encoding: tiktoken.Encoding, bos_id: int, fingerprint: str) -> None:
-        self.name = name
-        self.encoding = encoding
-        self.bos_id = bos_id
-        self.fingerprint = fingerprint
-        self.vocab_size = encoding.n_vocab
-        self.token_bytes = _token_bytes(encoding)
-
-    def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text. The merging runs without the interpreter lock: threads do it in parallel."""
-        try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # a lone surrogate has no UTF-8
-            return self.encode_ordinary(text.encode("utf-8", errors="replace").decode("utf-8"))
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the bytes of ids, without BOS."""
-        array = _checked_ids(ids, self)
-        return self.encoding.decode_bytes(array[array != self.bos_id].tolist())
-
-    def decode(self, ids: Ids) -> str:
-        """Return the text of ids, without BOS."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer called `bytes`, `gpt2`, a tiktoken encoding name, or `FILE.tiktoken[:PATTERN]`.
+    """Return the tokenizer called `bytes`, `gpt2`, a tiktoken encoding name, or that of a file.
 
+    Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, by path, by folder or by the name it was trained under.
     `bytes`, `gpt2` and files need no network. Other encodings are fetched by tiktoken once; where that fails, or the
     name or file does not exist, ValueError says what to do.
     """
@@ -160,12 +71,17 @@ def load_tokenizer(name: str) -> Tokenizer:
     if _is_file_name(name):
         path, pattern = _file_and_pattern(name)
         return _from_ranks(name, _parse_ranks(path.read_bytes(), str(path)), pattern)
+    if (file := json_path(name)) is not None:
+        return load_json(name, file, fingerprint_of(name))
     return _from_tiktoken(name)
 
 
 def vocab_size_of(name: str) -> int:
     """Return how many ids a tokenizer has; a well-known one is not loaded for it."""
-    return VOCAB_SIZES[name] if name in VOCAB_SIZES else load_tokenizer(name).vocab_size
+    if name in VOCAB_SIZES:
+        return VOCAB_SIZES[name]
+    file = None if _is_file_name(name) else json_path(name)
+    return load_tokenizer(name).vocab_size if file is None else json_vocab_size(file)
 
 
 def fingerprint_of(name: str) -> str:
@@ -176,9 +92,16 @@ def fingerprint_of(name: str) -> str:
     elif _is_file_name(name):
         path, pattern = _file_and_pattern(name)
         identity = f"file {hashlib.sha256(path.read_bytes()).hexdigest()} {PATTERNS[pattern]}"
+    elif name != "bytes" and (file := json_path(name)) is not None:
+        identity = json_fingerprint(file)
     else:
         identity = name
     return hashlib.sha256(f"tokenizer {identity}".encode()).hexdigest()[:16]
+
+
+def identity_of(name: str) -> dict[str, str]:
+    """Return what a checkpoint says of its tokenizer: the name it was asked by, and its fingerprint."""
+    return {"name": name, "fingerprint": fingerprint_of(name)}
 
 
 def check_name(name: str) -> None:
@@ -188,29 +111,14 @@ def check_name(name: str) -> None:
     if _is_file_name(name):
         _file_and_pattern(name)
         return
+    if json_path(name) is not None:
+        return
     known = tiktoken.list_encoding_names()
     if name not in known:
-        choices = ", ".join(["bytes", *sorted(known)])
-        raise ValueError(f"tokenizer={name} is not known. Use one of {choices}, or the path of a .tiktoken file.")
-
-
-def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
-    """Return the bytes that each id stands for; 0 for special ids and for holes in the vocabulary."""
-    lengths = np.zeros(encoding.n_vocab, np.int32)
-    values = encoding.token_byte_values()
-    lengths[[encoding.encode_single_token(value) for value in values]] = [len(value) for value in values]
-    return lengths
-
-
-def _checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    array = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
-        wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
+        choices = ", ".join(["bytes", *sorted(known), *trained_names()])
         raise ValueError(
-            f"token id {wrong} is outside the {tokenizer.vocab_size} ids of tokenizer={tokenizer.name}. "
-            f"Mask the padding of the vocabulary before sampling."
+            f"tokenizer={name} is not known. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
         )
-    return array
 
 
 def _is_file_name(name: str) -> bool:

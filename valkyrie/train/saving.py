@@ -10,13 +10,14 @@ import jax
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.checkpoint.place import asked_place, in_bucket
+from valkyrie.data.tokenizer import identity_of
 from valkyrie.tasks import Task
 from valkyrie.train.folder import versions
 from valkyrie.train.program import StepProgram
 
 
 def about(program: StepProgram) -> dict[str, Any]:
-    """Return what a checkpoint says of its run: model, layout, mesh, which process has which devices, versions."""
+    """Return what a checkpoint says of its run: model, layout, mesh, devices of processes, tokenizer, versions."""
     devices: dict[str, list[int]] = {}
     assert isinstance(program.mesh, jax.sharding.Mesh), "a run that trains has devices"
     for device in program.mesh.devices.flat:
@@ -26,6 +27,7 @@ def about(program: StepProgram) -> dict[str, Any]:
         "layout": program.layout.name,
         "mesh": {str(axis): size for axis, size in program.mesh.shape.items()},
         "devices_of_process": {process: sorted(ids) for process, ids in sorted(devices.items())},
+        "tokenizer": identity_of(program.run.tokenizer),
         "versions": versions(),
     }
 

@@ -1,0 +1,172 @@
+"""Tokenizers in one file: trained, read from Hugging Face's, used by name, and a checkpoint that is of another one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from valkyrie.checkpoint.contents import refuse_other_tokenizer
+from valkyrie.cli.data import main
+from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.prepare import prepare
+from valkyrie.data.tokenizer import check_name, fingerprint_of, identity_of, load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer_json import train_tokenizer
+from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
+
+TEXTS = [Path(sysconfig.get_paths()["stdlib"], name).read_text() for name in ("argparse.py", "ast.py", "csv.py")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained") / "tokenizer.json"
+    assert train_tokenizer(TEXTS, 1000, "nanochat", path) == 1000
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(trained: Path) -> tuple[Any, Any]:
+    return tokenizers.Tokenizer.from_file(str(trained)), load_tokenizer(str(trained))
+
+
+def changed(path: Path, tmp_path: Path, **changes: Any) -> str:
+    """The file with other values, as another path."""
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(other)
+
+
+def test_a_trained_tokenizer_is_smaller_than_its_text_and_gives_it_back(trained: Path) -> None:
+    tokenizer = load_tokenizer(str(trained))
+    ids = tokenizer.encode_ordinary(TEXTS[1])
+    assert isinstance(tokenizer, TiktokenTokenizer) and tokenizer.decode(ids) == TEXTS[1]
+    assert len(TEXTS[1]) / len(ids) > 1.5
+    assert (tokenizer.vocab_size, tokenizer.bos_id, vocab_size_of(str(trained))) == (1000, 999, 1000)
+    assert tokenizer.token_bytes[ids].sum() == len(TEXTS[1].encode()) and tokenizer.token_bytes[999] == 0
+    assert tokenizer.bos_id not in tokenizer.encode_ordinary("<|bos|>")
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+@settings(deadline=None)
+def test_its_ids_are_those_that_hugging_face_gives(both: tuple[Any, Any], text: str) -> None:
+    package, tokenizer = both
+    assert tokenizer.encode_ordinary(text + "<").tolist() == package.encode(text + "<").ids
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_cuts_as_tiktoken_does(tmp_path: Path, pattern: str) -> None:
+    train_tokenizer(TEXTS[:1], 400, pattern, tmp_path / "t.json")
+    package, tokenizer = (
+        tokenizers.Tokenizer.from_file(str(tmp_path / "t.json")),
+        load_tokenizer(str(tmp_path / "t.json")),
+    )
+    assert tokenizer.encode_ordinary(TEXTS[2]).tolist() == package.encode(TEXTS[2]).ids
+    text = "I'LL 12345  x\n\n \t y日本語 é ́  \r\n  "
+    assert tokenizer.encode_ordinary(text).tolist() == package.encode(text).ids
+
+
+def test_it_is_found_by_name_and_refused_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("some text, and some more text\n")
+    arguments = ["tokenizer", "--vocab", "5000", "--save", "mine", str(tmp_path / "a.txt")]
+    main(arguments)
+    said = capsys.readouterr().out
+    assert re.match(r"2\d\d ids, not 5,000: this text has no more pairs; trained on 1 documents with 30 bytes", said)
+    assert said.endswith(f"fingerprint {fingerprint_of('mine')}: use it as data.tokenizer=mine\n")
+    assert DataConfig(tokenizer="mine").anywhere().tokenizer == "mine"
+    assert DataConfig(tokenizer="mine.json").anywhere().tokenizer == str(Path("mine.json").absolute())
+    assert load_tokenizer("mine").vocab_size == vocab_size_of("mine") < 300
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "mine.json is there already, and runs may depend on it." in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"o200k_base, .*mine, or the path of a \.tiktoken file or tokenizer\.json"):
+        check_name("mime")
+
+
+def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> None:
+    paths = []
+    for number in range(4):
+        paths.append(str(tmp_path / f"{number}.txt"))
+        Path(paths[-1]).write_text(f"{number} " + TEXTS[2])
+    config = DataConfig("text", Source.text, paths, cache_dir=str(tmp_path / "cache"), validation_fraction=0.4)
+    prepared = prepare(config, str(trained))
+    assert prepared.tokenizer_fingerprint == fingerprint_of(str(trained)) and prepared.vocab_size == 1000
+    assert prepare(config, changed(trained, tmp_path, version="1.1")).key != prepared.key
+
+
+@pytest.mark.parametrize("blank", ["\u2581", "G"])
+def test_another_kind_is_read_by_its_own_package(tmp_path: Path, blank: str) -> None:
+    """SentencePiece's, and a byte-level one that normalises: neither can be a tiktoken encoding."""
+    package = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    package.add_special_tokens(["<s>"])
+    kinds = tokenizers.pre_tokenizers, tokenizers.decoders
+    if blank == "G":
+        package.pre_tokenizer, package.decoder = (kind.ByteLevel() for kind in kinds)
+        package.normalizer = tokenizers.normalizers.NFC()
+        alphabet = kinds[0].ByteLevel.alphabet()
+    else:
+        package.pre_tokenizer, package.decoder = kinds[0].Metaspace(), kinds[1].Metaspace()
+        alphabet = []
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", *(f"<0x{i:02X}>" for i in range(256))],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    package.train_from_iterator(TEXTS[2:], trainer)
+    package.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert not isinstance(tokenizer, TiktokenTokenizer)
+    assert tokenizer.vocab_size == vocab_size_of(str(tmp_path)) == package.get_vocab_size()
+    ids = tokenizer.encode_ordinary("import csv <s>")
+    assert tokenizer.bos_id == 0 and 0 not in ids and tokenizer.decode([0, *ids]).strip() == "import csv <s>"
+    assert tokenizer.token_bytes[ids].sum() in (14, 15)
+
+
+def test_what_is_wrong_with_a_file_is_said(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"there is no file .*none\.json \(looked from"):
+        check_name(str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match=r"no token that begins a document, such as .*; its special tokens are none"):
+        load_tokenizer(changed(trained, tmp_path, added_tokens=[]))
+    (tmp_path / "empty.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"empty\.json is no tokenizer\.json of Hugging Face \(KeyError"):
+        load_tokenizer(str(tmp_path / "empty.json"))
+    with pytest.raises(ValueError, match="--vocab 256: use 257 or more"):
+        train_tokenizer([], 256, "cl100k", tmp_path / "x.json")
+    with pytest.raises(ValueError, match="--pattern gpt5: use one of r50k, cl100k, o200k, nanochat"):
+        train_tokenizer([], 300, "gpt5", tmp_path / "x.json")
+    other = changed(trained, tmp_path, normalizer={"type": "NFC"})
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="no byte-level BPE: reading it needs the package tokenizers: uv sync"):
+        load_tokenizer(other)
+    assert np.array_equal(
+        load_tokenizer(str(trained)).encode_ordinary("ab"), load_tokenizer(str(trained)).encode_ordinary("ab")
+    )
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoints" / "5"
+    (step / "about").mkdir(parents=True)
+    (step / "about" / "metadata").write_text(json.dumps({"parameters": {}, "tokenizer": identity_of("bytes")}))
+    refuse_other_tokenizer(step, identity_of("bytes"))
+    with pytest.raises(
+        ValueError, match=r"step 5 in .* was trained with tokenizer=bytes, this run has tokenizer=/.*json"
+    ):
+        refuse_other_tokenizer(step, identity_of(str(trained)))
+    saved = identity_of(str(trained)) | {"fingerprint": "0" * 16}
+    (step / "about" / "metadata").write_text(json.dumps({"parameters": {}, "tokenizer": saved}))
+    with pytest.raises(ValueError, match=r"its file has changed since \(fingerprint 0{16}, now [0-9a-f]{16}\)"):
+        refuse_other_tokenizer(step, identity_of(str(trained)))
+    (step / "about" / "metadata").write_text(json.dumps({"parameters": {}}))
+    refuse_other_tokenizer(step, identity_of(str(trained)))

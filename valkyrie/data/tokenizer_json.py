@@ -1,0 +1,256 @@
+"""Tokenizers in one file, `tokenizer.json`, as Hugging Face writes and reads them: loaded, and trained from text.
+
+A byte-level BPE (GPT-2, Llama 3, and what is trained here) becomes a tiktoken encoding, which is faster and leaves the
+interpreter lock. Any other kind is read by the package tokenizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+from jaxtyping import Int32
+
+from valkyrie.data.config import DataConfig
+from valkyrie.data.source import Document, documents, list_source
+from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
+from valkyrie.paths import cache_root, write_whole
+
+BOS = "<|bos|>"
+"""The special token that a trained tokenizer has: its last id."""
+_BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
+_SPACE = "\u2581"
+_PACKAGE = "uv sync --extra tokenizers in the clone, or uv pip install tokenizers"
+
+
+def json_path(name: str) -> Path | None:
+    """Return the file of a tokenizer by its path, its folder, or the name it was trained under; None if there is none.
+
+    ValueError for the path of a .json that does not exist.
+    """
+    path = Path(name).expanduser()
+    if name.endswith(".json"):
+        if not path.is_file():
+            raise ValueError(f"tokenizer={name}: there is no file {path} (looked from {Path.cwd()}).")
+        return path
+    if "/" not in name and (trained := trained_path(name)).is_file():
+        return trained
+    return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
+
+
+def trained_path(name: str) -> Path:
+    """Return where a tokenizer of a name is kept, so that `data.tokenizer=NAME` finds it from every folder."""
+    return cache_root() / "tokenizers" / f"{name}.json"
+
+
+def trained_names() -> list[str]:
+    """Return the names of the tokenizers that were trained on this machine."""
+    return sorted(path.stem for path in (cache_root() / "tokenizers").glob("*.json"))
+
+
+def json_fingerprint(path: Path) -> str:
+    """Return the identity of a file, which changes with its content."""
+    return f"tokenizer.json {hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def json_vocab_size(path: Path) -> int:
+    """Return the number of ids of a file: one more than its highest."""
+    values = _read(path)
+    vocabulary = values["model"]["vocab"]
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([*ids, *(token["id"] for token in values["added_tokens"])])
+
+
+def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
+    """Return the tokenizer of a file. ValueError where it is damaged, has no BOS, or needs the package tokenizers."""
+    values = _read(path)
+    added = {token["content"]: token["id"] for token in values["added_tokens"]}
+    bos_id = next((added[bos] for bos in _BOS_NAMES if bos in added), None)
+    if bos_id is None:
+        raise ValueError(
+            f"tokenizer={name} has no token that begins a document, such as {', '.join(_BOS_NAMES[:3])}; its special "
+            f"tokens are {', '.join(added) or 'none'}."
+        )
+    encoding = _as_tiktoken(name, values, added)
+    if encoding is not None:
+        return TiktokenTokenizer(name, encoding, bos_id, fingerprint)
+    return _HuggingFaceTokenizer(name, path, values, bos_id, fingerprint)
+
+
+class _HuggingFaceTokenizer:
+    """A tokenizer of any kind whose tokens are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
+
+    def __init__(self, name: str, path: Path, values: dict[str, Any], bos_id: int, fingerprint: str) -> None:
+        package = _package(f"tokenizer={name} is no byte-level BPE: reading it")
+        self._encoder = package.Tokenizer.from_file(str(path))
+        self._encoder.encode_special_tokens = True  # their spelling is ordinary text
+        self.name, self.bos_id, self.fingerprint = name, bos_id, fingerprint
+        self.vocab_size = json_vocab_size(path)
+        special = {token["id"] for token in values["added_tokens"] if token["special"]}
+        self._bytes = _token_values(name, values, self._encoder, self.vocab_size, special)
+        self.token_bytes: Int32[np.ndarray, " vocab"] = np.array([len(value) for value in self._bytes], np.int32)
+
+    def encode_ordinary(self, text: str) -> np.ndarray:
+        """Return the ids of a text, without a BOS; lone surrogates become `?`."""
+        clean = text.encode("utf-8", errors="replace").decode("utf-8")
+        return np.array(self._encoder.encode(clean, add_special_tokens=False).ids, np.uint32)
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        """Return the bytes of ids, without special tokens."""
+        return b"".join(self._bytes[i] for i in checked_ids(ids, self))
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of ids, without special tokens."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+@dataclass
+class Counted:
+    """What went by: documents, and bytes of UTF-8."""
+
+    documents: int = 0
+    bytes: int = 0
+
+
+def texts_of(config: DataConfig, counted: Counted) -> Iterator[str]:
+    """Yield the texts of a source, up to `config.max_bytes` of UTF-8, counting; ValueError where there is none."""
+    for document in documents(config, list_source(config)):
+        assert isinstance(document, Document), "a source of text has texts"
+        raw = document.text.encode("utf-8", errors="replace")
+        if config.max_bytes is not None:
+            raw = raw[: config.max_bytes - counted.bytes]
+        counted.documents += 1
+        counted.bytes += len(raw)
+        yield raw.decode("utf-8", errors="ignore")
+        if counted.bytes == config.max_bytes:
+            return
+    if not counted.documents:
+        raise ValueError("there is no text in these files to train a tokenizer on.")
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) -> int:
+    """Train a byte-level BPE of `vocab` ids, BOS the last of them, write it to `path`; return the ids it has.
+
+    They are fewer where the texts have too few different pairs. ValueError for a vocabulary without room for the bytes.
+    """
+    if vocab < 257:
+        raise ValueError(f"--vocab {vocab}: use 257 or more, 256 for the bytes and one that begins a document.")
+    if pattern not in PATTERNS:
+        raise ValueError(f"--pattern {pattern}: use one of {', '.join(PATTERNS)}.")
+    package = _package("training a tokenizer")
+    tokenizer = package.Tokenizer(package.models.BPE())
+    split = package.pre_tokenizers.Split(package.Regex(_without_possessives(PATTERNS[pattern])), "isolated")
+    byte_level = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = package.pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab - 1, initial_alphabet=byte_level.alphabet(), special_tokens=[], show_progress=False
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    tokenizer.add_special_tokens([BOS])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, tokenizer.to_str(pretty=True))
+    return tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def _package(what: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ValueError(f"{what} needs the package tokenizers: {_PACKAGE}.") from None
+    return tokenizers
+
+
+def _without_possessives(pattern: str) -> str:
+    """Return a pattern that every engine reads alike: `++`, `?+` and `$` mean other things to that of tokenizers."""
+    return re.sub(r"(?<=[+*?}])\+", "", pattern).replace("$", r"\z")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values["model"]["vocab"], dict | list):
+            raise TypeError("model.vocab is no table")
+        return {"added_tokens": [], **values}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"tokenizer={path} is no tokenizer.json of Hugging Face ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _as_tiktoken(name: str, values: dict[str, Any], added: dict[str, int]) -> tiktoken.Encoding | None:
+    """Return the encoding that merges the same pairs in the same order; None where the file is of another kind."""
+    model, pattern = values["model"], _pattern_of(values)
+    plain = not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+    if model.get("type", "BPE") != "BPE" or pattern is None or not plain or values.get("normalizer") is not None:
+        return None
+    if not all(token["special"] for token in values["added_tokens"]):
+        return None
+    table, vocabulary = _byte_of_character(), {t: i for t, i in model["vocab"].items() if t not in added}
+    if not all(character in vocabulary for character in table) or any(set(t) - table.keys() for t in vocabulary):
+        return None
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
+    order = [vocabulary.get(first + second, -1) for first, second in pairs]
+    if len(pairs) != len(vocabulary) - len(table) or any(a >= b for a, b in zip(order, order[1:], strict=False)):
+        return None
+    ranks = {bytes(table[character] for character in token): rank for token, rank in vocabulary.items()}
+    try:
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    except ValueError:  # a pattern of another engine
+        return None
+
+
+def _pattern_of(values: dict[str, Any]) -> str | None:
+    """Return how a byte-level tokenizer cuts a text; None for what is no byte-level tokenizer."""
+    before = values.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    if len(steps) == 1 and steps[0].get("use_regex", True):
+        return PATTERNS["r50k"]
+    if len(steps) != 2 or steps[0].get("type") != "Split" or steps[1].get("use_regex", True):
+        return None
+    split = steps[0]
+    isolated = split.get("behavior") == "Isolated" and not split.get("invert")
+    return split["pattern"].get("Regex") if isolated else None
+
+
+def _token_values(name: str, values: dict[str, Any], encoder: Any, vocab_size: int, special: set[int]) -> list[bytes]:
+    """Return the bytes of every id; none for special ones and holes."""
+    kinds = set(_types(values.get("decoder")))
+    if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+        raise ValueError(
+            f"tokenizer={name} is of a kind ({values['model'].get('type')}) that does not keep blanks, so its text "
+            "cannot be restored. Use a byte-level BPE or a SentencePiece tokenizer."
+        )
+    return [b"" if i in special else _value(encoder.id_to_token(i) or "", kinds) for i in range(vocab_size)]
+
+
+def _value(token: str, kinds: set[str]) -> bytes:
+    table = _byte_of_character()
+    if "ByteLevel" in kinds and all(character in table for character in token):
+        return bytes(table[character] for character in token)
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace(_SPACE, " ").encode()
+
+
+def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
+    for step in (decoder or {}).get("decoders", [decoder or {}]):
+        yield step.get("type", "")
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}

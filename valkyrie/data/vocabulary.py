@@ -1,0 +1,123 @@
+"""What a tokenizer answers, how a text is cut into words, and the tokenizer that is a tiktoken encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, SupportsIndex, runtime_checkable
+
+import numpy as np
+import tiktoken
+from jaxtyping import Int32
+
+Ids = Sequence[SupportsIndex] | np.ndarray
+"""Token ids, as a list of integers or an array."""
+
+PATTERNS = {
+    "r50k": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "o200k": "|".join(
+        [
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    ),
+}
+PATTERNS["nanochat"] = PATTERNS["cl100k"].replace("{1,3}", "{1,2}")
+"""How a text is cut before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`; nanochat's has numbers
+of at most two digits, which suits a small vocabulary."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids and back. `bos_id` starts every document, and no text encodes to it."""
+
+    @property
+    def name(self) -> str:
+        """The name it was loaded by."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        ...
+
+    @property
+    def bos_id(self) -> int:
+        """The id put before every document."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash that changes with any change of the ids it gives."""
+        ...
+
+    @property
+    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
+        """Bytes of UTF-8 that each id stands for, 0 for special ones: the denominator of bits per byte."""
+        ...
+
+    def encode_ordinary(self, text: str) -> np.ndarray:
+        """Return the ids of a text (unsigned, one dimension); the spelling of a special token is ordinary text."""
+        ...
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of ids: BOS is left out, bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        """Return the bytes of ids, for text that arrives token by token and may stop inside a character."""
+        ...
+
+
+class TiktokenTokenizer:
+    """A tiktoken encoding whose `<|endoftext|>` is BOS."""
+
+    def __init__(self, name: str, encoding: tiktoken.Encoding, bos_id: int, fingerprint: str) -> None:
+        self.name = name
+        self.encoding = encoding
+        self.bos_id = bos_id
+        self.fingerprint = fingerprint
+        self.vocab_size = encoding.n_vocab
+        self.token_bytes = _token_bytes(encoding)
+
+    def encode_ordinary(self, text: str) -> np.ndarray:
+        """Return the ids of a text. The merging runs without the interpreter lock: threads do it in parallel."""
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # a lone surrogate has no UTF-8
+            return self.encode_ordinary(text.encode("utf-8", errors="replace").decode("utf-8"))
+
+    def decode_bytes(self, ids: Ids) -> bytes:
+        """Return the bytes of ids, without BOS."""
+        array = checked_ids(ids, self)
+        return self.encoding.decode_bytes(array[array != self.bos_id].tolist())
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of ids, without BOS."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
+    """Return the bytes that each id stands for; 0 for special ids and for holes in the vocabulary."""
+    lengths = np.zeros(encoding.n_vocab, np.int32)
+    values = encoding.token_byte_values()
+    lengths[[encoding.encode_single_token(value) for value in values]] = [len(value) for value in values]
+    return lengths
+
+
+def checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
+    """Return ids as an array; ValueError for one that the tokenizer does not have."""
+    array = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
+        wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]
+        raise ValueError(
+            f"token id {wrong} is outside the {tokenizer.vocab_size} ids of tokenizer={tokenizer.name}. "
+            f"Mask the padding of the vocabulary before sampling."
+        )
+    return array
