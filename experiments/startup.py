@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from valkyrie.launch.local import free_port
+from valkyrie.hub import free_port
 
 TIMED = ("meet", "versions", "configuration", "jax")
 

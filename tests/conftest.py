@@ -24,6 +24,9 @@ _COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expens
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and end at an unknown flag
     _COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false"  # 3.1 s to compile a step of valkyrie_tiny, and 7
 
+_WAIT = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
+"""Devices that meet late on a busy machine do not abort the process, as XLA does after 40 s."""
+
 _scratch = tempfile.TemporaryDirectory(prefix="valkyrie-tests-", ignore_cleanup_errors=True)
 
 
@@ -31,7 +34,7 @@ def _set_environment() -> None:
     """Set what child processes inherit too; what the caller has said about platform and cache is kept."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and what it makes runs once
-        os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {os.environ.get('XLA_FLAGS', '')}".strip()
+        os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     os.environ["VALKYRIE_CACHE"] = str(Path(_scratch.name) / "cache")

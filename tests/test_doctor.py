@@ -19,8 +19,8 @@ import pytest
 from rich.console import Console
 
 from helpers import compose_run
+from processes import free_address, meet
 from runs import TINY
-from test_processes import free_address, meet
 from valkyrie.cli.doctor import main
 from valkyrie.data.prepare import prepare
 from valkyrie.doctor import disks, host, shared, software

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from valkyrie.launch.local import INDEX, RESTARTS, Supervisor, cluster
+from valkyrie.launch.local import RESTARTS, Supervisor, cluster
+from valkyrie.team import INDEX
 
 HEAD = f"""
 import os, pathlib, signal, sys, time

@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 from helpers import compose_run
+from processes import ended, free_address, meet, several
 from runs import TINY, start
 from valkyrie.interrupt import PREEMPTED
 from valkyrie.locks import only_writer
@@ -28,39 +28,6 @@ from valkyrie.team import ALONE, LOST, Connected, Place, Team
 from valkyrie.tracking import read_metrics
 from valkyrie.train.processes import check_shared
 from valkyrie.train.program import StepProgram
-
-
-def free_address() -> str:
-    """Return an address of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def meet(
-    count: int, of: Callable[[Team], Any], *, counts: Sequence[int] | None = None, timeout_s: float = 5.0
-) -> list[Any]:
-    """Return what `of` returns for each of `count` teams that meet in threads, or what it or the meeting raises.
-
-    `counts` are the numbers of processes that each of them counts.
-    """
-    address, results = free_address(), [None] * count
-
-    def one(index: int) -> None:
-        place = Place(address, (counts or [count] * count)[index], index)
-        try:
-            team = Connected(place, timeout_s=timeout_s, heartbeat_s=20.0, on_loss=lambda line, status: None)
-            results[index] = of(team)
-            team.fail(1, "the test is over")
-        except ValueError as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
 
 
 def test_a_run_of_one_process_agrees_with_itself():
@@ -233,22 +200,6 @@ def test_a_batch_is_placed_by_its_sharding(partition: str, rows: int, columns: i
     for name, array in placed.items():
         np.testing.assert_array_equal(np.asarray(array), batch[name])
         assert {shard.data.shape for shard in array.addressable_shards} == {(rows, columns)}
-
-
-def several(count: int, *overrides: str, cwd: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Start the processes of one training."""
-    given = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_PROCESS_COUNT": str(count)}
-    return [start(*overrides, cwd=cwd, **given, JAX_PROCESS_INDEX=str(index), **environment) for index in range(count)]
-
-
-def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Return (status, stdout, stderr) of each process, none of which runs on."""
-    try:
-        return [(p.wait(200), *p.communicate()) for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def losses(folder: Path) -> list[float]:

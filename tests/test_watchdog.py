@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from helpers import compose_run
+from processes import ended, free_address, meet
 from runs import TINY
-from test_processes import ended, free_address, meet
 from valkyrie.team import ALONE, LOST, Team
 from valkyrie.tracking import read_metrics
 from valkyrie.train.watchdog import FIRST_S, STEPS, Watchdog, watchdog_of

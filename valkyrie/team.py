@@ -23,6 +23,8 @@ from valkyrie.hub import Hub, Wire, address_of
 
 Value = TypeVar("Value")
 
+COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
+"""The variables of the environment that tell a process its place; JAX reads the first itself."""
 LOST = 69
 """Exit status of a process that hangs, or ends because another one hangs or was lost: start all of them again."""
 REFUSED = 2
@@ -43,6 +45,11 @@ class Place(NamedTuple):
     count: int
     index: int
     local_devices: tuple[int, ...] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that put another process into this place."""
+        return {COORDINATOR: self.coordinator, COUNT: str(self.count), INDEX: str(self.index)}
 
 
 class Team:
@@ -113,7 +120,7 @@ class Connected(Team):
     ) -> None:
         super().__init__(place.count, place.index)
         self.place = place
-        self._on_loss = on_loss or self._end
+        self.on_loss = on_loss or self._end
         self._changed = threading.Condition()
         self._answers: dict[str, list[Any]] = {}
         self._left = False
@@ -200,7 +207,7 @@ class Connected(Team):
 
     def _lost(self, line: str, status: int = LOST) -> None:
         if not self._left:
-            self._on_loss(line, status)
+            self.on_loss(line, status)
 
     def _see_where_it_hangs(self, line: str) -> None:
         self.on_hang(f"process {self.index}: {line}")

@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import hydra
@@ -26,6 +25,7 @@ from valkyrie.models import let_import
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.sweep.end import SweepEndError, multirun_ends
+from valkyrie.sweep.members import over_processes
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
 from valkyrie.train.arguments import read_arguments, refuses_keys_of_null
 from valkyrie.train.saved import Primary, config_dirs, primary_of
@@ -56,7 +56,10 @@ def dispatch() -> None:
         typed = read_arguments(multirun or arguments, multirun=multirun is not None)
         primary = primary_of(typed, read=multirun is None or reads_one_run(typed))
         sys.argv[1:] = primary.arguments
-        with raises() if multirun is not None else nullcontext():
+        if multirun is not None:
+            with over_processes(typed) as leads, raises():
+                config = _compose(primary) if leads else None
+        else:
             config = _compose(primary)
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))

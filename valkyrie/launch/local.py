@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from valkyrie.hub import free_port
 from valkyrie.launch.process import DONE, INTERRUPTED, LOST, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
+from valkyrie.team import Place
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
 """How often the training was started again, in the environment of its processes."""
-COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
-"""By which the processes of a training find each other."""
 
 _ENDS_THE_JOB = (DONE, USER_ERROR, INTERRUPTED)
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True)
@@ -49,10 +41,7 @@ def cluster(command: Sequence[str], processes: int) -> list[Member]:
     if processes == 1:
         return [Member(tuple(command))]
     address = f"127.0.0.1:{free_port()}"
-    return [
-        Member(tuple(command), {COORDINATOR: address, COUNT: str(processes), INDEX: str(index)})
-        for index in range(processes)
-    ]
+    return [Member(tuple(command), Place(address, processes, index).environment) for index in range(processes)]
 
 
 def _nothing() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from valkyrie.launch import remote
-from valkyrie.launch.local import COORDINATOR, COUNT, INDEX, RESTARTS
+from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options
 from valkyrie.launch.plan import Call, Command
+from valkyrie.team import Place
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Hosts:
         again = {RESTARTS: str(restarts)} if restarts else {}
         steps = []
         for index, host in enumerate(hosts):
-            environment = {COORDINATOR: address, COUNT: str(len(hosts)), INDEX: str(index)} if len(hosts) > 1 else {}
+            environment = Place(address, len(hosts), index).environment if len(hosts) > 1 else {}
             text = remote.train(self.options.folder, self.overrides, environment | again)
             steps.append(Call(f"train on {host}", (self._ssh(host, text),), beside=True))
         return steps

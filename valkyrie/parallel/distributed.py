@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.hub import address_of
-from valkyrie.team import Connected, Place
+from valkyrie.team import COORDINATOR, COUNT, INDEX, Connected, Place
 
-_COUNT = ("JAX_PROCESS_COUNT", "JAX_NUM_PROCESSES")
-_INDEX = ("JAX_PROCESS_INDEX", "JAX_PROCESS_ID")
-_ADDRESS = "JAX_COORDINATOR_ADDRESS"
+_COUNT = (COUNT, "JAX_NUM_PROCESSES")
+_INDEX = (INDEX, "JAX_PROCESS_ID")
 _CLUSTERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES")
 """What Slurm's srun, Open MPI, and Kubernetes set: the environments in which JAX finds the other processes itself."""
 _JAX_PATIENCE = 10
@@ -74,7 +73,7 @@ def find_place(
     if count is not None or index is not None:
         missing = [
             name
-            for name, found in ((_ADDRESS, environment.get(_ADDRESS)), (_COUNT[0], count), (_INDEX[0], index))
+            for name, found in ((COORDINATOR, environment.get(COORDINATOR)), (_COUNT[0], count), (_INDEX[0], index))
             if not found
         ]
         if count is not None and environment[count] == "1":
@@ -85,7 +84,7 @@ def find_place(
                 "index go together. Unset them to run alone."
             )
         try:
-            place = Place(environment[_ADDRESS], int(environment[count]), int(environment[index]))
+            place = Place(environment[COORDINATOR], int(environment[count]), int(environment[index]))
         except ValueError:
             raise ValueError(
                 f"{count}={environment[count]} and {index}={environment[index]}: write whole numbers."

@@ -1,5 +1,6 @@
 """The process of a trial: `python -m valkyrie.sweep.child FOLDER` carries out FOLDER/run.yaml and leaves outcome.json.
 
+With a second argument, `beside`, it is not the first process of its trial, and leaves what came of it to that.
 Whatever it raises is in its log with the traceback, and in `outcome.json` in words. A process that is ended from
 outside, or by the compiler, leaves none.
 """
@@ -14,6 +15,7 @@ from valkyrie.interrupt import ends_at_once
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
+from valkyrie.sweep.members import BESIDE
 from valkyrie.sweep.results import Outcome, failure, results_of
 from valkyrie.sweep.trial import Status
 from valkyrie.train.folder import saved_config
@@ -35,7 +37,8 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         outcome = failure(f"{type(error).__name__}: {error}")
-    outcome.write(folder)
+    if sys.argv[2:] != [BESIDE]:
+        outcome.write(folder)
     sys.exit(int(outcome.status is not Status.ok))
 
 
@@ -45,7 +48,7 @@ def _carry_out(folder: Path) -> Outcome:
     status = mode(run)
     if status not in (0, NOT_COMPILED):
         sys.exit(status)
-    return results_of(folder, mode)
+    return Outcome(Status.ok, None, {}) if sys.argv[2:] == [BESIDE] else results_of(folder, mode)
 
 
 if __name__ == "__main__":

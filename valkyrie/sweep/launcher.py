@@ -15,6 +15,7 @@ from valkyrie.modes import reads_run
 from valkyrie.run import Run
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
+from valkyrie.sweep.members import members
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.plan import Plan, config_flags, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
@@ -67,6 +68,8 @@ def launch(
         end.has_all()
     if jobs < 1:
         raise ValueError(f"hydra.launcher.jobs={jobs}: at least 1 trial at a time is needed.")
+    if jobs > 1 and members() is not None:
+        raise ValueError(f"hydra.launcher.jobs={jobs}: on several hosts trials take turns. Leave it out.")
     setup_globals()
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     console, composer = make_console(), Composer(config, context.config_loader)

@@ -1,4 +1,7 @@
-"""The process of a trial while it runs: a session of its own, a time limit, a log, and how it is ended."""
+"""The process of a trial while it runs: a session of its own, a time limit, a log, and how it is ended.
+
+Of a multirun over several processes it is the first of the trial's; the others begin and end with it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from valkyrie.sweep.lock import TrialLock
+from valkyrie.sweep.members import members
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.results import OUTPUT, outcome
 from valkyrie.sweep.trial import Status, Trial
@@ -23,8 +27,11 @@ class TrialProcess:
 
     def __init__(self, plan: Plan, lock: TrialLock) -> None:
         self.plan = plan
+        leading = members()
+        self._members = leading if leading is not None and leading.takes(plan) else None
         folder = plan.trial_folder
         plan.write()
+        place = self._members.begin(plan) if self._members else {}
         self.started, self._began = datetime.now(UTC).isoformat(), time.monotonic()
         self._stopped_at: float | None = None
         with (folder / OUTPUT).open("wb") as output:
@@ -33,10 +40,12 @@ class TrialProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | plan.environment,
+                env=os.environ | plan.environment | place,
                 start_new_session=True,
                 pass_fds=(lock.process_file.fileno(),),
             )
+        if self._members:
+            self._members.started(self.kill)
         try:
             lock.started(self._process.pid)
         except BaseException:
@@ -65,6 +74,8 @@ class TrialProcess:
             return None
         if status is None:
             return None
+        if self._members:
+            self._members.ended()
         seconds = self.seconds
         if status != 0:
             self.kill()  # what it has started ends with it

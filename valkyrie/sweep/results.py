@@ -12,6 +12,7 @@ from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.modes import Mode
 from valkyrie.paths import write_whole
 from valkyrie.sweep.trial import Status, Trial
+from valkyrie.team import REFUSED
 from valkyrie.tracking import read_metrics, sent_over
 from valkyrie.train.goodput import read_goodput
 from valkyrie.train.room import out_of_memory
@@ -47,7 +48,11 @@ def outcome(folder: Path, returncode: int) -> Outcome:
         return Outcome(Status.killed, _killed(-returncode, folder / OUTPUT), {})
     if returncode in (EXIT_STATUS, PREEMPTED):
         return Outcome(Status.killed, "its process was interrupted by somebody else", {})
-    return failure(f"its process ended with status {returncode}: {last_error(folder / OUTPUT)}")
+    error = last_error(folder / OUTPUT)
+    if returncode == REFUSED:  # one of several processes, which end where the error is
+        reason = error.removeprefix("valkyrie-train: ")
+        return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.refused, reason, {})
+    return failure(f"its process ended with status {returncode}: {error}")
 
 
 def _read(file: Path) -> Outcome:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CPU_ERROR = 2.0
 """By how much a step on simulated devices may exceed the estimate: seq=4096 of valkyrie_tiny took 18 GiB for 9."""
-_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|bad_alloc")
+_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|ran out of memory|bad_alloc")
 _BYTES_WANTED = re.compile(r"allocat\w* (\d+)(?: bytes|\b)")
 
 

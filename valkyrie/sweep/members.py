@@ -1,0 +1,196 @@
+"""A multirun over several processes: process 0 plans and records, and every trial runs in a process on each host.
+
+The processes of the multirun only start those of the trials and wait for them, one trial after the other. A trial's
+processes find each other at a port of their own, so that nothing is left over from the trial before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from valkyrie.compose import accelerators
+from valkyrie.hub import address_of, free_port
+from valkyrie.modes import Needs
+from valkyrie.parallel.distributed import DistributedConfig, join
+from valkyrie.paths import write_whole
+from valkyrie.sweep.names import key_values
+from valkyrie.sweep.plan import Plan
+from valkyrie.team import LOST, Connected, Place
+from valkyrie.train.folder import RUN
+from valkyrie.train.processes import agree_on_versions, ends_all
+
+BESIDE = "beside"
+"""The argument by which the process of a trial leaves what came of it to process 0."""
+_GRACE_S = 60.0
+"""How long a trial may take to save and end once process 0 of the multirun is gone."""
+_OTHER_LAUNCHER = "hydra/launcher={name} cannot start trials on {count} hosts. Leave it out, or distributed=off."
+
+
+class Members:
+    """The processes of a multirun, as process 0 sees them. Every trial that needs devices begins and ends here."""
+
+    def __init__(self, team: Connected) -> None:
+        self._team, self._trials = team, 0
+        self._kill: Callable[[], None] = lambda: None
+
+    @property
+    def count(self) -> int:
+        """How many processes a trial has."""
+        return self._team.count
+
+    def takes(self, plan: Plan) -> bool:
+        """Return whether all processes do a trial together; what needs no devices is done by the first alone."""
+        return plan.mode.needs is Needs.devices
+
+    def begin(self, plan: Plan) -> dict[str, str]:
+        """Let the others start a trial; return what the environment of its first process has besides ours."""
+        self._trials += 1
+        host, _ = address_of(self._team.place.coordinator)
+        address = f"{f'[{host}]' if ':' in host else host}:{free_port()}"
+        run = (plan.trial_folder / RUN).read_text()
+        task = {"run": run, "address": address, "environment": plan.environment}
+        self._team.exchange(f"trial {self._trials}", task)
+        return Place(address, self._team.count, 0).environment
+
+    def started(self, kill: Callable[[], None]) -> None:
+        """Remember how to end the first process of the trial that runs, should another host be lost."""
+        self._kill = kill
+
+    def ended(self) -> None:
+        """Wait until the other processes of the trial have ended too."""
+        self._kill = lambda: None
+        self._team.exchange(f"ended {self._trials}")
+
+    def finish(self) -> None:
+        """Send the others home."""
+        self._team.exchange(f"trial {self._trials + 1}")
+        self._team.finish()
+
+    def lost(self, line: str, status: int) -> None:
+        """End the trial that runs, and this process: another one is gone, and nobody can go on without it."""
+        print(f"valkyrie-train: {line}. What is done is kept; the same command does the rest.", file=sys.stderr)
+        self._kill()
+        os._exit(status)
+
+
+_leading: ContextVar[Members | None] = ContextVar("_leading", default=None)
+
+
+def members() -> Members | None:
+    """Return the processes of the multirun that this process leads; None where it is the only one."""
+    return _leading.get()
+
+
+@contextmanager
+def over_processes(arguments: Sequence[str]) -> Iterator[bool]:
+    """Be one of the processes of a multirun inside; yields whether this one carries it out: alone, or as the first.
+
+    The others start what the first tells them and come out when it is done. ValueError, on all, where they were
+    started differently.
+    """
+    team = _meet(arguments)
+    if team is None:
+        yield True
+        return
+    with ends_all(team):
+        agree_on_versions(team)
+        team.agree("arguments", _compared(arguments))
+        launcher = key_values(arguments).get("hydra/launcher", "trials")
+        if launcher != "trials":
+            raise ValueError(_OTHER_LAUNCHER.format(name=launcher, count=team.count))
+        if not team.leads:
+            _follow(team)
+    if not team.leads:
+        yield False
+        return
+    leading = Members(team)
+    team.on_loss = leading.lost
+    token = _leading.set(leading)
+    try:
+        yield True
+    except SystemExit:  # trials without a result: the sweep is done all the same
+        leading.finish()
+        raise
+    except BaseException as error:
+        team.fail(LOST, f"the sweep ended ({type(error).__name__})")
+        raise
+    else:
+        leading.finish()
+    finally:
+        _leading.reset(token)
+
+
+def _compared(arguments: Sequence[str]) -> dict[str, str]:
+    """Return arguments by key, those without one by their place; what says which process this is left out."""
+    given = {key: value for key, value in key_values(arguments).items() if key != "distributed.process"}
+    plain = {f"argument {i}": text for i, text in enumerate(arguments) if "=" not in text}
+    return plain | given
+
+
+def _meet(arguments: Sequence[str]) -> Connected | None:
+    given = key_values(arguments)
+    own = [f"{key.removeprefix('distributed.')}={value}" for key, value in given.items() if key[:12] == "distributed."]
+    name = [f"name={given['distributed']}"] if "distributed" in given else []
+    config: Any = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(DistributedConfig), OmegaConf.from_dotlist([*name, *own]))
+    )
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
+    return join(config, accelerators=accelerators())
+
+
+def _follow(team: Connected) -> None:
+    """Start a process for every trial that process 0 names, until it has no more."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def end(*_: Any) -> None:
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+
+    def lost(line: str, status: int) -> None:
+        print(f"valkyrie-train: process {team.index} stops: {line}", file=sys.stderr, flush=True)
+        for process in running:  # it ends by itself once the first of the trial has, which may save before
+            _ended_within(process, _GRACE_S)
+        os._exit(status)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 hears it too, and ends what runs
+    signal.signal(signal.SIGTERM, end)
+    team.on_loss = lost
+    number = 0
+    while True:
+        number += 1
+        task = team.exchange(f"trial {number}")[0]
+        if task is None:
+            return team.finish()
+        with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
+            write_whole(Path(folder) / RUN, task["run"])
+            place = Place(task["address"], team.count, team.index)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "valkyrie.sweep.child", folder, BESIDE],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | task["environment"] | place.environment,
+                start_new_session=True,
+            )
+            running.append(process)
+            process.wait()
+            running.clear()
+        team.exchange(f"ended {number}")
+
+
+def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
