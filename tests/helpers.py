@@ -18,6 +18,7 @@ from valkyrie.ops.linear import Numerics
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
+from valkyrie.tasks import task_of
 from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state
 from valkyrie.trees import names_of
@@ -90,8 +91,13 @@ def small_run(model: str, *overrides: str) -> Run:
 
 
 def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return a batch with several documents in a row, weights of 0, 1 and between, and rows of uneven weight."""
-    c, rng = run.config, np.random.default_rng(seed)
+    """Return a batch with several documents in a row, weights of 0, 1 and between, and rows of uneven weight.
+
+    Of a task without text it is the task's own random batch.
+    """
+    c, rng, task = run.config, np.random.default_rng(seed), task_of(run.model.task)
+    if not task.is_text:
+        return task.random_batch(c.batch, c.seq, run.model.vocab_size, seed, range(c.batch))
     tokens = rng.integers(0, run.model.vocab_size, (c.batch, c.seq + 1)).astype(np.int32)
     starts = rng.random((c.batch, c.seq)) < 0.1
     weights = rng.choice([0.0, 0.5, 1.0], (c.batch, c.seq), p=[0.2, 0.2, 0.6])
@@ -145,7 +151,7 @@ def initial_state(overrides: tuple[str, ...]) -> TrainState:
     """
     program = make_program(compose_run(*overrides, "mesh=1x1x1", "partition=dp"))
     keep_ema = program.run.config.optimizer.ema_decay is not None
-    return jax.device_get(init_state(program.assembly, program.optimizer, keep_ema, 0))
+    return jax.device_get(init_state(program.assembly, program.optimizer, keep_ema, 0, program.carry))
 
 
 def placed_state(program: StepProgram, host: TrainState) -> TrainState:

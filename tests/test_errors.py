@@ -95,8 +95,8 @@ ONE_LINE = {
     "a key of a group": (
         ["optimizer.lr=3"],
         "optimizer.lr is not a key. Did you mean optimizer.learning_rate? Known in optimizer: beta1, beta2, clip_norm, "
-        "decay_steps, ema_decay, epsilon, final_ratio, learning_rate, name, ssm_learning_rate_ratio, warmup_steps, "
-        "weight_decay.",
+        "decay_steps, ema_decay, epsilon, final_ratio, kind, learning_rate, name, puzzle_learning_rate, "
+        "ssm_learning_rate_ratio, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
         ["model.attention.head=3"],

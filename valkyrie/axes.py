@@ -64,7 +64,8 @@ class Tensor:
 class Parameter(Tensor):
     """A parameter before it exists.
 
-    `group` is the optimizer's: `matrix` (decayed), `vector` (not decayed), `ssm` (not decayed, at a rate of its own).
+    `group` is the optimizer's: `matrix` (decayed), `vector` (not decayed), `ssm` (not decayed, at a rate of its own),
+    `puzzle` (rows of which a batch uses a few; only those change, by their gradient's signs), `fixed` (never changed).
     `float32`: kept so whatever the precision policy says.
     """
 

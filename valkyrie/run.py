@@ -155,8 +155,8 @@ class Run:
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of the model in one training step; a backward pass takes twice its forward pass (PaLM, appendix B)."""
-        return 3.0 * self.model.flops_per_token(self.config.seq) * self.config.batch * self.config.seq
+        """FLOPs of the model in one training step."""
+        return self.model.step_flops_per_token(self.config.seq) * self.config.batch * self.config.seq
 
     @property
     def order_seed(self) -> int:
@@ -334,14 +334,19 @@ class Run:
     def _task_problems(self) -> list[str]:
         """Return why its task cannot train its model as asked."""
         try:
-            task = task_of(self.model.task)
+            task = task_of(self.model.task).of(self.model, self.config.precision.compute.value)
         except ValueError as error:
             return [str(error)]
-        problems, microbatches = [], self.config.microbatches
+        problems, microbatches = task.problems(self.model, self.config.seq), self.config.microbatches
         if task.needs_causal and not self.model.causal:
             problems.append(
                 "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
                 f"predict: the task {task.name} needs a causal model. Only mode=show takes this one."
+            )
+        if self.config.mode.name == "generate" and not task.is_text:
+            problems.append(
+                f"mode=generate continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see "
+                "how many it solves."
             )
         if microbatches > 1 and task.carry(self.config.batch, self.config.seq):
             problems.append(

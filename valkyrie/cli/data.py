@@ -12,6 +12,9 @@ from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
 from valkyrie.data.config import DataConfig, Source
 from valkyrie.paths import cache_root
 
+_SOURCES = [source.value for source in Source if source.is_text]
+"""The sources that have documents: puzzles are prepared by the run itself."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; a user's mistake is one line on stderr and exit status 2."""
@@ -30,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
     prepare.set_defaults(run=_prepare)
-    prepare.add_argument("source", nargs="?", default="stdlib", choices=[source.value for source in Source])
+    prepare.add_argument("source", nargs="?", default="stdlib", choices=_SOURCES)
     prepare.add_argument("paths", nargs="*", help="files, directories or globs, for text; gs://, s3:// too")
     named = "bytes, gpt2, an encoding of tiktoken, FILE.tiktoken, tokenizer.json, or the name of a trained one"
     prepare.add_argument("--tokenizer", default="bytes", help=named)

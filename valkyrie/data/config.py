@@ -33,11 +33,52 @@ class Source(Enum):
     stdlib = "stdlib"
     text = "text"
     synthetic = "synthetic"
+    sudoku = "sudoku"
+    puzzles = "puzzles"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has documents, not puzzles."""
+        return self not in (Source.sudoku, Source.puzzles)
 
 
 def full_path(path: str) -> str:
     """Return a path in full: from `~` and from the current directory; one that is empty, or a URL, stays so."""
     return path if not path or scheme_of(path) else os.path.abspath(os.path.expanduser(path))
+
+
+@dataclasses.dataclass
+class SudokuConfig:
+    """Sudoku grids that are generated: of `side` x `side` cells, `train` and `validation` of them, each solved one way.
+
+    `guesses`: how often a solver that fills in what is forced must guess, at least: 0 takes every puzzle. `clues`: how
+    many cells are given at least, 0 for as few as leave one solution. `seed`: that of the generator. Of a CSV, `train`
+    and `validation` are the sizes of samples, and `guesses` is the least rating.
+    """
+
+    side: int = 9
+    train: int = 1000
+    validation: int = 1000
+    guesses: int = 1
+    clues: int = 0
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """Return every reason why there are no such puzzles."""
+        problems = []
+        if self.side not in (4, 9):
+            problems.append(f"data.sudoku.side={self.side}: use 4 or 9.")
+        for key in ("train", "validation"):
+            if getattr(self, key) < 1:
+                problems.append(f"data.sudoku.{key}={getattr(self, key)}: at least 1 is needed.")
+        for key in ("guesses", "clues", "seed"):
+            if getattr(self, key) < 0:
+                problems.append(f"data.sudoku.{key}={getattr(self, key)}: must be at least 0.")
+        if self.clues >= self.side**2:
+            problems.append(f"data.sudoku.clues={self.clues}: fewer than {self.side**2} cells can be given.")
+        if self.side == 4 and self.guesses:
+            problems.append(f"data.sudoku.guesses={self.guesses}: no puzzle of 4x4 needs a guess. Use 0.")
+        return problems
 
 
 @dataclasses.dataclass
@@ -55,6 +96,9 @@ class DataConfig:
     `shard_tokens`: tokens in one shard file; `workers`: tokenising threads, null for one a CPU core.
     `shuffle_seed`: the order in which training rows are read; null takes the run's seed.
     `max_bytes`: stop after so many bytes of UTF-8 text, null for all.
+    `sudoku`: for `source=sudoku`, the grids that are generated. `augment`: draw the symmetries of a Sudoku anew every
+    epoch. For `source=puzzles`, `paths` is one folder in the published form (`train/dataset.json`, ...) or one with
+    `train.csv` and `test.csv` (source, question, answer, rating).
     `documents`, `mean_length` (tokens), `states`, `generator_seed`: the size, alphabet and seed of the synthetic chain.
     """
 
@@ -74,6 +118,13 @@ class DataConfig:
     mean_length: int = 512
     states: int = 64
     generator_seed: int = 0
+    sudoku: SudokuConfig = dataclasses.field(default_factory=SudokuConfig)
+    augment: bool = True
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it has documents, not puzzles."""
+        return self.source.is_text
 
     def anywhere(self) -> DataConfig:
         """Return this configuration with full paths, which mean the same from every directory."""
@@ -104,6 +155,14 @@ class DataConfig:
         if self.documents < 2:
             few = f"data.documents={self.documents}"
             problems.append(f"{few}: use 2 or more, one for training and one for evaluation.")
+        if self.source is Source.sudoku:
+            problems += self.sudoku.problems()
+        if not self.is_text and self.tokenizer is not None:
+            problems.append(f"data.tokenizer={self.tokenizer}: puzzles have no tokenizer. Leave it out.")
+        if self.source is Source.puzzles and len(self.paths) != 1:
+            problems.append(
+                f"data=puzzles needs one folder, and data.paths names {len(self.paths)}. Use data.paths=[DIR]."
+            )
         if self.mean_length < 2:
             problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
         return problems

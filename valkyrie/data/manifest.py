@@ -69,6 +69,13 @@ class Prepared:
             raise ValueError(f"there is no split {name!r}: use {' or '.join(SPLITS)}.")
         return self.train if name == "train" else self.validation
 
+    def describe(self) -> str:
+        """Return how much text there is, in a line."""
+        return (
+            f"data {self.name}: {self.train.tokens:,} training tokens, {self.validation.tokens:,} validation tokens "
+            f"({self.tokenizer})"
+        )
+
     def shard_path(self, shard: Shard) -> Path:
         """Return where a shard lies."""
         return self.path / shard.file

@@ -10,10 +10,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import numpy as np
 
 from valkyrie.buckets import scheme_of
 from valkyrie.data import manifest
+from valkyrie.data.cached import kept_in_cache
 from valkyrie.data.config import DataConfig, Source
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
 from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
@@ -28,8 +26,6 @@ from valkyrie.data.source import Listing, list_source
 from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
-from valkyrie.locks import Lock, lock
-from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, writing
 
 Progress = Callable[[int, int | None], None]
 """Called with the bytes of text done so far, and with those of all files (None where there are no files)."""
@@ -52,30 +48,11 @@ def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None
         raise ValueError("\n".join(problems))
     listing, cache = list_source(config), Path(config.cache_dir).expanduser()
     key = _cache_key(config, listing, tokenizer)
-    final = cache / _folder_name(config, tokenizer, key)
-    if final.is_dir():
-        return open_prepared(final)
-    if trouble := cache_trouble(cache, _elsewhere(cache)):
-        raise DiskError(trouble)
-    with _lock(cache / f".{final.name}.lock") as alone:
-        if final.is_dir():
-            return open_prepared(final)
-        if alone:
-            for leftover in cache.glob(f".{final.name}.tmp-*"):
-                shutil.rmtree(leftover)
-        partial = cache / f".{final.name}.tmp-{uuid.uuid4().hex}"
-        partial.mkdir()
-        try:
-            _write(config, listing, load_tokenizer(tokenizer), key, partial, progress)
-            _publish(partial, final)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            with writing(cache, _elsewhere(cache)):
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return open_prepared(final)
+
+    def write(path: Path) -> None:
+        _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
+
+    return open_prepared(kept_in_cache(cache, _folder_name(config, tokenizer, key), write))
 
 
 def find_prepared(config: DataConfig, tokenizer: str) -> Prepared | None:
@@ -93,10 +70,6 @@ def find_prepared(config: DataConfig, tokenizer: str) -> Prepared | None:
 def _folder_name(config: DataConfig, tokenizer: str, key: str) -> str:
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{config.name}-{Path(tokenizer).name}")
     return f"{slug}-{key[:16]}"
-
-
-def _elsewhere(cache: Path) -> str:
-    return "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
 
 
 def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
@@ -127,21 +100,6 @@ def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:
         else None,
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Hold a lock that ends with the process; yields False where the file system has none."""
-    with path.open("w") as file:
-        yield lock(file) is Lock.ours
-
-
-def _publish(partial: Path, final: Path) -> None:
-    try:
-        partial.rename(final)
-    except OSError:
-        if not (final / manifest.MANIFEST).is_file():  # not another process that came first
-            raise
 
 
 def _write(

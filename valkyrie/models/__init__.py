@@ -67,6 +67,10 @@ class Model(Protocol):
         """Return forward FLOPs per token over sequences of `seq` tokens."""
         ...
 
+    def step_flops_per_token(self, seq: int) -> float:
+        """Return FLOPs per token of a training step, forward and backward, over sequences of `seq` tokens."""
+        ...
+
     def kept(self) -> list[Kept]:
         """Return what the backward pass needs from the forward pass, by name where it has one; an estimate."""
         ...

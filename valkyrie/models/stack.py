@@ -264,6 +264,10 @@ class Stack:
         """
         return sum(layer.flops(seq) for layer in self.stack()) + 2.0 * self.embed * self.vocab_rows
 
+    def step_flops_per_token(self, seq: int) -> float:
+        """Return FLOPs per token of a training step; a backward pass takes twice its forward pass."""
+        return 3.0 * self.flops_per_token(seq)
+
     def kept(self) -> list[Kept]:
         """Return what the backward passes of all blocks need from the forward pass, by name where it has one."""
         return [

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from valkyrie.data.loader import Loader
-    from valkyrie.data.manifest import Prepared
+    from valkyrie.data.forms import Batches
     from valkyrie.data.tokenizer import Tokenizer
+    from valkyrie.models import Model
     from valkyrie.models.layers import Checkpoint
 
 
@@ -49,11 +49,23 @@ class BatchLoss(NamedTuple):
 class Task(Protocol):
     """What a run and the trainer ask of a task. `name` is the module's.
 
-    `needs_causal` says that a position must see none after it, as where it is to predict the next.
+    `needs_causal` says that a position must see none after it, as where it is to predict the next; `needs_key` that a
+    training step draws random numbers, whether the model has dropout or not; `is_text` that its data is text, which a
+    tokenizer reads and the model writes.
     """
 
     name: str
     needs_causal: bool
+    needs_key: bool
+    is_text: bool
+
+    def of(self, model: Model, compute: str) -> Task:
+        """Return the task for a model and the dtype it computes in: itself, where no array of it follows from them."""
+        ...
+
+    def problems(self, model: Model, seq: int) -> list[str]:
+        """Return why it cannot train this model on sequences of this length."""
+        ...
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch, first dimension `batch`."""
@@ -67,8 +79,8 @@ class Task(Protocol):
         ...
 
     def loader(
-        self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
-    ) -> Loader:
+        self, prepared: Any, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
+    ) -> Batches:
         """Return batches of a split, of each the rows of the global batch at `places`: those of this process."""
         ...
 
@@ -88,14 +100,14 @@ class Task(Protocol):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return what a training batch comes to; `key` turns dropout on."""
+        """Return what a training batch comes to; `key`, where there is one, is for dropout and what the task draws."""
         ...
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
         """Return what is logged of a step's sums: `loss`, `tokens` and whatever else the task has."""
         ...
 
-    def references(self, tokenizer: Tokenizer, vocab_rows: int) -> Any:
+    def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> Any:
         """Return arrays that `evaluate` needs beside the batch, the same for all batches."""
         ...
 

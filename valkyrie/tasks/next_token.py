@@ -42,6 +42,16 @@ class Task:
 
     name = "next_token"
     needs_causal = True
+    needs_key = False
+    is_text = True
+
+    def of(self, model: Any, compute: str) -> Task:
+        """Return itself."""
+        return self
+
+    def problems(self, model: Any, seq: int) -> list[str]:
+        """Return nothing: a document is cut to any length."""
+        return []
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch, each (batch, seq)."""
@@ -91,10 +101,11 @@ class Task:
 
         return {"loss": sums["loss"] / jnp.maximum(sums["weight"], 1.0), "tokens": sums["weight"]}
 
-    def references(self, tokenizer: Tokenizer, vocab_rows: int) -> np.ndarray:
+    def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> np.ndarray:
         """Return the length of each token in bytes, 0 for special tokens and padding."""
         import numpy as np
 
+        assert tokenizer is not None, "text has a tokenizer"
         lengths = np.zeros(vocab_rows, np.float32)
         lengths[: tokenizer.vocab_size] = tokenizer.token_bytes
         return lengths

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.data.manifest import Prepared
+from valkyrie.data.forms import Dataset
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.train.options import refusals_in_plain_words
 from valkyrie.train.program import StepProgram
@@ -16,7 +16,7 @@ from valkyrie.train.program import StepProgram
 class Evaluator:
     """Evaluates parameters on the validation split of a dataset."""
 
-    def __init__(self, program: StepProgram, prepared: Prepared, tokenizer: Tokenizer) -> None:
+    def __init__(self, program: StepProgram, prepared: Dataset, tokenizer: Tokenizer | None) -> None:
         self._program, self._prepared = program, prepared
         references = program.task.references(tokenizer, program.run.model.vocab_rows)
         replicated = program.shard.sharding(())

@@ -59,7 +59,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     _report(console, fitted.summary, prepared.devices)
     if (spent := read_goodput(folder)) is not None:
         console.print(spent.describe())
-    if run.config.sample_tokens:
+    is_text = fitted.program.task.is_text
+    if run.config.sample_tokens and is_text and prepared.tokenizer is not None:
         console.rule("sample")
         _print_sample(run, fitted.program.assembly, fitted.parameters, prepared.tokenizer, prepared.devices)
         console.rule()
@@ -67,7 +68,7 @@ def _train(run: Run, team: Team, began: float) -> int:
     longer = 2 * max(run.config.steps, fitted.summary["steps"])
     rate = "" if run.config.optimizer.decay_steps else f", its learning rate rises again, to decay over {longer} steps"
     console.print(f"next: {again} steps={longer}   # continues training{rate}")
-    console.print(f'      {again} mode=generate prompt="class "')
+    console.print(f'      {again} mode=generate prompt="class "' if is_text else f"      {again} mode=eval")
     return 0
 
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valkyrie.data.manifest import Prepared
 from valkyrie.paths import DiskError
 from valkyrie.run import Run
+from valkyrie.tasks import task_of
 from valkyrie.team import ALONE, Team
 from valkyrie.train.devices import acquire, configure_jax, missing_devices
 from valkyrie.train.folder import changed_settings, find_run
@@ -19,7 +21,7 @@ from valkyrie.train.folder import changed_settings, find_run
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from valkyrie.data.manifest import Prepared
+    from valkyrie.data.forms import Dataset
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.train.devices import Devices
     from valkyrie.train.program import StepProgram
@@ -29,8 +31,8 @@ class Inputs(NamedTuple):
     """What a training or an evaluation works with."""
 
     devices: Devices
-    data: Prepared
-    tokenizer: Tokenizer
+    data: Dataset
+    tokenizer: Tokenizer | None
 
 
 def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
@@ -41,14 +43,11 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     problems = missing_devices(run)
     if problems:
         raise ValueError("\n".join(problems))
-    tokenizer = tokenizer_of(run)
+    refuse_other_data(run)
+    tokenizer = tokenizer_of(run) if task_of(run.model.task).is_text else None
     data = _prepared_together(run, console, team)
-    console.print(
-        f"data {data.name}: {data.train.tokens:,} training tokens, {data.validation.tokens:,} validation tokens "
-        f"({data.tokenizer})",
-        highlight=False,
-    )
-    if note := uneven_split(data.train.tokens, data.validation.tokens, run.config.data.validation_fraction):
+    console.print(data.describe(), highlight=False)
+    if isinstance(data, Prepared) and (note := _uneven(run, data)):
         console.print(note, style="yellow")
     configure_jax(run, console.print)
     devices = acquire(run, team)
@@ -56,21 +55,36 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     return Inputs(devices, data, tokenizer)
 
 
-def _prepared_together(run: Run, console: Console, team: Team) -> Prepared:
+def _uneven(run: Run, data: Prepared) -> str | None:
+    return uneven_split(data.train.tokens, data.validation.tokens, run.config.data.validation_fraction)
+
+
+def refuse_other_data(run: Run) -> None:
+    """Raise ValueError where the model's task is not for this kind of data: text, or puzzles."""
+    task, data = task_of(run.model.task), run.config.data
+    if task.is_text != data.is_text:
+        use = "data=stdlib, or your own by data=text" if task.is_text else "data=sudoku, or your own by data=puzzles"
+        kinds = ("text", "puzzles") if task.is_text else ("puzzles", "text")
+        raise ValueError(f"model={run.model.name} trains on {kinds[0]}, and data={data.name} is {kinds[1]}. Use {use}.")
+
+
+def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
     """Return the prepared data, which process 0 prepares first: the others find it, or have caches of their own."""
     if not team.leads:
         team.wait("data of process 0")
     data = prepared_anywhere(run, console.print)
     if team.leads:
         team.wait("data of process 0")
-    team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "training tokens": data.train.tokens})
+    team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})
     return data
 
 
-def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None) -> Prepared:
+def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None) -> Dataset:
     """Return the prepared data of a run; where the cache cannot be written, for this process alone, with a line."""
     from valkyrie.data.prepare import prepare
 
+    if not run.config.data.is_text:
+        return puzzles_of(run, say)
     try:
         return prepare(run.config.data, run.tokenizer)
     except DiskError as error:
@@ -80,6 +94,25 @@ def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None) -> Prep
         if say is not None:
             say(f"{error} The data is prepared in {folder}, for this run alone.")
         return data
+
+
+def puzzles_of(run: Run, say: Callable[[str], Any] | None = None) -> Dataset:
+    """Return the puzzles of a run, prepared where they are not yet; ValueError where its model is for others."""
+    from valkyrie.data.puzzles.prepare import prepare_puzzles, shape_of
+
+    model, config = run.model, run.config
+    shape = shape_of(config.data)
+    wanted = {"context": shape.cells, "vocab_size": shape.vocab_size, "puzzles": shape.identifiers}
+    has = {"context": config.seq, "vocab_size": model.vocab_size, "puzzles": getattr(model, "puzzles", 1)}
+    fits = has["context"] == shape.cells and all(has[key] >= wanted[key] for key in ("vocab_size", "puzzles"))
+    if not fits:
+        settings = " ".join(f"model.{key}={value}" for key, value in wanted.items() if has[key] != value)
+        raise ValueError(
+            f"data={config.data.name} has puzzles of {shape.cells} cells with {shape.vocab_size} values and "
+            f"{shape.identifiers} identifiers, and model={model.name} is for {has['context']} cells, "
+            f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
+        )
+    return prepare_puzzles(config.data, say)
 
 
 def uneven_split(train: int, validation: int, wanted: float) -> str | None:
@@ -96,6 +129,9 @@ def uneven_split(train: int, validation: int, wanted: float) -> str | None:
 def tokenizer_of(run: Run) -> Tokenizer:
     """Return the tokenizer of a run; ValueError where it has more ids than the model has rows for."""
     from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
+
+    if not task_of(run.model.task).is_text:
+        raise ValueError(f"model={run.model.name} answers puzzles: it has no tokenizer and continues no text.")
 
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:

@@ -30,8 +30,7 @@ from valkyrie.train.state import TrainState, init_state, state_shardings
 from valkyrie.train.step import eval_step, train_step
 
 if TYPE_CHECKING:
-    from valkyrie.data.loader import Loader
-    from valkyrie.data.manifest import Prepared
+    from valkyrie.data.forms import Batches, Dataset
 
 
 class StepProgram:
@@ -46,15 +45,15 @@ class StepProgram:
         self.layout = run.layout
         self.mesh = mesh
         self.shard = MeshShard(self.layout, mesh, backend, _gradient_sum(self._chip(mesh, backend)))
-        self.task = task_of(run.model.task)
+        self.task = task_of(run.model.task).of(run.model, config.precision.compute.value)
         self.assembly = Assembly(run.model, Numerics.of(config.precision))
         self.parameter_names = list(self.assembly.specs)
         structure = jax.tree.structure(self.assembly.abstract_parameters)
-        groups = jax.tree.unflatten(structure, [spec.group for spec in self.assembly.specs.values()])
-        self.optimizer = make_optimizer(config.optimizer, config.steps, groups)
+        self.groups = jax.tree.unflatten(structure, [spec.group for spec in self.assembly.specs.values()])
+        self.optimizer = make_optimizer(config.optimizer, config.steps, self.groups)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
-        assert not self._carry or self.layout.microbatches == 1, "refused by Run.problems"
+        assert not self.carry or self.layout.microbatches == 1, "refused by Run.problems"
         if isinstance(mesh, jax.sharding.Mesh):
             _check_memories(self.layout.partition.parameter_memory, self.layout.partition.optimizer_memory, mesh)
 
@@ -62,7 +61,7 @@ class StepProgram:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the train state."""
         shapes = jax.eval_shape(self._init, 0)
-        shardings = state_shardings(shapes, self.assembly, self.shard, self._carry)
+        shardings = state_shardings(shapes, self.assembly, self.shard, self.carry)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     @cached_property
@@ -124,7 +123,7 @@ class StepProgram:
         """The platform the program will run on: cpu, gpu or tpu."""
         return self.shard.backend or jax.default_backend()
 
-    def loader(self, prepared: Prepared, split: str) -> Loader:
+    def loader(self, prepared: Dataset, split: str) -> Batches:
         """Return this process's batches: of `train` without end in the run's order, of `validation` once, in order."""
         config, training = self.run.config, split == "train"
         return self.task.loader(
@@ -167,10 +166,10 @@ class StepProgram:
         return checkpoint_of(self.layout.remat, self.backend)
 
     def _init(self, seed: int | jax.Array) -> TrainState:
-        return init_state(self.assembly, self.optimizer, self._keep_ema, seed, self._carry)
+        return init_state(self.assembly, self.optimizer, self._keep_ema, seed, self.carry)
 
     @property
-    def _carry(self) -> dict[str, Array]:
+    def carry(self) -> dict[str, Array]:
         """What the task carries from step to step."""
         return self.task.carry(self.run.config.batch, self.run.config.seq)
 

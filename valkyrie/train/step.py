@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from valkyrie.optim import NOT_AVERAGED
 from valkyrie.precision import ACCUMULATED
 from valkyrie.train.state import TrainState, on_device
 
@@ -36,7 +38,7 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
     ema, decay = state.ema, program.run.config.optimizer.ema_decay
     if ema is not None and decay is not None:
         ema = on_device(ema, shardings.ema)
-        ema = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), ema, parameters)
+        ema = jax.tree.map(partial(_averaged, decay), ema, parameters, program.groups)
     metrics = {
         **program.task.metrics(sums),
         "grad_norm": jnp.sqrt(leaf_norms.sum()),
@@ -44,6 +46,12 @@ def train_step(program: StepProgram, state: TrainState, batch: Batch) -> tuple[T
         "leaf_norms": leaf_norms,
     }
     return TrainState(state.step + 1, parameters, moments, ema, state.key, carry), metrics
+
+
+def _averaged(decay: float, average: jax.Array, parameter: jax.Array, group: str) -> jax.Array:
+    if group in NOT_AVERAGED:
+        return parameter.astype(average.dtype)
+    return decay * average + (1 - decay) * parameter.astype(average.dtype)
 
 
 def eval_step(program: StepProgram, parameters: Any, batch: Batch, references: Any) -> dict[str, jax.Array]:
@@ -56,12 +64,12 @@ def _gradients(
     program: StepProgram, parameters: Any, batch: Batch, carry: Any, key: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:
     """Return gradients and sums of all tokens, those of microbatches added in float32, and the carry."""
-    dropping = program.run.model.dropout > 0
+    drawing = program.run.model.dropout > 0 or program.task.needs_key
 
     def objective(parameters: Any, part: Batch, key: jax.Array) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         module = program.assembly.module(parameters)
         outcome = program.task.loss(
-            module, part, carry, shard=program.shard, checkpoint=program.checkpoint(), key=key if dropping else None
+            module, part, carry, shard=program.shard, checkpoint=program.checkpoint(), key=key if drawing else None
         )
         return outcome.objective, (outcome.sums, outcome.carry)
 

@@ -16,8 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
-from valkyrie.data.loader import Loader
-from valkyrie.data.manifest import Prepared
+from valkyrie.data.forms import Batches, Dataset
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.interrupt import Interrupt
 from valkyrie.locks import only_writer
@@ -69,8 +68,8 @@ class Fitted:
 def fit(
     run: Run,
     devices: Devices,
-    prepared: Prepared,
-    tokenizer: Tokenizer,
+    prepared: Dataset,
+    tokenizer: Tokenizer | None,
     folder: Path,
     console: Console,
     signals: bool = True,
@@ -158,7 +157,7 @@ class _Loop:
 
     program: StepProgram
     compiled: CompiledStep | None
-    loader: Loader
+    loader: Batches
     checkpoints: Checkpoints
     tracker: Tracker | Silent
     screen: Screen
@@ -300,7 +299,7 @@ def _is_due(every: int | None, step: int) -> bool:
 
 
 def _begin(
-    program: StepProgram, checkpoints: Checkpoints, loader: Loader, folder: Path, console: Console
+    program: StepProgram, checkpoints: Checkpoints, loader: Batches, folder: Path, console: Console
 ) -> tuple[int, TrainState]:
     """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start.
 
@@ -365,8 +364,9 @@ def _tracker(run: Run, devices: Devices, folder: Path, start: int) -> Tracker:
 
 def _record(values: dict[str, Any], meter: Meter, window: int) -> dict[str, Any]:
     """Return one step's metrics as plain numbers, with the rates over the last `window` steps."""
-    names = ("loss", "grad_norm", "learning_rate", "tokens")
-    return {name: float(values[name]) for name in names} | meter.rates(window)
+    known = ("loss", "grad_norm", "learning_rate", "tokens")
+    own = sorted(name for name, value in values.items() if name not in known and np.ndim(value) == 0)
+    return {name: float(values[name]) for name in (*known, *own)} | meter.rates(window)
 
 
 def _refuse_divergence(program: StepProgram, values: dict[str, Any], step: int, saved: int | None) -> None:

@@ -1,0 +1,241 @@
+"""Sudoku: a generator of puzzles with one solution, and the solver that proves it and rates them.
+
+All works on many grids at once: a cell is a mask of the digits it may hold (bit 0 is the digit 1), so that a step of
+reasoning is a few operations of NumPy for thousands of grids.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Puzzles(NamedTuple):
+    """Puzzles and their solutions, digits from 1 and 0 for a blank, [count, cells]; how many guesses each needs."""
+
+    givens: np.ndarray
+    solutions: np.ndarray
+    guesses: np.ndarray
+
+
+def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) -> Puzzles:
+    """Return `count` random puzzles of one solution each, with as few clues as they can have, or `clues`.
+
+    A full grid loses its digits in a random order; one stays where another solution would appear without it.
+    """
+    solutions = _full_grids(rng, count, side)
+    givens, order = solutions.copy(), rng.random(solutions.shape).argsort(1)
+    every = np.arange(count)
+    for cells in order.T:
+        bits = _bits(solutions[every, cells])
+        without = givens.copy()
+        without[every, cells] = 0
+        masks = _masks(without, side)
+        masks[every, cells] &= ~bits
+        try_it = np.flatnonzero((givens > 0).sum(1) > clues)
+        other = _solvable(masks[try_it], side)
+        gone = try_it[~other]
+        givens[gone, cells[gone]] = 0
+    return Puzzles(givens, solutions, count_guesses(givens, side))
+
+
+def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
+    """Return how often a solver must guess until it knows every solution, for each puzzle.
+
+    It fills in what is forced (a cell with one digit left, a digit with one place left in a row, column or box) as long
+    as it can; then it tries the digits of a cell with the fewest, each of which it follows to its end.
+    """
+    guesses, numbers = np.zeros(len(givens), np.int64), np.arange(len(givens))
+    masks = _masks(givens, side)
+    while len(masks):
+        masks, alive = _reasoned(masks, side)
+        open_ = alive & ~_solved(masks)
+        masks, numbers = masks[open_], numbers[open_]
+        np.add.at(guesses, numbers, 1)
+        masks, parents = _branches(masks)
+        numbers = numbers[parents]
+    return guesses
+
+
+def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarray:
+    """Return how many solutions each puzzle has, counted up to `at_most`."""
+    found, numbers, masks = np.zeros(len(givens), np.int64), np.arange(len(givens)), _masks(givens, side)
+    while len(masks):
+        masks, alive = _reasoned(masks, side)
+        done = alive & _solved(masks)
+        np.add.at(found, numbers[done], 1)
+        open_ = alive & ~done & (found[numbers] < at_most)
+        masks, parents = _branches(masks[open_])
+        numbers = numbers[open_][parents]
+    return np.minimum(found, at_most)
+
+
+def classes(givens: np.ndarray, side: int) -> list[bytes]:
+    """Return a name for each puzzle that all its symmetric forms share; feasible for 4x4 alone."""
+    forms = np.stack([_renamed(givens[:, cells], side) for cells in _all_orders(side)])
+    return [min(form.tobytes() for form in forms[:, i]) for i in range(len(givens))]
+
+
+def _solvable(masks: np.ndarray, side: int) -> np.ndarray:
+    """Return which of the grids have a solution at all."""
+    found, numbers = np.zeros(len(masks), bool), np.arange(len(masks))
+    while len(masks):
+        masks, alive = _reasoned(masks, side)
+        found[numbers[alive & _solved(masks)]] = True
+        open_ = alive & ~found[numbers]
+        masks, parents = _branches(masks[open_])
+        numbers = numbers[open_][parents]
+    return found
+
+
+def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
+    """Return full grids: boxes on the diagonal at random, then guesses; a grid that fails begins anew."""
+    box = int(side**0.5)
+    grids, missing = np.zeros((count, side * side), np.int64), np.arange(count)
+    masks = _masks(grids, side)
+    fresh = np.ones(count, bool)
+    while len(missing):
+        begun = np.zeros((int(fresh.sum()), side, side), np.int64)
+        for b in range(box):
+            digits = rng.random((len(begun), side)).argsort(1) + 1
+            begun[:, b * box : b * box + box, b * box : b * box + box] = digits.reshape(-1, box, box)
+        masks[fresh] = _masks(begun.reshape(-1, side * side), side)
+        masks, alive = _reasoned(masks, side)
+        done = alive & _solved(masks)
+        grids[missing[done]] = _digits(masks[done])
+        missing, masks, alive = missing[~done], masks[~done], alive[~done]
+        rows, cells = np.arange(len(masks)), _fewest(masks)
+        possible = (masks[rows, cells, None] >> np.arange(side)) & 1
+        masks[rows, cells] = 1 << (possible * rng.random(possible.shape)).argmax(1)
+        fresh = ~alive
+    return grids
+
+
+def _reasoned(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the masks after all that is forced, and which grids do not contradict themselves."""
+    masks, alive, working = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
+    while len(working):
+        before = masks[working]
+        after, sound = _forced(before, side)
+        masks[working] = after
+        alive[working] = sound
+        working = working[sound & (after != before).any(1)]
+    return masks, alive
+
+
+def _forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the masks after one round: digits of their peers taken away, then digits with one place left set."""
+    single = _is_single(masks)
+    certain = np.where(single, masks, 0)
+    sound, taken, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
+    for unit in _units(certain, side):
+        once, twice = _once_and_twice(unit)
+        sound &= ~twice.any((1, 2))
+        taken |= _spread(once, unit, side)
+    masks = np.where(single, masks, masks & ~taken)
+    hidden = np.zeros_like(masks)
+    for unit in _units(masks, side):
+        once, twice = _once_and_twice(unit)
+        sound &= ((once | twice) == full).all((1, 2))
+        hidden |= _spread(once & ~twice, unit, side)
+    hidden &= masks
+    masks = np.where(hidden > 0, hidden, masks)
+    sound &= (masks > 0).all(1) & (_is_single(hidden) | (hidden == 0)).all(1)
+    return masks, sound
+
+
+class _Unit(NamedTuple):
+    """Cells as [grids, a, b, c, d], of which two axes number a unit and the other two, `within`, its cells."""
+
+    cells: np.ndarray
+    within: tuple[int, int]
+
+
+def _units(masks: np.ndarray, side: int) -> list[_Unit]:
+    """Return the rows, the columns and the boxes."""
+    box = int(side**0.5)
+    cells = masks.reshape(-1, box, box, box, box)
+    return [_Unit(cells, within) for within in ((3, 4), (1, 2), (2, 4))]
+
+
+def _once_and_twice(unit: _Unit) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each unit, the digits that stand in one cell at least, and in two."""
+    cells = np.moveaxis(unit.cells, unit.within, (0, 1))
+    cells = cells.reshape(-1, *cells.shape[2:])
+    once, twice = np.zeros_like(cells[0]), np.zeros_like(cells[0])
+    for cell in cells:
+        twice |= once & cell
+        once |= cell
+    return once, twice
+
+
+def _spread(of_units: np.ndarray, unit: _Unit, side: int) -> np.ndarray:
+    """Return what is said of each unit, at all of its cells."""
+    wide = np.expand_dims(of_units, unit.within)
+    return np.broadcast_to(wide, unit.cells.shape).reshape(-1, side * side)
+
+
+def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a grid for each digit of a cell with the fewest, and the grid each was made of."""
+    if not len(masks):
+        return masks, np.zeros(0, np.int64)
+    cells, rows = _fewest(masks), np.arange(len(masks))
+    parents, digits = np.nonzero((masks[rows, cells, None] >> np.arange(16)) & 1)
+    children = masks[parents]
+    children[np.arange(len(parents)), cells[parents]] = 1 << digits
+    return children, parents
+
+
+def _fewest(masks: np.ndarray) -> np.ndarray:
+    """Return the first cell of each grid with the fewest digits, more than one."""
+    counts = np.bitwise_count(masks).astype(np.int64)
+    return np.where(counts > 1, counts, 99).argmin(1)
+
+
+def _is_single(masks: np.ndarray) -> np.ndarray:
+    return (masks > 0) & (masks & (masks - 1) == 0)
+
+
+def _solved(masks: np.ndarray) -> np.ndarray:
+    return np.asarray(_is_single(masks).all(1))
+
+
+def _masks(givens: np.ndarray, side: int) -> np.ndarray:
+    return np.where(givens > 0, _bits(givens), (1 << side) - 1).astype(np.int16)
+
+
+def _bits(digits: np.ndarray) -> np.ndarray:
+    return (1 << np.maximum(digits.astype(np.int64) - 1, 0)).astype(np.int16)
+
+
+def _digits(masks: np.ndarray) -> np.ndarray:
+    return np.bitwise_count(masks - 1).astype(np.int64) + 1
+
+
+def _renamed(grids: np.ndarray, side: int) -> np.ndarray:
+    """Return the grids with their digits renamed in the order in which they appear."""
+    names = np.zeros((len(grids), side + 1), np.uint8)
+    used = np.zeros(len(grids), np.uint8)
+    out = np.zeros(grids.shape, np.uint8)
+    rows = np.arange(len(grids))
+    for i, cell in enumerate(grids.T):
+        new = (cell > 0) & (names[rows, cell] == 0)
+        used = used + new.astype(np.uint8)
+        names[rows[new], cell[new]] = used[new]
+        out[:, i] = names[rows, cell]
+    return out
+
+
+def _all_orders(side: int) -> list[np.ndarray]:
+    """Return every order of cells that the symmetries of a 4x4 grid allow, without those of digits."""
+    assert side == 4, "there are too many for larger grids"
+    lines = [[a, b, c, d] for a, b, c, d in ((*p, *q) for p, q in _pairs())]
+    grid = np.arange(16).reshape(4, 4)
+    return [g[np.ix_(rows, columns)].ravel() for g in (grid, grid.T) for rows in lines for columns in lines]
+
+
+def _pairs() -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
+    straight = [(p, q) for p in first for q in second]
+    return straight + [(q, p) for p, q in straight]

@@ -1,0 +1,46 @@
+"""The symmetries of a Sudoku: digits exchanged, bands and stacks and the lines within them, the grid turned over."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+FIRST_DIGIT = 2
+"""Cells hold 0 for padding, 1 for a blank, then the digits."""
+
+
+class Symmetries(NamedTuple):
+    """One symmetry for each grid: where each cell comes from, and what each value becomes."""
+
+    cells: np.ndarray
+    values: np.ndarray
+
+    def __getitem__(self, rows: object) -> Symmetries:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the symmetries of some grids."""
+        return Symmetries(self.cells[rows], self.values[rows])  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def of(self, grids: np.ndarray) -> np.ndarray:
+        """Return the grids, [count, cells], after their symmetries."""
+        moved = np.take_along_axis(grids, self.cells, axis=1)
+        return np.take_along_axis(self.values, moved.astype(np.int64), axis=1)
+
+
+def draw_symmetries(rng: np.random.Generator, count: int, side: int) -> Symmetries:
+    """Return a symmetry for each of `count` grids of side x side cells."""
+    lines, columns = _lines(rng, count, side), _lines(rng, count, side)
+    cells = lines[:, :, None] * side + columns[:, None, :]
+    turned = columns[:, None, :] * side + lines[:, :, None]
+    over = rng.random(count) < 0.5
+    cells = np.where(over[:, None, None], turned, cells).reshape(count, side * side)
+    digits = rng.random((count, side)).argsort(1) + FIRST_DIGIT
+    same = np.tile(np.arange(FIRST_DIGIT), (count, 1))
+    return Symmetries(cells, np.concatenate([same, digits], axis=1).astype(np.int32))
+
+
+def _lines(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
+    """Return an order of rows for each grid: bands in any order, and in each band its rows in any order."""
+    box = int(side**0.5)
+    bands = rng.random((count, box)).argsort(1)
+    within = rng.random((count, box, box)).argsort(2)
+    return (bands[:, :, None] * box + within).reshape(count, side)

@@ -1,0 +1,120 @@
+"""Puzzles in CSV as they are published: source, question, answer, rating; Sudoku-Extreme and the mazes of 30 x 30."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from valkyrie.data.puzzles.folder import FOLDERS
+
+COLUMNS = ("source", "question", "answer", "rating")
+
+
+class Alphabet(Enum):
+    """What a cell is written as; its value is the number of the character, from 1 on (0 is padding)."""
+
+    sudoku_4x4 = "01234"
+    sudoku_9x9 = "0123456789"
+    maze = "# SGo"
+
+    @property
+    def vocab_size(self) -> int:
+        """How many values a cell may have, padding among them."""
+        return len(self.value) + 1
+
+    @property
+    def side(self) -> int | None:
+        """The side of a Sudoku, None of a maze."""
+        return None if self is Alphabet.maze else len(self.value) - 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """One CSV file of puzzles."""
+
+    path: Path
+
+    @property
+    def signature(self) -> list[str | int]:
+        """What changes with the file: its name, size and time of change."""
+        status = self.path.stat()
+        return [self.path.name, status.st_size, status.st_mtime_ns]
+
+    @cached_property
+    def cells(self) -> int:
+        """How many cells the first puzzle has."""
+        return len(next(islice(self._rows(), 1), (0, "", "", ""))[1])
+
+    @cached_property
+    def alphabet(self) -> Alphabet:
+        """How the cells of the first puzzle are written; ValueError for what is neither Sudoku nor maze."""
+        sudoku = {16: Alphabet.sudoku_4x4, 81: Alphabet.sudoku_9x9}
+        number, question, _, _ = next(islice(self._rows(), 1), (0, "", "", "0"))
+        kind = sudoku.get(len(question), Alphabet.maze)
+        strange = sorted(set(question.replace(".", "0") if kind is not Alphabet.maze else question) - set(kind.value))
+        if not question or int(len(question) ** 0.5) ** 2 != len(question) or strange:
+            seen = f"characters {''.join(strange)!r}" if strange else "none of a Sudoku or a square maze"
+            raise ValueError(f"{self.path} line {number} has {len(question)} cells, {seen}. Sudoku has 16 or 81 cells.")
+        return kind
+
+    def read(self, rating: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return questions and answers of at least this rating, [puzzles, cells]; ValueError names a wrong line."""
+        values = np.zeros(256, np.uint8)
+        values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
+        if self.alphabet is not Alphabet.maze:
+            values[ord(".")] = values[ord("0")]
+        texts: tuple[list[str], list[str]] = [], []
+        for number, question, answer, rated in self._rows():
+            for name, text, kept in zip(("question", "answer"), (question, answer), texts, strict=True):
+                if len(text) != self.cells or not text.isascii():
+                    raise ValueError(
+                        f"{self.path} line {number}: the {name} has {len(text)} cells, the first puzzle {self.cells}."
+                    )
+                if int(rated) >= rating:
+                    kept.append(text)
+        if not texts[0]:
+            raise ValueError(f"{self.path} has no puzzle of rating {rating} or above. Use data.sudoku.guesses=0.")
+        found = [values[np.frombuffer("".join(t).encode(), np.uint8)].reshape(-1, self.cells) for t in texts]
+        if not all(array.all() for array in found):
+            rows = np.flatnonzero((found[0] == 0).any(1) | (found[1] == 0).any(1))
+            raise ValueError(
+                f"{self.path}: puzzle {rows[0] + 1} has a character that is not of {self.alphabet.value!r}."
+            )
+        return found[0], found[1]
+
+    def _rows(self) -> Iterator[tuple[int, str, str, str]]:
+        """Yield line numbers with question, answer and rating."""
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in COLUMNS[1:] if name not in (reader.fieldnames or [])]
+            if missing:
+                raise ValueError(f"{self.path} has no column {', '.join(missing)}: it needs {', '.join(COLUMNS)}.")
+            for row in reader:
+                rated = row["rating"] or ""
+                if not rated.strip().lstrip("-").isdigit():
+                    raise ValueError(f"{self.path} line {reader.line_num}: the rating {rated!r} is no whole number.")
+                yield reader.line_num, row["question"] or "", row["answer"] or "", rated
+
+
+def find_tables(folder: Path) -> dict[str, Table] | None:
+    """Return the tables `train.csv` and `test.csv` of a folder; None where neither is there, ValueError where one."""
+    tables = {split: Table(folder / f"{name}.csv") for split, name in FOLDERS.items()}
+    there = {split: table.path.is_file() for split, table in tables.items()}
+    if not any(there.values()):
+        return None
+    for split, table in tables.items():
+        if not there[split]:
+            raise ValueError(f"{table.path} is missing: puzzles in CSV are train.csv and test.csv.")
+    if tables["train"].cells != tables["validation"].cells:
+        sizes = {table.path.name: table.cells for table in tables.values()}
+        raise ValueError(
+            f"{folder}: puzzles have {sizes['train.csv']} cells in train.csv, {sizes['test.csv']} in test.csv."
+        )
+    return tables

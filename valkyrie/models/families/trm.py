@@ -1,0 +1,226 @@
+"""The Tiny Recursive Model (arXiv 2510.04871): one small network, applied many times, that improves an answer.
+
+Two states of every position, z_H (the answer) and z_L (its reasoning), pass through the same few layers 21 times a step
+of supervision; the gradient flows through the last seven. It is not a language model: its task is `puzzles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from valkyrie.axes import SHARED_AXES, Arrays, Parameter, Size, Tensor
+from valkyrie.models.block import BLOCK_INPUT, Kept, tensor
+from valkyrie.ops.choices import CONTEXT
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+
+class Mixer(Enum):
+    """What mixes positions: attention of all of them (with rotary positions), or a gated product over the length."""
+
+    attention = "attention"
+    mlp = "mlp"
+
+
+@dataclass
+class Config:
+    """A recursive model: `layers` blocks that are one network, of width `embed`, for puzzles of `context` cells.
+
+    `vocab_size` counts what a cell may hold, 0 (padding) among it. `puzzles` rows of `puzzle_embed` numbers are
+    learned, one for each puzzle identifier; it stands in `puzzle_tokens` positions before the cells. A step of
+    supervision runs `high_cycles` cycles, each `low_cycles` updates of z_L and one of z_H, the last cycle with
+    gradient. A puzzle is worked on for at most `max_steps` steps; with probability `exploration` it may not end before
+    a number of them that is drawn from 2 to `max_steps`. `mlp` and `length_mlp` are the hidden sides of the gated
+    products over the width and, with `mixer: mlp`, over the length.
+    """
+
+    task: ClassVar[str] = "puzzles"
+    family: str = "trm"
+    name: str = "trm"
+    context: int = 81
+    tokenizer: str = "none"
+    vocab_size: int = 11
+    embed: int = 512
+    layers: int = 2
+    mixer: Mixer = Mixer.attention
+    heads: int = 8
+    head_dim: int = 64
+    mlp: int = 1536
+    length_mlp: int = 512
+    rope_theta: float = 10000.0
+    norm_epsilon: float = 1e-5
+    puzzles: int = 1
+    puzzle_embed: int = 512
+    puzzle_tokens: int = 16
+    high_cycles: int = 3
+    low_cycles: int = 6
+    max_steps: int = 16
+    exploration: float = 0.1
+    dropout: float = 0.0
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the token embedding."""
+        return self.vocab_size
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees none after it: never."""
+        return False
+
+    @property
+    def positions(self) -> int:
+        """Positions of the states: those of the puzzle's identifier, then the cells."""
+        return self.puzzle_tokens + self.context
+
+    @property
+    def forward_passes(self) -> int:
+        """How often the network runs in a step of supervision."""
+        return self.high_cycles * (self.low_cycles + 1)
+
+    def problems(self) -> list[str]:
+        """Return every reason why it cannot be built, in the words of the command line."""
+        least = dict.fromkeys(("context", "embed", "layers", "mlp", "puzzles", "high_cycles", "low_cycles"), 1)
+        least |= {"max_steps": 1, "vocab_size": 2, "puzzle_tokens": 1, "puzzle_embed": 1}
+        least |= {"heads": 1, "head_dim": 1} if self.mixer is Mixer.attention else {"length_mlp": 1}
+        problems = [
+            f"model.{key}={getattr(self, key)}: at least {number} is needed."
+            for key, number in least.items()
+            if getattr(self, key) < number
+        ]
+        if self.mixer is Mixer.attention and self.head_dim % 2:
+            problems.append(f"model.head_dim={self.head_dim} is odd: rotary positions need pairs.")
+        if self.puzzle_embed > self.puzzle_tokens * self.embed:
+            room = self.puzzle_tokens * self.embed
+            problems.append(
+                f"model.puzzle_embed={self.puzzle_embed}: puzzle_tokens={self.puzzle_tokens} positions of embed="
+                f"{self.embed} hold {room} numbers. Use model.puzzle_embed={room} or below."
+            )
+        if not 0 <= self.exploration <= 1:
+            problems.append(f"model.exploration={self.exploration}: must be a probability, from 0 to 1.")
+        if self.dropout:
+            problems.append(f"model.dropout={self.dropout}: a recursive model has no dropout. Use model.dropout=0.")
+        if not 0 <= self.norm_epsilon < float("inf"):
+            problems.append(f"model.norm_epsilon={self.norm_epsilon}: must be at least 0.")
+        if not self.rope_theta > 0:
+            problems.append(f"model.rope_theta={self.rope_theta:g}: must be above 0.")
+        return problems
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return every parameter by dotted name, in the order of the built model's."""
+        sizes = self._sizes
+        matrices: dict[str, tuple[str | int, ...]] = {
+            "embedding": (self.vocab_size, "embed"),
+            "head": (self.vocab_size, "embed"),
+            "halt.weight": (2, "embed"),
+            "halt.bias": (2,),
+        }
+        for i in range(self.layers):
+            matrices |= {f"layer_{i}.{name}": dims for name, dims in self._of_layer().items()}
+        parameters = {name: _parameter(dims, sizes) for name, dims in matrices.items()}
+        for name in ("initial_high", "initial_low"):
+            parameters[name] = _parameter(("embed",), sizes, group="fixed")
+        table = Tensor((None, "embed"), (self.puzzles, self.puzzle_embed), ("model.puzzles", "model.puzzle_embed"))
+        parameters["puzzle_embedding"] = Parameter(**vars(table), group="puzzle", float32=True)
+        return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
+
+    def arrays(self) -> Arrays:
+        """Return what a layout splits of it; rows of tables, and the length in its products, are never split."""
+        parameters: dict[Tensor, list[str]] = {}
+        for name, parameter in self.parameters().items():
+            where = name.replace("layer_0.", "layer.", 1)
+            if not name.startswith("layer_") or where != name:
+                parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.keys), []).append(where)
+        axes = {**SHARED_AXES, "embed": "the width of a position", "mlp": "the hidden side of a gated product"}
+        asked: list[tuple[str, ...]] = [("embed",), ("mlp",)]
+        if self.mixer is Mixer.attention:
+            axes |= {"heads": "attention heads", "head_dim": "the width of one head"}
+            asked.append(("heads", "head_dim"))
+        activations = {}
+        for dims in asked:
+            found = tensor(("batch", "seq", *dims), self._sizes)
+            whole = replace(found, shape=(0, self.positions, *found.shape[2:]))
+            keyed = replace(whole, keys=(None, "model.puzzle_tokens", *found.keys[2:]))
+            activations[keyed] = [f"activation (batch, seq, {', '.join(dims)})"]
+        return Arrays(axes, parameters, activations)
+
+    def parameter_count(self) -> int:
+        """Return how many numbers the network learns, without its initial states and the rows of single puzzles."""
+        return sum(p.size for p in self.parameters().values() if p.group == "matrix")
+
+    def flops_per_token(self, seq: int) -> float:
+        """Return forward FLOPs per cell of a step of supervision: all passes of the network, and the logits."""
+        per_position = self._network_flops(seq + self.puzzle_tokens)
+        return self.forward_passes * per_position * self._share(seq) + 2.0 * self.embed * self.vocab_size
+
+    def step_flops_per_token(self, seq: int) -> float:
+        """Return FLOPs per cell of a training step: all passes forward, and twice those of the last cycle backward."""
+        backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._share(seq)
+        return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
+
+    def kept(self) -> list[Kept]:
+        """Return what the backward pass needs of the last cycle, by name where it has one; an estimate."""
+        count = (self.low_cycles + 1) * self.layers
+        return [replace(kept, count=kept.count * count) for kept in self._kept_of_layer()]
+
+    def working(self) -> list[Kept]:
+        """Return what exists while one layer is worked on, and the logits; an estimate."""
+        logits = Kept(tensor(("batch", "seq", self.vocab_size), self._sizes), 4, float32=True)
+        return [*self._kept_of_layer(), logits]
+
+    def build(self, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module (`valkyrie.models.recursive_model.RecursiveModel`); imports JAX."""
+        from valkyrie.models.recursive_model import RecursiveModel
+
+        return RecursiveModel(self, numerics=numerics, key=key)
+
+    @property
+    def _sizes(self) -> dict[str, Size]:
+        names = ("embed", "mlp", "heads", "head_dim")
+        return {name: Size(getattr(self, name), f"model.{name}") for name in names}
+
+    def _of_layer(self) -> dict[str, tuple[str | int, ...]]:
+        """Return the dimensions of a layer's matrices."""
+        gated = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
+        if self.mixer is Mixer.attention:
+            return {**gated, **dict.fromkeys(("key", "out", "query", "value"), ("embed", "heads", "head_dim"))}
+        over_length = (self.positions, self.length_mlp)
+        return {**gated, **{f"length_{name}": over_length for name in ("down", "gate", "up")}}
+
+    def _network_flops(self, positions: int) -> float:
+        """Return forward FLOPs per position of one pass of the network over so many positions."""
+        feed_forward = 6.0 * self.embed * self.mlp
+        heads = self.heads * self.head_dim
+        attention = 8.0 * self.embed * heads + 4.0 * heads * positions
+        over_length = 6.0 * self.embed * self.length_mlp
+        return self.layers * (feed_forward + (attention if self.mixer is Mixer.attention else over_length))
+
+    def _share(self, seq: int) -> float:
+        """Return how many positions there are for each cell."""
+        return (seq + self.puzzle_tokens) / seq
+
+    def _kept_of_layer(self) -> list[Kept]:
+        """Return what the backward pass of one layer needs; norms keep their input in float32."""
+
+        def saved(*dims: str | int, count: int = 1, float32: bool = False, name: str | None = None) -> Kept:
+            named = name is not None and name not in (BLOCK_INPUT, CONTEXT)
+            return Kept(tensor(("batch", "seq", *dims), self._sizes), count, float32, name=name, product=named)
+
+        kept = [saved("embed", name=BLOCK_INPUT), saved("embed", count=4, float32=True), saved("embed", count=2)]
+        kept += [saved("mlp", name="up"), saved("mlp", name="gate"), saved("mlp", count=2), saved("embed", name="down")]
+        if self.mixer is Mixer.attention:
+            kept += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
+            kept += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
+            return [*kept, saved("embed", name="out")]
+        rows = self.length_mlp / self.positions  # a hidden side is over the length, for each number of the width
+        return [*kept, replace(saved("embed", count=4), count=4 * rows)]
+
+
+def _parameter(dims: tuple[str | int, ...], sizes: Mapping[str, Size], group: str = "matrix") -> Parameter:
+    return Parameter(**vars(tensor(dims, sizes)), group=group)

@@ -1,0 +1,47 @@
+"""The Tiny Recursive Model's optimizers, as optax transformations: AdamATan2, and descent by signs of used rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def scale_by_atan2(b1: float, b2: float) -> optax.GradientTransformation:
+    """Return Adam's direction without an epsilon: atan2(m, sqrt(v)) instead of m / (sqrt(v) + epsilon).
+
+    Everett et al., "Scaling exponents across parameterizations and optimizers" (arXiv 2407.05872), in the form
+    of imoneoi/adam-atan2: only v is corrected for its bias inside, and the result is divided by 1 - b1 ** t.
+    """
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        count = state.count + 1
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+        of_mu, of_nu = (1 - beta ** count.astype(jnp.float32) for beta in (b1, b2))
+        directions = jax.tree.map(lambda m, v: jnp.arctan2(m, jnp.sqrt(v / of_nu)) / of_mu, mu, nu)
+        return directions, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def signs_of_rows(weight_decay: float) -> optax.GradientTransformation:
+    """Return the signs of the gradient, and decay, of those rows of a table that the batch used.
+
+    They are the rows with a gradient: one of a row that no puzzle names is exactly zero. The others stay as they are.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def of_table(gradient: jax.Array, table: jax.Array) -> jax.Array:
+            used = (gradient != 0).any(-1, keepdims=True)
+            return jnp.where(used, jnp.sign(gradient) + weight_decay * table, 0.0)
+
+        return jax.tree.map(of_table, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

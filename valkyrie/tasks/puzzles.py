@@ -1,0 +1,235 @@
+"""Puzzles: every cell of an answer at once, improved over several steps, until the model says that it is right.
+
+A batch brings a puzzle for every row. A row that is at work on an earlier one goes on with it; only a row that has
+halted takes the new one. So a puzzle takes several optimizer steps, and what a row works on is part of the train state.
+JAX is imported by what computes, for a run asks its task what it needs before JAX is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from valkyrie.axes import Shard
+from valkyrie.models.families.trm import Mixer
+from valkyrie.tasks import Array, BatchLoss
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from valkyrie.data.puzzles.loader import PuzzleLoader
+    from valkyrie.models.families.trm import Config
+    from valkyrie.models.layers import Checkpoint
+    from valkyrie.models.recursive_model import Answers, RecursiveModel
+
+    Batch = dict[str, jax.Array]
+
+
+class Losses(NamedTuple):
+    """What the answers to a batch come to, for each puzzle: nats a cell, those of halting, and what is right."""
+
+    answer: jax.Array
+    halt: jax.Array
+    exact: jax.Array
+    cells: jax.Array
+    labelled: jax.Array
+
+
+def puzzle_losses(answers: Answers, labels: jax.Array) -> Losses:
+    """Return the losses of each puzzle: the mean over its cells, and of halting just where all cells are right."""
+    import jax
+    import jax.numpy as jnp
+
+    from valkyrie.ops.stablemax import stablemax_cross_entropy
+
+    counted = labels >= 0
+    labelled = counted.sum(-1)
+    right = (counted & (answers.logits.argmax(-1) == labels)).sum(-1)
+    exact, least = right == labelled, jnp.maximum(labelled, 1)
+    nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / least
+    halt = jax.nn.softplus(answers.halt) - answers.halt * exact
+    return Losses(nats, halt, exact, right / least, labelled)
+
+
+class Task:
+    """Puzzles are worked on until the model halts or `max_steps` are done; losses are averaged over puzzles."""
+
+    name = "puzzles"
+    needs_causal = False
+    needs_key = True
+    is_text = False
+
+    def __init__(self, model: Config | None = None, compute: str = "float32") -> None:
+        self._model, self._compute = model, compute
+
+    def of(self, model: Any, compute: str) -> Task:
+        """Return the task for a model and the dtype in which it computes."""
+        return Task(model, compute)
+
+    def problems(self, model: Any, seq: int) -> list[str]:
+        """Return why puzzles of `seq` cells are none for the model."""
+        if model.mixer is Mixer.attention or seq == model.context:
+            return []
+        return [
+            f"seq={seq}: model.mixer=mlp has weights for puzzles of model.context={model.context} cells. "
+            f"Use model.context={seq}, and leave out seq."
+        ]
+
+    def batch(self, batch: int, seq: int) -> dict[str, Array]:
+        """Return the arrays of a global batch: what is given and what is asked of each cell, and each identifier."""
+        cells = Array((batch, seq), "int32", ("batch", "seq"))
+        return {"inputs": cells, "labels": cells, "puzzles": Array((batch,), "int32", ("batch",))}
+
+    def carry(self, batch: int, seq: int) -> dict[str, Array]:
+        """Return what each row is at work on: its puzzle, both states, its steps, and whether it goes on.
+
+        `last_steps` is how many its last finished puzzle took, 0 before the first.
+        """
+        if self._model is None:
+            raise ValueError("the task puzzles carries states of its model: task.of(model, compute) has them.")
+        shape = (batch, seq + self._model.puzzle_tokens, self._model.embed)
+        states = Array(shape, self._compute, ("batch", "seq", "embed"))
+        rows = {"steps": "int32", "last_steps": "int32", "running": "bool"}
+        of_rows = {name: Array((batch,), dtype, ("batch",)) for name, dtype in rows.items()}
+        return {**self.batch(batch, seq), "high": states, "low": states, **of_rows}
+
+    def loader(
+        self, prepared: Any, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
+    ) -> PuzzleLoader:
+        """Return batches of a split, of each the rows at `places`."""
+        from valkyrie.data.puzzles.loader import PuzzleLoader
+
+        return PuzzleLoader(prepared, split, batch=batch, seq=seq, seed=seed, repeat=repeat, places=places)
+
+    def random_batch(
+        self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """Return the rows at `places` of a batch of random cells, every one with a label."""
+        import numpy as np
+
+        cells = [np.random.default_rng([seed, place]).integers(1, vocab_size, (2, seq)) for place in places]
+        inputs, labels = np.stack(cells, axis=1).astype(np.int32)
+        return {"inputs": inputs, "labels": labels, "puzzles": np.zeros(len(cells), np.int32)}
+
+    def loss(
+        self,
+        module: RecursiveModel,
+        batch: Batch,
+        carry: Any,
+        *,
+        shard: Shard,
+        checkpoint: Checkpoint,
+        key: jax.Array | None,
+    ) -> BatchLoss:
+        """Return the objective of one step of supervision, sums over the batch, and what its rows go on with."""
+        import jax.numpy as jnp
+
+        from valkyrie.models.recursive_model import States
+
+        assert key is not None, "a training step has a key"
+        running, (count, cells) = carry["running"], batch["inputs"].shape
+
+        def kept(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), old, new)
+
+        current = {name: kept(carry[name], new) for name, new in batch.items()}
+        initial = module.initial(count, cells, shard=shard)
+        states = States(kept(carry["high"], initial.high), kept(carry["low"], initial.low))
+        x = module.embed(current["inputs"], current["puzzles"], shard=shard)
+        answers = module(states, x, shard=shard, checkpoint=checkpoint)
+        steps = jnp.where(running, carry["steps"], 0) + 1
+        halted = _halted(module.config, answers.halt, steps, key)
+        losses = puzzle_losses(answers, current["labels"])
+        last_steps = jnp.where(halted, steps, carry["last_steps"])
+        objective = losses.answer.sum() + 0.5 * losses.halt.sum()
+        sums = {
+            "loss": objective,
+            "weight": jnp.asarray(count, jnp.float32),
+            "answer_loss": losses.answer.sum(),
+            "exact": losses.exact.sum(dtype=jnp.float32),
+            "cells": losses.cells.sum(),
+            "labelled": losses.labelled.sum(dtype=jnp.float32),
+            "last_steps": last_steps.sum(dtype=jnp.float32),
+            "finished": (last_steps > 0).sum(dtype=jnp.float32),
+        }
+        states = {"high": answers.states.high, "low": answers.states.low}
+        of_rows = {"steps": steps, "last_steps": last_steps, "running": ~halted}
+        return BatchLoss(objective, sums, {**current, **states, **of_rows})
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
+        """Return `loss` a puzzle, that of its answer in nats a cell, and what is right in the answers of this step.
+
+        `halting_steps`: the mean of what each row's last finished puzzle took; `tokens`: the cells with a label.
+        """
+        import jax.numpy as jnp
+
+        rows = sums["weight"]
+        return {
+            "loss": sums["loss"] / rows,
+            "tokens": sums["labelled"],
+            "answer_loss": sums["answer_loss"] / rows,
+            "exact_accuracy": sums["exact"] / rows,
+            "cell_accuracy": sums["cells"] / rows,
+            "halting_steps": sums["last_steps"] / jnp.maximum(sums["finished"], 1.0),
+        }
+
+    def references(self, tokenizer: Any, vocab_rows: int) -> tuple[()]:
+        """Return nothing: a puzzle's labels are all that an evaluation needs."""
+        return ()
+
+    def evaluate(self, module: RecursiveModel, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
+        """Return sums over the puzzles of a batch after `max_steps` steps each; those without labels do not count."""
+        import jax
+        import jax.numpy as jnp
+
+        config, (count, cells) = module.config, batch["inputs"].shape
+        x = module.embed(batch["inputs"], batch["puzzles"], shard=shard)
+
+        def step(carried: tuple[Any, jax.Array], number: jax.Array) -> tuple[Any, None]:
+            states, first = carried
+            answers = module(states, x, shard=shard)
+            return (answers.states, jnp.minimum(first, jnp.where(answers.halt > 0, number, config.max_steps))), None
+
+        start = module.initial(count, cells, shard=shard), jnp.full((count,), config.max_steps, jnp.int32)
+        numbers = jnp.arange(1, config.max_steps, dtype=jnp.int32)
+        (states, first), _ = jax.lax.scan(step, start, numbers)
+        answers = module(states, x, shard=shard)
+        losses = puzzle_losses(answers, batch["labels"])
+        counted = losses.labelled > 0
+        weights = counted.astype(jnp.float32)
+        return {
+            "weight": weights.sum(),
+            "loss": (weights * (losses.answer + 0.5 * losses.halt)).sum(),
+            "exact": (weights * losses.exact).sum(),
+            "cells": (weights * losses.cells).sum(),
+            "steps": (weights * first).sum(),
+        }
+
+    def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return `eval_loss`, the shares of puzzles and cells that are right, and when the model would halt."""
+        names = {"loss": "loss", "exact": "exact_accuracy", "cells": "cell_accuracy", "steps": "halting_steps"}
+        values = {f"eval_{name}": sums[key] / sums["weight"] for key, name in names.items()}
+        return {**values, "eval_puzzles": sums["weight"]}
+
+    def describe(self, evaluation: dict[str, float]) -> str:
+        """Return how many puzzles are solved, and how many of the cells are right."""
+        exact, cells = (100 * evaluation[f"eval_{name}_accuracy"] for name in ("exact", "cell"))
+        return (
+            f"validation loss {evaluation['eval_loss']:.4f}, {exact:.1f}% of {evaluation['eval_puzzles']:,.0f} puzzles "
+            f"solved, {cells:.1f}% of cells right, halting after {evaluation['eval_halting_steps']:.1f} steps"
+        )
+
+
+def _halted(config: Config, halt: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
+    """Return which rows end: after `max_steps`, or where the model says so and exploration does not ask for more."""
+    import jax
+    import jax.numpy as jnp
+
+    last = steps >= config.max_steps
+    if config.max_steps == 1:
+        return last
+    explores, at_least = jax.random.split(key)
+    longer = jax.random.bernoulli(explores, config.exploration, steps.shape)
+    least = jax.random.randint(at_least, steps.shape, 2, config.max_steps + 1)
+    return (last | (halt > 0)) & (steps >= jnp.where(longer, least, 0))
