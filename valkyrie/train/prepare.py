@@ -63,7 +63,7 @@ def refuse_other_data(run: Run) -> None:
     """Raise ValueError where the model's task is not for this kind of data: text, or puzzles."""
     task, data = task_of(run.model.task), run.config.data
     if task.is_text != data.is_text:
-        use = "data=stdlib, or your own by data=text" if task.is_text else "data=sudoku, or your own by data=puzzles"
+        use = "data=stdlib, or your own by data=text" if task.is_text else "data=sudoku, sudoku_4x4, or puzzles (your own)"
         kinds = ("text", "puzzles") if task.is_text else ("puzzles", "text")
         raise ValueError(f"model={run.model.name} trains on {kinds[0]}, and data={data.name} is {kinds[1]}. Use {use}.")
 
