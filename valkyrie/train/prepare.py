@@ -61,11 +61,17 @@ def _uneven(run: Run, data: Prepared) -> str | None:
 
 def refuse_other_data(run: Run) -> None:
     """Raise ValueError where the model's task is not for this kind of data: text, or puzzles."""
-    task, data = task_of(run.model.task), run.config.data
-    if task.is_text != data.is_text:
-        use = "data=stdlib, or your own by data=text" if task.is_text else "data=sudoku, sudoku_4x4, or puzzles (your own)"
-        kinds = ("text", "puzzles") if task.is_text else ("puzzles", "text")
-        raise ValueError(f"model={run.model.name} trains on {kinds[0]}, and data={data.name} is {kinds[1]}. Use {use}.")
+    model, data = run.model.name, run.config.data
+    wants_text = task_of(run.model.task).is_text
+    if wants_text and not data.is_text:
+        raise ValueError(
+            f"model={model} trains on text, and data={data.name} is puzzles. Use data=stdlib, or your own by data=text."
+        )
+    if data.is_text and not wants_text:
+        raise ValueError(
+            f"model={model} trains on puzzles, and data={data.name} is text. Use data=sudoku, data=sudoku_4x4, or your "
+            "own by data=puzzles."
+        )
 
 
 def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
