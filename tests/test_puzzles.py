@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,15 @@ import pytest
 
 from helpers import compose_run, make_program, named
 from valkyrie.axes import UNSHARDED
+from valkyrie.checkpoint import CheckpointConfig, Checkpoints
+from valkyrie.data.puzzles.folder import PreparedPuzzles
+from valkyrie.data.puzzles.loader import PuzzleLoader
+from valkyrie.data.puzzles.prepare import prepare_puzzles
+from valkyrie.ops.stablemax import log_stablemax, stablemax_cross_entropy
 from valkyrie.optim import make_optimizer
 from valkyrie.run import Run
+from valkyrie.tasks.puzzles import _halted
+from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "trm.npz"
 REFERENCE = ("model.context=9", "model.vocab_size=7", "model.embed=8", "model.heads=2", "model.head_dim=4")
@@ -130,3 +138,100 @@ def updated(gradient: Any, table: Any) -> Any:
     optimizer = make_optimizer(run.config.optimizer, 10, {"table": "puzzle"})
     updates, _ = optimizer.update({"table": gradient}, optimizer.init({"table": table}), {"table": table})
     return table + updates["table"]
+
+
+def stablemax_nats(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """The reference's formula in float64."""
+    x = logits.astype(np.float64)
+    s = np.where(x < 0, 1 / (1 - x + 1e-30), x + 1)
+    return -np.log(np.take_along_axis(s / s.sum(-1, keepdims=True), labels[:, None], axis=1))[:, 0]
+
+
+def test_the_loss_in_float32_is_that_of_float64():
+    rng = np.random.default_rng(0)
+    scales = 10.0 ** rng.uniform(-6, 6, (4000, 1))  # logits of every size, and differences of every size
+    logits = (rng.standard_normal((4000, 11)) * scales).astype(np.float32)
+    labels = rng.integers(0, 11, 4000)
+    found = stablemax_cross_entropy(jnp.asarray(logits), jnp.asarray(labels))
+    np.testing.assert_allclose(found, stablemax_nats(logits, labels), rtol=2e-6, atol=2e-7)
+    assert np.abs(np.exp(log_stablemax(jnp.asarray(logits))).sum(-1) - 1).max() < 2e-5
+    gradient = jax.grad(lambda x: stablemax_cross_entropy(x, jnp.asarray(labels)).sum())(jnp.asarray(logits))
+    x, rows = logits.astype(np.float64), np.arange(4000)
+    s, slope = np.where(x < 0, 1 / (1 - x), x + 1), np.where(x < 0, 1 / (1 - x) ** 2, 1.0)
+    expected = slope / s.sum(-1, keepdims=True)
+    expected[rows, labels] -= slope[rows, labels] / s[rows, labels]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    assert stablemax_cross_entropy(jnp.asarray(logits[:1]), jnp.asarray([-100])) == 0
+
+
+def test_adam_atan2_by_hand():
+    run = compose_run("model=trm_tiny", "optimizer=adam_atan2", *FLAT, "optimizer.learning_rate=0.1")
+    optimizer = make_optimizer(run.config.optimizer, 10, {"w": "matrix", "v": "vector", "start": "fixed"})
+    rng = np.random.default_rng(0)
+    w = {name: rng.standard_normal(3).astype(np.float32) for name in ("start", "v", "w")}
+    state, mine, m, v = optimizer.init(w), {k: x.astype(np.float64) for k, x in w.items()}, 0.0, 0.0
+    for t in (1, 2, 3):
+        g = rng.standard_normal(3).astype(np.float32) * 10.0 ** np.array([-6, 0, 6], np.float32)
+        updates, state = optimizer.update(dict.fromkeys(w, g), state, w)
+        w = {name: w[name] + updates[name] for name in w}
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g.astype(np.float64) ** 2
+        step = 0.1 / (1 - 0.9**t) * np.arctan2(m, np.sqrt(v) / np.sqrt(1 - 0.95**t))
+        mine = {"start": mine["start"], "v": mine["v"] - step, "w": mine["w"] * (1 - 0.1 * 1.0) - step}
+        for name, value in mine.items():
+            np.testing.assert_allclose(w[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_rows_end_by_their_steps_by_the_model_and_later_where_they_explore():
+    config = compose_run("model=trm_tiny", "model.exploration=0").model
+    halt = jnp.asarray([5.0, -5.0, -5.0, 5.0])
+    steps = jnp.asarray([1, 1, 16, 16])
+    assert _halted(config, halt, steps, jax.random.key(0)).tolist() == [True, False, True, True]
+    explorer = compose_run("model=trm_tiny", "model.exploration=1").model
+    ended = [
+        float(_halted(explorer, jnp.full(4000, 5.0), jnp.full(4000, n), jax.random.key(1)).mean())
+        for n in (1, 2, 9, 16)
+    ]
+    np.testing.assert_allclose(ended, [0, 1 / 15, 8 / 15, 1], atol=0.03)
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory: pytest.TempPathFactory) -> PreparedPuzzles:
+    """A few generated 4x4 puzzles."""
+    keys = ("data.sudoku.train=40", "data.sudoku.validation=12", f"data.cache_dir={tmp_path_factory.mktemp('cache')}")
+    return prepare_puzzles(compose_run("model=trm_tiny", "data=sudoku_4x4", *keys).config.data)
+
+
+def steps_of(program: StepProgram, loader: PuzzleLoader, state: Any, count: int) -> tuple[Any, list[dict[str, Any]]]:
+    """The state after some steps, and the metrics of each."""
+    metrics = []
+    for _ in range(count):
+        state, told = program.step(state, program.place(next(loader)))
+        metrics.append(jax.device_get(told))
+    return state, metrics
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
+def test_a_training_goes_on_in_the_middle_of_its_puzzles(puzzles: PreparedPuzzles, mesh: str, tmp_path: Path):
+    settings = (*TINY, "model.max_steps=3", "model.exploration=0.5", "model.high_cycles=1", "model.low_cycles=1")
+    program = make_program(compose_run(*settings, "mesh=1x1x1", "partition=dp"))
+    with program.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+        state, _ = steps_of(program, loader, program.init(0), 2)
+        assert checkpoints.save(2, state, loader.state()) is None
+        assert checkpoints.wait() is None
+        assert state.carry["running"].all(), "no puzzle is done"
+        table = state.parameters["puzzle_embedding"]
+        np.testing.assert_array_equal(state.ema["puzzle_embedding"], table)
+        assert np.any(table != 0) and np.any(state.ema["head"] != state.parameters["head"])
+        np.testing.assert_array_equal(program.init(0).parameters["initial_low"], state.parameters["initial_low"])
+        after, told = steps_of(program, loader, state, 3)
+        assert told[0]["halting_steps"] == 3.0
+    other = program if mesh == "1x1x1" else make_program(compose_run(*settings, f"mesh={mesh}", "partition=dp"))
+    with other.loader(puzzles, "train") as loader, closing(Checkpoints(tmp_path, CheckpointConfig())) as checkpoints:
+        restored = checkpoints.restore(other.abstract_state)
+        loader.restore(restored.data)
+        again, retold = steps_of(other, loader, restored.state, 3)
+    if mesh == "1x1x1":
+        jax.tree.map(np.testing.assert_array_equal, after, again)
+    for mine, theirs in zip(told, retold, strict=True):
+        np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=2e-5)
+        assert mine["halting_steps"] == theirs["halting_steps"]

@@ -1,0 +1,225 @@
+"""Sudoku: what is generated has one solution, symmetries keep it one, and other puzzles are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers import compose_config, compose_run
+from valkyrie.data.puzzles.folder import open_puzzles
+from valkyrie.data.puzzles.loader import NO_LABEL, PuzzleLoader
+from valkyrie.data.puzzles.prepare import prepare_puzzles, shape_of, write_folder
+from valkyrie.data.puzzles.sudoku import classes, count_guesses, count_solutions, generate
+from valkyrie.data.puzzles.symmetries import draw_symmetries
+from valkyrie.run import Run
+from valkyrie.train.prepare import puzzles_of, refuse_other_data
+
+HARD = "85...24..72......9..4.........1.7..23.5...9...4...........8..7..17..........36.4."
+"""A published puzzle that needs guesses, by a solver that fills in what is forced."""
+
+
+def grid(text: str) -> np.ndarray:
+    return np.array([[int(cell) for cell in text.replace(".", "0")]])
+
+
+def is_solution(grids: np.ndarray, side: int) -> bool:
+    """Whether all rows, columns and boxes hold each digit once."""
+    box = int(side**0.5)
+    square = grids.reshape(-1, side, side)
+    boxes = grids.reshape(-1, box, box, box, box).swapaxes(2, 3).reshape(-1, side, side)
+    return all((np.sort(u, 2) == np.arange(1, side + 1)).all() for u in (square, square.swapaxes(1, 2), boxes))
+
+
+@pytest.mark.parametrize(("side", "count", "clues"), [(4, 60, 6), (9, 2, 0)])
+def test_generated_puzzles_have_one_solution(side: int, count: int, clues: int):
+    made = generate(np.random.default_rng(0), count, side, clues)
+    assert is_solution(made.solutions, side)
+    given = made.givens > 0
+    assert (made.solutions[given] == made.givens[given]).all()
+    assert (count_solutions(made.givens, side) == 1).all()
+    assert (given.sum(1) == clues).all() if clues else given.sum(1).max() < 32
+    if not clues:  # none can lose another clue
+        row, cells = made.givens[:1], np.flatnonzero(made.givens[0])
+        fewer = np.repeat(row, len(cells), axis=0)
+        fewer[np.arange(len(cells)), cells] = 0
+        assert (count_solutions(fewer, side) == 2).all()
+    again = generate(np.random.default_rng(0), count, side, clues)
+    assert all((a == b).all() for a, b in zip(made, again, strict=True))
+
+
+def test_a_hard_puzzle_needs_guesses_and_an_empty_one_has_many_solutions():
+    assert count_solutions(grid(HARD), 9) == 1
+    assert count_guesses(grid(HARD), 9) > 3
+    assert count_solutions(np.zeros((1, 16), int), 4, at_most=400) == 288
+    twice = grid("11" + 79 * ".")
+    assert count_solutions(twice, 9) == 0
+
+
+@pytest.mark.parametrize("side", [4, 9])
+def test_symmetries_keep_a_solution_a_solution(side: int):
+    made = generate(np.random.default_rng(1), 4, side)
+    drawn = draw_symmetries(np.random.default_rng(0), 40, side)
+    rows = np.arange(40) % 4
+    solutions, givens = (drawn.of(cells[rows] + 1) - 1 for cells in (made.solutions, made.givens))
+    assert is_solution(solutions, side)
+    assert (count_solutions(givens, side) == 1).all()
+    assert len(np.unique(solutions, axis=0)) > 35
+    if side == 4:
+        assert classes(givens, 4) == [classes(made.givens, 4)[row] for row in rows]
+
+
+def config(*overrides: str) -> Any:
+    return compose_run("model=trm_tiny", *overrides).config.data
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = tmp_path_factory.mktemp("cache")
+    return "data=sudoku_4x4", "data.sudoku.train=30", "data.sudoku.validation=10", f"data.cache_dir={folder}"
+
+
+def test_puzzles_are_generated_once_and_those_held_out_are_new(settings: tuple[str, ...], monkeypatch: Any):
+    first = prepare_puzzles(config(*settings))
+    monkeypatch.setattr("valkyrie.data.puzzles.prepare.generate", None)
+    assert prepare_puzzles(config(*settings)) == first
+    train, validation = (split.inputs.astype(int) - 1 for split in (first.train, first.validation))
+    assert (len(train), len(validation)) == (30, 10)
+    assert not set(classes(train, 4)) & set(classes(validation, 4))
+    with pytest.raises(TypeError, match="NoneType"):
+        prepare_puzzles(config(*settings, "data.sudoku.seed=1"))
+
+
+def batches(settings: tuple[str, ...], split: str, places: list[int], count: int, skip: int = 0) -> list[Any]:
+    data, options = prepare_puzzles(config(*settings)), {"seed": 3, "repeat": split == "train", "places": places}
+    with PuzzleLoader(data, split, batch=8, seq=16, **options) as loader:
+        state = loader.state() | {"step": skip}
+        loader.restore(state)
+        return [next(loader) for _ in range(count)]
+
+
+def test_the_batch_of_a_step_follows_from_its_number(settings: tuple[str, ...]):
+    whole = batches(settings, "train", list(range(8)), 6)
+    for part in ([0, 1, 2], [3, 4, 5, 6, 7]):
+        own = batches(settings, "train", part, 3, skip=3)
+        assert all((own[i][name] == whole[3 + i][name][part]).all() for i in range(3) for name in own[i])
+    again = {row.tobytes() for batch in whole for row in batch["inputs"]}
+    assert len(again) > 40, "30 puzzles and their forms"
+    plain = batches((*settings, "data.augment=false"), "train", list(range(8)), 6)
+    assert len({row.tobytes() for batch in plain for row in batch["inputs"]}) == 30
+    for batch in whole:
+        assert (count_solutions(batch["inputs"] - 1, 4) == 1).all()
+        assert is_solution(batch["labels"] - 1, 4)
+    last = batches(settings, "validation", list(range(8)), 2)[1]
+    assert (last["labels"] == NO_LABEL).all(1).tolist() == [False] * 2 + [True] * 6
+
+
+def test_a_folder_with_groups_gives_one_of_each(tmp_path: Path):
+    inputs = np.repeat(np.arange(1, 7)[:, None], 4, axis=1)
+    for name in ("train", "test"):
+        write_folder(tmp_path / name, inputs, inputs, 7)
+    np.save(tmp_path / "train" / "all__group_indices.npy", np.array([0, 4, 6]))
+    np.save(tmp_path / "train" / "all__puzzle_identifiers.npy", np.array([0, 0, 0, 0, 1, 1]))
+    said = json.loads((tmp_path / "train" / "dataset.json").read_text())
+    (tmp_path / "train" / "dataset.json").write_text(json.dumps(said | {"num_puzzle_identifiers": 2}))
+    data = open_puzzles(tmp_path, "arc")
+    with PuzzleLoader(data, "train", batch=4, seq=4, seed=0, repeat=True, places=range(4)) as loader:
+        for _ in range(5):
+            batch = next(loader)
+            assert sorted(batch["inputs"][:, 0] > 4) == [False, False, True, True]
+            assert (batch["puzzles"] == (batch["inputs"][:, 0] > 4)).all()
+
+
+def as_csv(folder: Path, rows: list[tuple[str, str]]) -> None:
+    text = "source,question,answer,rating\n" + "".join(f"mine,{q},{a},{i}\n" for i, (q, a) in enumerate(rows))
+    for name in ("train", "test"):
+        (folder / f"{name}.csv").write_text(text)
+
+
+def test_published_csv_is_read_once(tmp_path: Path):
+    made = generate(np.random.default_rng(0), 5, 4)
+    texts = [("".join(map(str, q)).replace("0", "."), "".join(map(str, a))) for q, a in zip(*made[:2], strict=True)]
+    as_csv(tmp_path, texts)
+    given = ("data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache", "data.sudoku.guesses=2")
+    data = prepare_puzzles(config(*given))
+    assert data.side == 4
+    np.testing.assert_array_equal(data.train.inputs, made.givens[2:] + 1)
+    np.testing.assert_array_equal(data.train.labels, made.solutions[2:] + 1)
+    maze = "# S G o##"
+    as_csv(tmp_path, [(maze, maze)] * 3)
+    told = config(*given, "data.sudoku.guesses=0")
+    assert shape_of(told) == (9, 6, 1)
+    assert prepare_puzzles(told).side is None
+
+
+REFUSED = {
+    "another size": (
+        lambda folder: as_csv(folder, [(81 * ".", 81 * "1")]),
+        "data=puzzles has puzzles of 81 cells with 11 values and 1 identifiers, and model=trm_tiny is for 16 cells, 6 "
+        "values and 1 identifiers. Use model.context=81 model.vocab_size=11.",
+    ),
+    "no square": (
+        lambda folder: as_csv(folder, [(15 * ".", 15 * "1")]),
+        "{}/train.csv line 2 has 15 cells, characters '.'. Sudoku has 16 or 81 cells.",
+    ),
+    "rows of two sizes": (
+        lambda folder: as_csv(folder, [(16 * ".", 16 * "1"), (16 * ".", 15 * "1")]),
+        "{}/train.csv line 3: the answer has 15 cells, the first puzzle 16.",
+    ),
+    "a strange digit": (
+        lambda folder: as_csv(folder, [(16 * ".", 16 * "1"), (16 * "7", 16 * "1")]),
+        "{}/train.csv: puzzle 2 has a character that is not of '01234'.",
+    ),
+    "no column": (
+        lambda folder: [(folder / f"{name}.csv").write_text("question,rating\n") for name in ("train", "test")],
+        "{}/train.csv has no column answer: it needs source, question, answer, rating.",
+    ),
+    "nothing": (
+        lambda folder: None,
+        "{}/train/dataset.json is missing: a folder of puzzles has train/dataset.json and test/dataset.json.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_puzzles_are_refused_in_plain_words(case: str, tmp_path: Path):
+    make, words = REFUSED[case]
+    make(tmp_path)
+    run = compose_run("model=trm_tiny", "data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache")
+    with pytest.raises(ValueError) as error:
+        puzzles_of(run)
+    assert str(error.value) == words.format(tmp_path)
+
+
+def test_a_folder_that_is_damaged_is_refused_by_its_file(tmp_path: Path):
+    for name in ("train", "test"):
+        write_folder(tmp_path / name, np.ones((3, 16), int), np.ones((3, 16), int), 6)
+    file = tmp_path / "train" / "all__inputs.npy"
+    np.save(file, np.full((3, 16), 6))
+    with pytest.raises(ValueError, match="all__inputs.npy has the value 6, and vocab_size=6 allows 0 to one below it"):
+        open_puzzles(tmp_path, "mine")
+    np.save(file, np.ones((3, 9), int))
+    with pytest.raises(ValueError, match="puzzles of 9 cells, and .*dataset.json says seq_len=16"):
+        open_puzzles(tmp_path, "mine")
+    np.save(file, np.ones((2, 16), int))
+    with pytest.raises(ValueError, match="the arrays do not fit together: 2 inputs, 3 labels, 3 puzzles, 3 groups"):
+        open_puzzles(tmp_path, "mine")
+    file.write_bytes(b"no array")
+    with pytest.raises(ValueError, match="all__inputs.npy is missing or is no array"):
+        open_puzzles(tmp_path, "mine")
+
+
+def test_puzzles_are_for_models_of_puzzles():
+    for settings, words in (
+        (("model=trm_tiny",), "model=trm_tiny trains on puzzles, and data=stdlib is text. Use data=sudoku"),
+        (("model=gpt_tiny", "data=sudoku"), "model=gpt_tiny trains on text, and data=sudoku is puzzles."),
+    ):
+        with pytest.raises(ValueError, match=words):
+            refuse_other_data(compose_run(*settings))
+    asked = Run.from_config(compose_config("model=trm_tiny", "mode=generate"))
+    assert "mode=generate continues a text, and model=trm_tiny answers puzzles" in "".join(asked.problems())
+    mlp = Run.from_config(compose_config("model=trm_mlp", "seq=16"))
+    assert "model.mixer=mlp has weights for puzzles of model.context=81 cells" in "".join(mlp.problems())
