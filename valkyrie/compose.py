@@ -136,6 +136,7 @@ def register() -> Path:
     grid = {"_target_": "hydra_plugins.valkyrie_sweeper.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=grid, provider="valkyrie")
     OmegaConf.register_new_resolver("divide", _divide, replace=True)
+    OmegaConf.register_new_resolver("if_tiny", if_tiny, replace=True)
     OmegaConf.register_new_resolver("default_mesh", default_mesh, replace=True)
     OmegaConf.register_new_resolver("default_partition", default_partition, replace=True)
     OmegaConf.register_new_resolver("default_remat", default_remat, replace=True)
@@ -152,6 +153,11 @@ def _divide(a: float | int, b: float | int) -> float:
         return float(a) / float(b) if float(b) else math.inf
     except OverflowError:
         return math.inf
+
+
+def if_tiny(size: str | None, tiny: str, else_: str) -> str:
+    """Return the choice of an experiment under `size=tiny`, or its own."""
+    return tiny if size == "tiny" else else_
 
 
 def conf_dir_checked() -> Path:
