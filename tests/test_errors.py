@@ -95,8 +95,8 @@ ONE_LINE = {
     "a key of a group": (
         ["optimizer.lr=3"],
         "optimizer.lr is not a key. Did you mean optimizer.learning_rate? Known in optimizer: beta1, beta2, clip_norm, "
-        "decay_steps, ema_decay, epsilon, final_ratio, kind, learning_rate, name, puzzle_learning_rate, "
-        "ssm_learning_rate_ratio, warmup_steps, weight_decay.",
+        "decay_steps, ema_decay, epsilon, final_ratio, kind, learning_rate, muon, name, puzzle_learning_rate, schedule, "
+        "ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
         ["model.attention.head=3"],
@@ -144,7 +144,7 @@ ONE_LINE = {
     "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (
         ["model.family=x"],
-        "model.family=x is not known. Known: gpt, valkyrie, or the name of a module of yours beside the YAMLs of "
+        "model.family=x is not known. Known: gpt, nanochat, valkyrie, or the name of a module of yours beside the YAMLs of "
         "--config-dir.",
     ),
     "a variable that is not set": (

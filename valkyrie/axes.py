@@ -60,17 +60,34 @@ class Tensor:
         return math.prod(self.shape)
 
 
+GROUPS: dict[str, str] = {
+    "matrix": "weights of products; decayed",
+    "embedding": "the token embedding; decayed",
+    "unembedding": "the matrix of the logits, where it is one of its own; decayed",
+    "value_embedding": "tables of values by token; decayed",
+    "vector": "scales of norms; not decayed",
+    "residual_scale": "scales of the residual stream, one a layer; not decayed",
+    "input_scale": "scales of the first stream, one a layer; not decayed",
+    "scalar": "other scales and small gates; not decayed",
+    "ssm": "state spaces; not decayed, at a rate of their own",
+    "puzzle": "rows of which a batch uses a few; only those change, by their gradient's signs",
+    "fixed": "never changed",
+}
+"""The groups of parameters that an optimizer may tell apart."""
+
+
 @dataclass(frozen=True)
 class Parameter(Tensor):
     """A parameter before it exists.
 
-    `group` is the optimizer's: `matrix` (decayed), `vector` (not decayed), `ssm` (not decayed, at a rate of its own),
-    `puzzle` (rows of which a batch uses a few; only those change, by their gradient's signs), `fixed` (never changed).
-    `float32`: kept so whatever the precision policy says.
+    `group` is what the optimizer goes by, one of `GROUPS`. `float32`: kept so whatever the precision policy says.
+    `output_first`: of a matrix, that its first dimension (after `layers`) is that of what it makes, and the others
+    together that of what it reads; else the other way round.
     """
 
     group: str = "matrix"
     float32: bool = False
+    output_first: bool = False
 
 
 @dataclass(frozen=True)

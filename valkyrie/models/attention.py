@@ -81,7 +81,7 @@ class Attention(Block):
     def weights(self, site: Site) -> dict[str, Weight]:
         """Return the projections, a second set of them where there are global tokens, and that of the output."""
         query, of_key = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
-        weights = {"out": query}
+        weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
         for projections in ("local", "globals")[: 1 + bool(self.global_tokens)]:
             weights |= {f"{projections}.query": query}
             weights |= {f"{projections}.{name}": of_key for name in ("key", "value")}

@@ -71,13 +71,15 @@ class Projections(nnx.Module):
 class AttentionLayer(nnx.Module):
     """Attention within a window and dilation that are fixed for this layer; leading tokens may be global."""
 
+    projections: type[Projections] = Projections
+
     def __init__(self, block: Attention, site: Site, *, numerics: Numerics, key: Array) -> None:
         keys, specs = jax.random.split(key, 3), block.parameters(site)
         self.config, self.numerics = block, numerics
         self.window, self.dilation = block.window(site), block.dilation(site)
-        self.local = Projections(block, _within("local", specs), numerics=numerics, key=keys[0])
+        self.local = self.projections(block, _within("local", specs), numerics=numerics, key=keys[0])
         if block.global_tokens:
-            self.globals = Projections(block, _within("globals", specs), numerics=numerics, key=keys[1])
+            self.globals = self.projections(block, _within("globals", specs), numerics=numerics, key=keys[1])
         deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
         weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
         # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
@@ -91,7 +93,8 @@ class AttentionLayer(nnx.Module):
         key_axis, _ = _key_heads(shard)
         of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
         q = shard(self.local.queries(x, positions, shard), *of_heads)
-        k, v = (shard(y, *of_kv_heads) for y in self.local.keys_values(x, positions, shard))
+        k, v = self._keys_values(x, positions, boundaries.tokens, shard)
+        k, v = (shard(y, *of_kv_heads) for y in (k, v))
         q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
         inputs: list[Array] = [q, k, v]
         axes: list[Placed] = [of_heads, of_kv_heads, of_kv_heads]
@@ -106,6 +109,16 @@ class AttentionLayer(nnx.Module):
         with jax.named_scope(CONTEXT):
             mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
         return project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
+
+    def _keys_values(
+        self,
+        x: Float[Array, "batch seq embed"],
+        positions: Int[Array, " seq"],
+        tokens: Int[Array, "batch seq"] | None,
+        shard: Shard,
+    ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
+        """Return the keys and values of a layer's own window."""
+        return self.local.keys_values(x, positions, shard)
 
     def _local(self, segmented: bool, shard: Shard):
         """Return what each device does with its heads, rows and, under a sequence split, positions."""
@@ -144,11 +157,14 @@ class AttentionLayer(nnx.Module):
             dtype=self.numerics.compute,
         )
 
-    def step(self, x: Float[Array, "batch embed"], state: KVCache) -> tuple[Float[Array, "batch embed"], KVCache]:
+    def step(
+        self, x: Float[Array, "batch embed"], state: KVCache, tokens: Int[Array, " batch"] | None = None
+    ) -> tuple[Float[Array, "batch embed"], KVCache]:
         """Return the output of one more position and the cache after it: the streaming form."""
         wide, position = x[:, None], state.position[None]
         q = self.local.queries(wide, position, UNSHARDED)[:, 0]
-        k, v = (y[:, 0] for y in self.local.keys_values(wide, position, UNSHARDED))
+        beside_x = None if tokens is None else tokens[:, None]
+        k, v = (y[:, 0] for y in self._keys_values(wide, position, beside_x, UNSHARDED))
         beside = None
         if self.config.global_tokens:
             k_global, v_global = (y[:, 0] for y in self.globals.keys_values(wide, position, UNSHARDED))

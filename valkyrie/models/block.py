@@ -28,12 +28,14 @@ class Site:
     """Where a block stands: `embed` is the width of the residual stream, `layers` the blocks of the stack.
 
     `number` counts the blocks of its kind before it; `key` is where its configuration stands, such as `model.s5`.
+    `vocab` is how many rows a table of tokens has.
     """
 
     embed: int
     layers: int
     number: int = 0
     key: str = "model"
+    vocab: int = 0
 
 
 class Weight(NamedTuple):
@@ -42,6 +44,7 @@ class Weight(NamedTuple):
     dims: tuple[str | int, ...]
     group: str
     float32: bool
+    output_first: bool
 
 
 class Saved(NamedTuple):
@@ -75,12 +78,13 @@ class Kept:
     remakes: str | None = None
 
 
-def weight(*dims: str | int, group: str = "matrix", float32: bool = False) -> Weight:
+def weight(*dims: str | int, group: str = "matrix", float32: bool = False, output_first: bool = False) -> Weight:
     """Return a parameter with these dimensions: a logical axis each, or a number for one that is never split.
 
     `group` is the optimizer's (`valkyrie.axes.Parameter`); `float32` keeps it so under every precision policy.
+    `output_first`: its first dimension is that of what it makes, not of what it reads.
     """
-    return Weight(dims, group, float32)
+    return Weight(dims, group, float32, output_first)
 
 
 def saved(
@@ -153,7 +157,9 @@ class Block(ABC):
         """Return its parameters by dotted name."""
         sizes = self._sizes(site)
         return {
-            name: Parameter(**vars(tensor(w.dims, sizes)), group=w.group, float32=w.float32)
+            name: Parameter(
+                **vars(tensor(w.dims, sizes)), group=w.group, float32=w.float32, output_first=w.output_first
+            )
             for name, w in self.weights(site).items()
         }
 

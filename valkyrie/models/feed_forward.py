@@ -50,7 +50,8 @@ class FeedForward(Block):
 
     def weights(self, site: Site) -> dict[str, Weight]:
         """Return the matrices, embed first: what a fully sharded partition gathers is then contiguous."""
-        return {name: weight("embed", "mlp") for name in ("up", "gate", "down") if name != "gate" or self.kind.gated}
+        names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
+        return {name: weight("embed", "mlp", output_first=name == "down") for name in names}
 
     def flops(self, site: Site, seq: int) -> float:
         """Return forward FLOPs per token."""

@@ -7,6 +7,7 @@ change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, Shard
 from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.layers import Boundaries, Checkpoint, RMSNorm, dropout, normal, parameter
+from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, RMSNorm, dropout, normal, parameter
 from valkyrie.models.stack import Boundary, Layer, Residual, Stack
 from valkyrie.ops.attention.pattern import capped
 from valkyrie.ops.cross_entropy import cross_entropy
@@ -39,25 +40,32 @@ class Losses(NamedTuple):
 class ResidualBlock(nnx.Module):
     """Norm, mixer and residual sum; then norm, feed-forward and residual sum where the layer has one."""
 
+    norm_kind: type[RMSNorm | PlainRMSNorm] = RMSNorm
+
     def __init__(self, config: Stack, layer: Layer, *, numerics: Numerics, key: Array) -> None:
         keys = jax.random.split(key, 2)
         self.rate = config.dropout
-        self.norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+        self.norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
         self.mixer = layer.mixer.build(layer.site, numerics=numerics, key=keys[0])
         self.has_feed_forward = layer.feed_forward is not None
         self.parallel = layer.residual is Residual.parallel
         if layer.feed_forward is not None:
             site = layer.feed_forward_site
             if not self.parallel:
-                self.feed_forward_norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+                self.feed_forward_norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
             self.feed_forward = layer.feed_forward.build(site, numerics=numerics, key=keys[1])
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
     ) -> Float[Array, "batch seq embed"]:
         """Return the residual stream after this block."""
+        return self.after(checkpoint_name(x, BLOCK_INPUT), boundaries, shard, key)
+
+    def after(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the residual stream after its norms, mixer and feed-forward."""
         keys = (None, None) if key is None else jax.random.split(key)
-        x = checkpoint_name(x, BLOCK_INPUT)
         normed = self.norm(x)
         y = self.mixer(normed, boundaries, shard)
         if self.has_feed_forward and self.parallel:
@@ -88,10 +96,12 @@ class ResidualBlock(nnx.Module):
 class BlockGroup(nnx.Module):
     """The blocks of one pass over the pattern, under the names `block_0`, `block_1`, ..."""
 
-    def __init__(self, config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array) -> None:
+    def __init__(
+        self, kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], *, numerics: Numerics, key: Array
+    ) -> None:
         self.count = len(layers)
         for i, (layer, of_block) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
-            setattr(self, f"block_{i}", ResidualBlock(config, layer, numerics=numerics, key=of_block))
+            setattr(self, f"block_{i}", kind(config, layer, numerics=numerics, key=of_block))
 
     @property
     def blocks(self) -> list[ResidualBlock]:
@@ -102,26 +112,36 @@ class BlockGroup(nnx.Module):
 class LanguageModel(nnx.Module):
     """Token embedding, segments of stacked blocks, a norm, and logits by the embedding or a matrix of their own."""
 
+    block_kind: type[ResidualBlock] = ResidualBlock
+
     def __init__(self, config: Stack, *, numerics: Numerics, key: Array) -> None:
         self.config, self.numerics = config, numerics
         runs, specs = config.segments(), config.parameters()
         keys = jax.random.split(key, len(runs) + 2)
         shape = (config.vocab_rows, config.embed)
-        self.embedding = parameter(specs["embedding"], normal(keys[0], shape, 0.02), numerics)
+        of_embedding, of_unembedding = self.deviations(config)
+        self.embedding = parameter(specs["embedding"], normal(keys[0], shape, of_embedding), numerics)
         self.count = len(runs)
         for i, (layers, repeats) in enumerate(runs):
-            setattr(self, f"segment_{i}", _stack(config, layers, repeats, numerics, keys[i + 2]))
-        self.norm = RMSNorm(config.embed, config.norm_epsilon, numerics=numerics)
+            setattr(self, f"segment_{i}", _stack(self.block_kind, config, layers, repeats, numerics, keys[i + 2]))
+        self.norm = self.block_kind.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
         if not config.tie_embeddings:
-            table = normal(keys[1], shape, config.embed**-0.5)
+            table = normal(keys[1], shape, of_unembedding)
             self.unembedding = parameter(specs["unembedding"], table, numerics)
+
+    @staticmethod
+    def deviations(config: Stack) -> tuple[float, float]:
+        """Return the standard deviations that the embedding and the unembedding begin with."""
+        return 0.02, config.embed**-0.5
 
     @property
     def segments(self) -> list[BlockGroup]:
         """The segments in order, every parameter stacked on a leading axis of its repetitions."""
         return [getattr(self, f"segment_{i}") for i in range(self.count)]
 
-    def boundaries(self, segment_ids: Int[Array, "batch seq"] | None) -> Boundaries:
+    def boundaries(
+        self, segment_ids: Int[Array, "batch seq"] | None, tokens: Int[Array, "batch seq"] | None = None
+    ) -> Boundaries:
         """Return where documents begin, as blocks need it; nowhere under `document_boundary=cross`."""
         if segment_ids is None or self.config.document_boundary is Boundary.cross:
             return Boundaries()
@@ -151,7 +171,7 @@ class LanguageModel(nnx.Module):
 
         run = checkpoint(run)
         for i, group in enumerate(self.segments):
-            keys = _repeat_keys(key, i, group)
+            keys = repeat_keys(key, i, group)
 
             def body(x: Array, scanned: tuple[BlockGroup, Array | None]) -> tuple[Array, None]:
                 return run(x, scanned[0], boundaries, scanned[1]), None
@@ -191,7 +211,7 @@ class LanguageModel(nnx.Module):
         self, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"] | None = None
     ) -> Float[Array, "batch seq vocab"]:
         """Return float32 logits of the real vocabulary at every position; for tests and small inputs."""
-        return self._unembed(self.norm(self.blocks(self.embed(tokens), self.boundaries(segment_ids))))
+        return self._unembed(self.norm(self.blocks(self.embed(tokens), self.boundaries(segment_ids, tokens))))
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the state of generation before the first token, one stack per segment."""
@@ -241,9 +261,12 @@ class LanguageModel(nnx.Module):
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
-def _stack(config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array) -> BlockGroup:
+def _stack(
+    kind: type[ResidualBlock], config: Stack, layers: Sequence[Layer], repeats: int, numerics: Numerics, key: Array
+) -> BlockGroup:
     """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
-    return jax.vmap(lambda k: BlockGroup(config, layers, numerics=numerics, key=k))(jax.random.split(key, repeats))
+    group = partial(BlockGroup, kind, config, layers, numerics=numerics)
+    return jax.vmap(lambda k: group(key=k))(jax.random.split(key, repeats))
 
 
 def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
@@ -259,7 +282,8 @@ def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
     return "seq", shard.size("seq"), "embed"
 
 
-def _repeat_keys(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
+def repeat_keys(key: Array | None, segment: int, group: BlockGroup) -> Array | None:
+    """Return a key for each repetition of a segment; None without a key."""
     if key is None:
         return None
     repeats = jax.tree.leaves(group)[0].shape[0]

@@ -19,10 +19,14 @@ Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Boundaries(NamedTuple):
-    """Where documents begin in packed rows: `keep` is 0 at their first token, `segment_ids` number them; or None."""
+    """Where documents begin in packed rows: `keep` is 0 at their first token, `segment_ids` number them; or None.
+
+    `tokens` are those of the rows, for models whose blocks look them up again.
+    """
 
     keep: Float[Array, "batch seq"] | None = None
     segment_ids: Int[Array, "batch seq"] | None = None
+    tokens: Int[Array, "batch seq"] | None = None
 
 
 @runtime_checkable
@@ -76,6 +80,12 @@ def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array,
     return deviation * jax.random.normal(key, shape, jnp.float32)
 
 
+def uniform(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
+    """Return float32 numbers of this deviation, evenly distributed around 0."""
+    bound = 3**0.5 * deviation
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation with a learned scale (arXiv 1910.07467), computed in float32.
 
@@ -88,9 +98,24 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """Return `x` with unit mean square over its last axis, scaled, in x's dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        return (unit_mean_square(x, self.epsilon) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class PlainRMSNorm(nnx.Module):
+    """Root-mean-square normalisation without parameters, computed in float32."""
+
+    def __init__(self, width: int, epsilon: float, *, numerics: Numerics) -> None:
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return `x` with unit mean square over its last axis, in x's dtype."""
+        return unit_mean_square(x, self.epsilon).astype(x.dtype)
+
+
+def unit_mean_square(x: Float[Array, "*rows width"], epsilon: float) -> Float[Array, "*rows width"]:
+    """Return `x` with unit mean square over its last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
 
 def dropout(x: Float[Array, "batch seq embed"], rate: float, key: Array | None) -> Float[Array, "batch seq embed"]:

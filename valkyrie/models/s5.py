@@ -93,7 +93,7 @@ class S5(Block):
         """Return the state space, all of it in float32, and the matrices of the gate."""
         own = {"B": weight("state", "embed", 2, group="ssm", float32=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
-            own[name] = weight("embed", "state", 2, float32=True)
+            own[name] = weight("embed", "state", 2, float32=True, output_first=True)
         for name in ("gate", "out")[: self.activation.products]:
             own[name] = weight("embed", "mlp")
         for name in ("Lambda_re", "Lambda_im", "log_step"):

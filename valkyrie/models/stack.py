@@ -157,6 +157,11 @@ class Stack:
         return {kind: known[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in known}
 
     @property
+    def period(self) -> int:
+        """After how many blocks the stack may repeat itself: one pass over `block_pattern`."""
+        return len(self.block_pattern)
+
+    @property
     def causal(self) -> bool:
         """Whether a position sees none after it: what a next-token loss needs."""
         return all(block.is_causal for block in self.blocks.values())
@@ -199,7 +204,7 @@ class Stack:
         known, numbers, after = self.known_blocks, Counter[str](), self.feed_forward_after
         layers = []
         for kind in self.kinds:
-            site = Site(self.embed, self.layers, numbers[kind], f"model.{kind}")
+            site = Site(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
             has_feed_forward = after is None or kind in after
             after_it = self._feed_forward if has_feed_forward else None
             layers.append(Layer(kind, site, known[kind], after_it, self.residual))
@@ -209,9 +214,9 @@ class Stack:
     def segments(self) -> list[tuple[list[Layer], int]]:
         """Return the stack as runs of equal groups of layers with their repetitions: each run is one scan.
 
-        A group is one pass over `block_pattern`; a last group may be cut short.
+        A group is `period` blocks; a last group may be cut short.
         """
-        layers, width = self.stack(), len(self.block_pattern)
+        layers, width = self.stack(), self.period
         runs: list[tuple[list[Layer], int]] = []
         for start in range(0, len(layers), width):
             group = layers[start : start + width]
@@ -223,10 +228,9 @@ class Stack:
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter by dotted name, as the built model has it: a segment's have leading `layers`."""
-        table = self._table()
-        parameters = {"embedding": table, "norm.scale": _vector("embed", self.embed, "vector")}
+        parameters = {"embedding": self._table(), "norm.scale": _vector("embed", self.embed, "vector")}
         if not self.tie_embeddings:
-            parameters["unembedding"] = table
+            parameters["unembedding"] = replace(self._table(), group="unembedding", output_first=True)
         for i, (group, repeats) in enumerate(self.segments()):
             for j, layer in enumerate(group):
                 stacked = {name: _stacked(parameter, repeats) for name, parameter in layer.parameters().items()}
@@ -295,7 +299,7 @@ class Stack:
 
     def _table(self) -> Parameter:
         axes, shape = ("vocab", "embed"), (self.vocab_rows, self.embed)
-        return Parameter(axes, shape, ("model.vocab_multiple", "model.embed"))
+        return Parameter(axes, shape, ("model.vocab_multiple", "model.embed"), group="embedding")
 
 
 def _tensor_of(parameter: Parameter) -> Tensor:

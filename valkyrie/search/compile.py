@@ -30,7 +30,7 @@ from valkyrie.search.child import KEYS, OUTCOME
 from valkyrie.train.folder import versions
 
 SHAPING = ("data", "models", "ops", "parallel", "tasks", "train", "axes.py", "buckets.py", "checkpoint", "checksums.py")
-SHAPING += ("hardware.py", "hub.py", "modes.py", "optim.py", "paths.py", "precision.py", "refusals.py", "run.py")
+SHAPING += ("hardware.py", "hub.py", "modes.py", "optim", "paths.py", "precision.py", "refusals.py", "run.py")
 SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "__init__.py", "search/__init__.py")
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""

@@ -177,9 +177,9 @@ def schedule_change(run: Run, folder: Path, step: int) -> str | None:
     if not (folder / RUN).is_file():
         return None
     config, saved = run.config, saved_config(folder)
-    before = OptimizerConfig(
-        **{f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
-    )
+    known = {f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
+    before = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), known))
+    assert isinstance(before, OptimizerConfig)
     length, was = config.optimizer.decay_steps or config.steps, before.decay_steps or saved.steps
     rates: list[Any] = [learning_rate(o, n)(step) for o, n in ((config.optimizer, length), (before, was))]
     new, old = map(float, rates)

@@ -26,6 +26,7 @@ from valkyrie.run import Run
 from valkyrie.tasks import Array, task_of
 from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
 from valkyrie.train.rematerialise import checkpoint_of
+from valkyrie.train.spread import MatrixSpread
 from valkyrie.train.state import TrainState, init_state, state_shardings
 from valkyrie.train.step import eval_step, train_step
 
@@ -49,8 +50,10 @@ class StepProgram:
         self.assembly = Assembly(run.model, Numerics.of(config.precision))
         self.parameter_names = list(self.assembly.specs)
         structure = jax.tree.structure(self.assembly.abstract_parameters)
-        self.groups = jax.tree.unflatten(structure, [spec.group for spec in self.assembly.specs.values()])
-        self.optimizer = make_optimizer(config.optimizer, config.steps, self.groups)
+        specs = jax.tree.unflatten(structure, self.assembly.specs.values())
+        self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=lambda node: isinstance(node, Parameter))
+        compute, spread = config.precision.compute.value, MatrixSpread(self.shard)
+        self.optimizer = make_optimizer(config.optimizer, config.steps, self.groups, specs, compute, spread)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
         assert not self.carry or self.layout.microbatches == 1, "refused by Run.problems"

@@ -1,0 +1,102 @@
+"""Writes nanochat.npz: logits of public nanochat models with fixed weights, in float32, and one step of their Muon.
+
+    pip install transformers==5.23.0 torch==2.13.0
+    python tests/goldens/make_nanochat.py FOLDER     (FOLDER: a checkout of karpathy/nanochat at 92d63d4)
+
+The form of October 2025 is transformers' NanoChatForCausalLM; the form of July 2026 is nanochat's own gpt.py, over a
+context long enough for its short windows. Weights are not kept: they are drawn by name from a seed (`drawn`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HEADS, KV_HEADS, EMBED, LAYERS, VOCAB = 4, 2, 32, 4, 61
+SEQ = {"2025": 24, "2026": 200}
+
+
+def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Return weights by name: as large as keeps activations of the order of one."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def logits_of(model: torch.nn.Module, forward: Any, seq: int) -> tuple[np.ndarray, str]:
+    """Return the logits of a model with drawn weights on drawn tokens, and the shapes of its weights as JSON."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    values = drawn(shapes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(values[name]))
+        tokens = np.random.default_rng(1).integers(0, VOCAB, (1, seq))
+        return forward(torch.from_numpy(tokens)).float().numpy(), json.dumps(shapes)
+
+
+def of_2025() -> tuple[np.ndarray, str]:
+    """Return what transformers makes of it."""
+    from transformers import NanoChatConfig, NanoChatForCausalLM
+
+    config = NanoChatConfig(
+        vocab_size=VOCAB,
+        hidden_size=EMBED,
+        intermediate_size=4 * EMBED,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+    )
+    model = NanoChatForCausalLM(config).eval()
+    return logits_of(model, lambda tokens: model(tokens).logits, SEQ["2025"])
+
+
+def of_2026() -> tuple[np.ndarray, str]:
+    """Return what nanochat's gpt.py makes of it."""
+    from nanochat.gpt import GPT, GPTConfig
+
+    config = GPTConfig(SEQ["2026"], VOCAB, LAYERS, HEADS, KV_HEADS, EMBED, "SSSL")
+    model = GPT(config, pad_vocab_size_to=1)
+    model.init_weights()
+    return logits_of(model, model, SEQ["2026"])
+
+
+def muon_steps() -> dict[str, np.ndarray]:
+    """Return what two steps of nanochat's Muon make of a tall and a wide matrix, and their gradients."""
+    from nanochat.optim import muon_step_fused
+
+    rng, kept = np.random.default_rng(2), {}
+    for name, (rows, cols) in {"tall": (12, 8), "wide": (6, 10)}.items():
+        first, gradients = rng.standard_normal((1, rows, cols)), rng.standard_normal((2, 1, rows, cols))
+        parameters = torch.from_numpy(first.astype(np.float32))
+        reduced = (1, rows, 1) if rows >= cols else (1, 1, cols)
+        momentum, second = torch.zeros_like(parameters), torch.zeros(reduced)
+        for gradient in gradients:
+            scalars = [torch.tensor(value) for value in (0.9, 0.02 * max(1.0, rows / cols) ** 0.5, 0.1, 0.9)]
+            given = torch.from_numpy(gradient.astype(np.float32))
+            muon_step_fused(given, parameters, momentum, second, *scalars, 5, -1 if rows >= cols else -2)
+        kept |= {f"muon_{name}_first": first[0], f"muon_{name}_gradients": gradients[:, 0]}
+        kept[f"muon_{name}_last"] = parameters.numpy()[0]
+    return kept
+
+
+def main() -> None:
+    """Run the references once and write what they return."""
+    os.environ["NANOCHAT_DTYPE"] = "float32"
+    torch.compile = lambda f=None, **_: f if f is not None else lambda g: g  # pyright: ignore[reportAttributeAccessIssue]
+    sys.path.insert(0, sys.argv[1])
+    kept: dict[str, Any] = {}
+    for form, made in (("2025", of_2025()), ("2026", of_2026())):
+        kept[f"logits_{form}"], kept[f"shapes_{form}"] = made
+    np.savez_compressed(Path(__file__).with_name("nanochat.npz"), **kept, **muon_steps())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Muon: two steps are nanochat's own, however a matrix is stored or stacked; the rest goes by AdamW groups."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from helpers import (
+    OF_THEIR_OWN,
+    PARTITIONS,
+    assert_same_steps,
+    compose_config,
+    initial_state,
+    make_program,
+    small,
+    small_run,
+    stirred,
+    two_steps,
+)
+from valkyrie.axes import Parameter
+from valkyrie.optim import AdamGroup, Kind, MuonConfig, OptimizerConfig, Schedule, learning_rate, make_optimizer
+from valkyrie.optim.muon import Recipe, muon, orthogonal
+from valkyrie.run import Run
+
+GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
+PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
+"""The rates of goldens/make_nanochat.py."""
+
+
+def steps(name: str, specs: dict[str, Parameter], value: Any) -> dict[str, np.ndarray]:
+    """Return parameters after the golden's two steps; `value` makes what is stored of a matrix (rows: outputs)."""
+    optimizer = muon(PUBLISHED, specs)
+    parameters = {key: jnp.asarray(value(GOLDEN[f"muon_{name}_first"]), jnp.float32) for key in specs}
+    state = optimizer.init(parameters)
+    for gradient in GOLDEN[f"muon_{name}_gradients"]:
+        given = {key: jnp.asarray(value(gradient), jnp.float32) for key in specs}
+        updates, state = optimizer.update(given, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+    return jax.device_get(parameters)
+
+
+@pytest.mark.parametrize("name", ["tall", "wide"])
+def test_two_steps_are_those_of_nanochat(name):
+    rows, columns = GOLDEN[f"muon_{name}_last"].shape
+    as_torch = {"w": Parameter(("mlp", "embed"), (rows, columns), (None, None), output_first=True)}
+    found = steps(name, as_torch, lambda m: m)["w"]
+    np.testing.assert_allclose(found, GOLDEN[f"muon_{name}_last"], rtol=2e-5, atol=2e-6)
+    inputs_first = {"w": Parameter(("embed", "mlp"), (columns, rows), (None, None))}
+    np.testing.assert_allclose(steps(name, inputs_first, np.transpose)["w"], found.T, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_and_heads_are_matrices_of_their_own():
+    last = GOLDEN["muon_tall_last"]
+    heads = Parameter(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 3), (None,) * 4)
+    specs = {"heads": heads}
+    found = steps("tall", specs, lambda m: np.stack([m.T.reshape(8, 4, 3)] * 3))["heads"]
+    np.testing.assert_allclose(found, np.stack([last.T.reshape(8, 4, 3)] * 3), rtol=2e-5, atol=2e-6)
+
+
+def test_orthogonal_means_equal_singular_values():
+    stack = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 6)), jnp.float32)
+    values = np.linalg.svd(orthogonal(stack, output_first=True), compute_uv=False)
+    np.testing.assert_allclose(values, 1, atol=0.2)
+    np.testing.assert_allclose(np.square(values).sum(-1), 6, rtol=1e-4)
+
+
+def test_only_what_a_step_makes_smaller_is_decayed():
+    spec = {"w": Parameter(("a", "b"), (2, 2), (None, None))}
+    value = {"w": jnp.asarray([[3.0, 0.0], [0.0, -3.0]])}
+    gradient = {"w": jnp.asarray([[1.0, 0.0], [0.0, 1.0]])}
+    plain = muon(PUBLISHED._replace(decay=lambda _: 0.0), spec)
+    decayed = muon(PUBLISHED, spec)
+    moved = [np.asarray(o.update(gradient, o.init(value), value)[0]["w"]) for o in (plain, decayed)]
+    np.testing.assert_allclose(moved[1] - moved[0], [[-0.02 * 0.1 * 3.0, 0], [0, 0]], atol=1e-7)
+
+
+def test_the_schedule_is_held_and_lowered_evenly():
+    config = OptimizerConfig(
+        learning_rate=0.02, warmup_steps=4, final_ratio=0.05, schedule=Schedule.trapezoid, warmdown=0.5
+    )
+    rates = [float(learning_rate(config, 20)(step)) for step in range(21)]
+    np.testing.assert_allclose(rates[:4], 0.02 * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-6)
+    np.testing.assert_allclose(rates[4:11], 0.02, rtol=1e-6)
+    np.testing.assert_allclose(rates[20], 0.001, rtol=1e-5)
+    np.testing.assert_allclose(np.diff(rates[10:]), -0.0019, rtol=1e-4)
+
+
+def test_every_group_has_its_own_rate():
+    names = {"w": "matrix", "bias": "matrix", "table": "embedding", "scale": "input_scale"}
+    shapes = {"w": (4, 4), "bias": (4,), "table": (4, 4), "scale": ()}
+    specs = {
+        n: Parameter(("embed",) * len(shapes[n]), shapes[n], (None,) * len(shapes[n]), g) for n, g in names.items()
+    }
+    groups = MuonConfig().groups | {
+        "vector": AdamGroup(0.07),
+        "embedding": AdamGroup(0.03),
+        "input_scale": AdamGroup(0.5),
+    }
+    config = OptimizerConfig(
+        learning_rate=0.02,
+        warmup_steps=0,
+        schedule=Schedule.trapezoid,
+        clip_norm=None,
+        kind=Kind.muon,
+        muon=MuonConfig(groups=groups),
+    )
+    values = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    optimizer = make_optimizer(config, 10, names, specs)
+    gradient = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"w": jnp.eye(4)}
+    moved = optimizer.update(gradient, optimizer.init(values), values)[0]
+    for name, rate in {"bias": 0.07, "table": 0.03, "scale": 0.5}.items():
+        np.testing.assert_allclose(moved[name], -rate, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(moved["w"], -0.02 * np.eye(4), atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("model", OF_THEIR_OWN)
+def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
+    overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
+    host = stirred(initial_state((*small(model), *overrides)))
+    alone = two_steps(small_run(model, *overrides), host)
+    found = two_steps(small_run(model, *overrides, "mesh=2x2x2", f"partition={partition}"), host)
+    assert_same_steps(found, alone, rtol=1e-4)
+
+
+def test_momentum_lies_as_its_parameter_does():
+    program = make_program(small_run("nanochat_tiny", "mesh=2x2x2", "partition=fsdp", "optimizer=muon"))
+    parameters = {str(p): x for p, x in jax.tree_util.tree_leaves_with_path(program.abstract_state.parameters)}
+    momentum = [
+        (str(p), x)
+        for p, x in jax.tree_util.tree_leaves_with_path(program.abstract_state.optimizer)
+        if "momentum" in str(p)
+    ]
+    assert momentum
+    for path, x in momentum:
+        (like,) = (p for name, p in parameters.items() if path.endswith(name[1:]))
+        assert x.shape == like.shape and x.sharding == like.sharding, path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.muon.momentum=1", "optimizer.muon.momentum=1.0: must be at least 0 and below 1."),
+        ("optimizer.muon.momentum_warmup=0", "optimizer.muon.momentum_warmup=0: at least 1 is needed."),
+        ("optimizer.warmdown=0", "optimizer.warmdown=0.0: must be above 0 and at most 1."),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(override, message):
+    run = Run.from_config(compose_config("optimizer=muon", "mesh=1x1x1", "partition=dp", override))
+    assert message in run.problems()
+
+
+def test_a_group_that_there_is_not_is_refused():
+    own = MuonConfig(groups=MuonConfig().groups | {"heads": AdamGroup()})
+    assert own.problems() == [
+        "optimizer.muon.groups.heads is no group of parameters that AdamW takes. There are embedding, unembedding, "
+        "value_embedding, vector, residual_scale, input_scale, scalar, ssm."
+    ]
+
+
+def test_rates_follow_the_width():
+    run = Run.from_config(compose_config("optimizer=muon", "model=nanochat", "model.depth=16"))
+    assert run.config.optimizer.muon is not None
+    assert math.isclose(run.config.optimizer.muon.groups["embedding"].learning_rate, 0.3 * (768 / 1024) ** 0.5)

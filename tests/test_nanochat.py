@@ -1,0 +1,179 @@
+"""nanochat: logits of both forms as public implementations make them, its sizes, its windows, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import assembly_of, compose_config, compose_run, small_run
+from valkyrie.run import Run
+
+GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
+SMALL = ("model.depth=4", "model.embed=32", "model.attention.heads=4", "model.attention.kv_heads=2")
+SMALL += ("model.attention.head_dim=8", "model.vocab_size=61", "model.vocab_multiple=1", "precision=float32")
+FORMS = {
+    "2025": ("model=nanochat_2025", "model.norm_epsilon=1e-6", "model.attention.qk_norm_epsilon=1e-6"),
+    "2026": ("model=nanochat", "model.context=200"),
+}
+"""transformers' norms have another epsilon than nanochat's own; 200 tokens have short windows of 129."""
+
+
+def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """The weights of the golden, as goldens/make_nanochat.py draws them."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+PUBLIC = {
+    "2025": {
+        "embedding": "model.embed_tokens.weight",
+        "unembedding": "lm_head.weight",
+        "local.query": "model.layers.{}.self_attn.q_proj.weight",
+        "local.key": "model.layers.{}.self_attn.k_proj.weight",
+        "local.value": "model.layers.{}.self_attn.v_proj.weight",
+        "out": "model.layers.{}.self_attn.o_proj.weight",
+        "up": "model.layers.{}.mlp.fc1.weight",
+        "down": "model.layers.{}.mlp.fc2.weight",
+    },
+    "2026": {
+        "embedding": "transformer.wte.weight",
+        "unembedding": "lm_head.weight",
+        "backout_scale": "backout_lambda",
+        "smear_gate": "smear_gate.weight",
+        "smear_scale": "smear_lambda",
+        "residual_scale": "resid_lambdas[{}]",
+        "input_scale": "x0_lambdas[{}]",
+        "local.query": "transformer.h.{}.attn.c_q.weight",
+        "local.key": "transformer.h.{}.attn.c_k.weight",
+        "local.value": "transformer.h.{}.attn.c_v.weight",
+        "value_gate": "transformer.h.{}.attn.ve_gate.weight",
+        "value_embedding": "value_embeds.{}.weight",
+        "out": "transformer.h.{}.attn.c_proj.weight",
+        "up": "transformer.h.{}.mlp.c_fc.weight",
+        "down": "transformer.h.{}.mlp.c_proj.weight",
+    },
+}
+"""What the public implementations call each parameter, `{}` the layer."""
+
+
+def module_with(run: Run, form: str, weights: dict[str, np.ndarray]) -> Any:
+    """The module of a run with the weights of the golden, each of them used."""
+    assembly, unused = assembly_of(run), {*weights}
+    (group, repeats), *more = run.model.segments()
+    assert not more
+
+    def of_layer(public: str, layer: int, shape: tuple[int, ...], own: str) -> np.ndarray:
+        name, _, index = public.format(layer).partition("[")
+        unused.discard(name)
+        value = weights[name][int(index.rstrip("]"))] if index else weights[name]
+        reads_first = own in ("local.query", "local.key", "local.value", "up")
+        return (value.T if reads_first else value).reshape(shape)
+
+    values = []
+    for name, spec in assembly.specs.items():
+        own = name.split("mixer.")[-1].removeprefix("segment_0.")
+        own = own.split("feed_forward.")[-1].rpartition("block_")[2]
+        own = own.split(".", 1)[1] if own[0].isdigit() else own
+        place = partial(of_layer, PUBLIC[form][own], own=own)
+        if "block_" not in name:
+            values.append(place(0, spec.shape))
+            continue
+        block = int(name.split("block_")[1].split(".")[0])
+        values.append(np.stack([place(i * len(group) + block, spec.shape[1:]) for i in range(repeats)]))
+    assert not unused
+    structure = jax.tree.structure(assembly.abstract_parameters)
+    return assembly.module(jax.tree.unflatten(structure, [jnp.asarray(value) for value in values]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_public_model(form):
+    run = compose_run(*FORMS[form], *SMALL, "mesh=1x1x1", "partition=dp")
+    module = module_with(run, form, drawn(json.loads(str(GOLDEN[f"shapes_{form}"]))))
+    expected = GOLDEN[f"logits_{form}"]
+    tokens = np.random.default_rng(1).integers(0, 61, (1, expected.shape[1]))
+    logits = jax.jit(module.logits)(jnp.asarray(tokens, jnp.int32))
+    assert np.abs(expected).max() > 3, "the cap of the logits is not tested"
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("depth", "embed", "heads", "total", "of_2025"),
+    [
+        (12, 768, 6, 286_261_730, 135_266_304),
+        (16, 1024, 8, 536_871_738, 268_435_456),
+        (20, 1280, 10, 896_533_746, 477_102_080),
+        (24, 1536, 12, 1_384_122_122, 780_140_544),
+    ],
+)
+def test_the_depth_decides_the_size(depth, embed, heads, total, of_2025):
+    model = compose_run("model=nanochat", f"model.depth={depth}", "model.vocab_size=32768").model
+    assert (model.embed, model.attention.heads, model.layers, model.mlp) == (embed, heads, depth, 4 * embed)
+    assert model.parameter_count() == total
+    assert [repeats for _, repeats in model.segments()] == [depth // 4]
+    old = compose_run("model=nanochat_2025", f"model.depth={depth}", "model.vocab_size=32768").model
+    assert old.parameter_count() == of_2025
+    assert sum(p.size for p in old.parameters().values() if p.group == "matrix") == 12 * depth * embed**2
+
+
+def windows_of(pattern: str, depth: int = 6, context: int = 2048) -> list[int | None]:
+    model = compose_run("model=nanochat", f"model.depth={depth}", f"model.window_pattern={pattern}").model
+    model.context = context
+    return [layer.mixer.window(layer.site) for layer in model.stack()]
+
+
+def test_letters_are_tiled_over_layers_and_the_last_sees_all():
+    assert windows_of("SSSL") == [513, 513, 513, None, 513, None]
+    assert windows_of("GL") == windows_of("L") == [None] * 6
+    assert windows_of("S", context=1000) == [257] * 5 + [None]
+
+
+def refusals(*overrides: str) -> list[str]:
+    return Run.from_config(compose_config("model=nanochat", "mesh=1x1x1", "partition=dp", *overrides)).problems()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.window_pattern=SSXL",
+            "model.window_pattern=SSXL: the letter 'X' is not known. Use S (a quarter of the context), L or G (all "
+            "earlier tokens), such as SSSL, or null for model.attention.windows.",
+        ),
+        ("model.depth=0", "model.depth=0: at least 1 is needed."),
+        ("model.residual=parallel", "model.residual=parallel: nanochat's feed-forward stands after its attention."),
+        (
+            "model.feed_forward=swiglu",
+            "model.feed_forward=swiglu: nanochat's has no gate. Use relu2, relu or gelu.",
+        ),
+        ("model.attention.global_tokens=2", "model.attention.global_tokens=2: nanochat has none. Use 0."),
+        ("model.attention.qk_gain=0", "model.attention.qk_gain=0: must be above 0."),
+    ],
+)
+def test_what_it_does_not_have_is_refused(override, message):
+    assert refusals(override)[0] == message
+
+
+def test_a_depth_that_the_mesh_cannot_split_is_refused_with_what_can():
+    run = Run.from_config(compose_config("model=nanochat", "model.depth=12", "mesh=4x1x1", "partition=1d_tp"))
+    assert any("6 is not divisible by 4" in problem for problem in run.problems())
+
+
+def test_scales_fall_over_the_layers():
+    run = small_run("nanochat_tiny")
+    parameters = assembly_of(run).init(jax.random.key(0))
+    blocks = parameters["segment_0"]
+    scales = np.stack([blocks[f"block_{i}"]["residual_scale"] for i in (0, 1)]).T.ravel()
+    np.testing.assert_allclose(scales, 1.15 - 0.1 * np.arange(4) / 3, rtol=1e-6)
+    scales = np.stack([blocks[f"block_{i}"]["input_scale"] for i in (0, 1)]).T.ravel()
+    np.testing.assert_allclose(scales, 0.2 - 0.15 * np.arange(4) / 3, rtol=1e-6)
+    assert not np.any(blocks["block_0"]["mixer"]["out"]) and not np.any(blocks["block_1"]["feed_forward"]["down"])

@@ -1,0 +1,147 @@
+"""nanochat (karpathy/nanochat), as its `gpt.py` of July 2026 has it: one number, the depth, decides the shape.
+
+Every part that the form of October 2025 had not is an option: windows, value embeddings, smear, scales by layer,
+backout, and the gain of queries and keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.axes import Arrays, Parameter, Tensor
+from valkyrie.models.block import Block
+from valkyrie.models.feed_forward import Nonlinearity
+from valkyrie.models.nanochat_attention import NanochatAttention
+from valkyrie.models.stack import Layer, Residual, Stack
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+SMEAR_CHANNELS = 24
+"""How many channels of an embedding the gate of the smear reads."""
+
+
+@dataclass(frozen=True)
+class NanochatLayer(Layer):
+    """A layer with norms without parameters, and two scales: of the residual stream, and of its first value."""
+
+    scales: bool = True
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return its parameters by dotted name."""
+        parameters = {
+            n: p for n, p in super().parameters().items() if n not in ("norm.scale", "feed_forward_norm.scale")
+        }
+        scales = {"residual_scale": "residual_scale", "input_scale": "input_scale"} if self.scales else {}
+        return parameters | {name: _scalar(group) for name, group in scales.items()}
+
+
+@dataclass
+class Config(Stack):
+    """nanochat. `depth` sets width, heads and layers in its YAML: `embed` is 64 times it, rounded up to 128.
+
+    `window_pattern` gives layers their windows, a letter each, repeated: S is a quarter of `context`, rounded up to
+    128, and the token itself; L and G are all earlier tokens, as the last layer always has. null: `attention.windows`.
+    `layer_scales`: the residual stream is scaled before each layer, and the scaled first stream added. `smear` adds the
+    embedding of the token before, by a gate. `backout` is the part of the stream after the middle layer that the last
+    one loses at first; null: none.
+    """
+
+    family: str = "nanochat"
+    name: str = "nanochat"
+    depth: int = 4
+    vocab_multiple: int = 64
+    block_pattern: list[str] = field(default_factory=lambda: ["attention"])
+    feed_forward: Nonlinearity = Nonlinearity.relu2
+    norm_epsilon: float = 1.1920929e-07
+    logits_soft_cap: float | None = 15.0
+    tie_embeddings: bool = False
+    window_pattern: str | None = "SSSL"
+    layer_scales: bool = True
+    smear: bool = True
+    backout: float | None = 0.2
+    attention: NanochatAttention = field(default_factory=NanochatAttention)
+
+    @property
+    def smear_channels(self) -> int:
+        """How many channels the gate of the smear reads."""
+        return min(SMEAR_CHANNELS, self.embed)
+
+    @property
+    def period(self) -> int:
+        """After how many blocks the stack may repeat itself: windows and value embeddings each in their turn."""
+        windows = self.window_pattern or self.attention.windows
+        return math.lcm(len(windows), len(self.attention.dilations), 1 + self.attention.value_embeddings)
+
+    @property
+    def known_blocks(self) -> dict[str, Block]:
+        """The one kind of block, with the windows of the pattern."""
+        if self.window_pattern is None:
+            return {"attention": self.attention}
+        short = -(-self.context // 512) * 128 + 1  # a quarter in whole tiles of keys before the token itself
+        letters = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.layers - 1)]
+        windows = [short if letter == "S" else None for letter in letters]
+        return {"attention": replace(self.attention, windows=[*windows, None])}
+
+    def problems(self) -> list[str]:
+        """Return every reason why this shape cannot be built."""
+        refusals = []
+        pattern, unknown = self.window_pattern, sorted({*(self.window_pattern or "")} - {*"SLG"})
+        if pattern == "" or unknown:
+            what = f"the letter {unknown[0]!r} is not known" if unknown else "no letter"
+            refusals.append(
+                f"model.window_pattern={pattern}: {what}. Use S (a quarter of the context), L or G (all earlier "
+                "tokens), such as SSSL, or null for model.attention.windows."
+            )
+        if self.depth < 1:
+            refusals.append(f"model.depth={self.depth}: at least 1 is needed.")
+        if self.residual is not Residual.sequential:
+            refusals.append("model.residual=parallel: nanochat's feed-forward stands after its attention.")
+        if self.feed_forward_after is not None and "attention" not in self.feed_forward_after:
+            refusals.append("model.feed_forward_after: every block of nanochat has a feed-forward. Use null.")
+        if self.feed_forward.gated:
+            refusals.append(
+                f"model.feed_forward={self.feed_forward.value}: nanochat's has no gate. Use relu2, relu or gelu."
+            )
+        return refusals or super().problems()
+
+    def stack(self) -> list[Layer]:
+        """Return the layers first to last."""
+        return [NanochatLayer(**vars(layer), scales=self.layer_scales) for layer in super().stack()]
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return every parameter by dotted name."""
+        parameters = {name: p for name, p in super().parameters().items() if name != "norm.scale"} | self._own()
+        return dict(sorted(parameters.items(), key=lambda item: item[0].split(".")))
+
+    def arrays(self) -> Arrays:
+        """Return what a layout splits, the few small parameters of the model itself among it."""
+        arrays = super().arrays()
+        for name, p in self._own().items():
+            arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.keys), []).append(name)
+        return arrays
+
+    def _own(self) -> dict[str, Parameter]:
+        """Return what it has beside a stack's."""
+        own = {}
+        if self.smear:
+            channels = self.smear_channels
+            own["smear_gate"] = Parameter((None,), (channels,), (None,), group="scalar", float32=True)
+            own["smear_scale"] = _scalar("scalar")
+        if self.backout is not None:
+            own["backout_scale"] = _scalar("scalar")
+        return own
+
+    def build(self, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module."""
+        from valkyrie.models.nanochat_model import NanochatModel
+
+        return NanochatModel(self, numerics=numerics, key=key)
+
+
+def _scalar(group: str) -> Parameter:
+    return Parameter((), (), (), group=group, float32=True)

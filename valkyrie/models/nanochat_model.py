@@ -1,0 +1,215 @@
+"""The module of nanochat: a language model whose residual stream is scaled and fed the embedding again block by block.
+
+What a block adds to a language model's: per-layer scales of the stream and of its first value. What the model adds: a
+norm of the embedding, `smear` (some of the token before, by a gate), and `backout` (the stream of the middle taken off
+at the end).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from valkyrie.axes import UNSHARDED, Shard
+from valkyrie.models.block import BLOCK_INPUT
+from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, repeat_keys
+from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
+from valkyrie.models.stack import Layer, Stack
+from valkyrie.ops.linear import Numerics
+
+if TYPE_CHECKING:
+    from valkyrie.models.families.nanochat import Config
+
+GATE_INIT = 0.02
+"""The gate of the smear begins between 0 and this."""
+
+
+class NanochatBlock(ResidualBlock):
+    """A block of plain norms, on a residual stream that it scales first and adds the scaled first stream to."""
+
+    norm_kind = PlainRMSNorm
+    residual_scale: nnx.Param
+    input_scale: nnx.Param
+
+    def __init__(self, config: Config, layer: Layer, *, numerics: Numerics, key: Array) -> None:
+        super().__init__(config, layer, numerics=numerics, key=key)
+        self.scaled, specs = config.layer_scales, layer.parameters()
+        if self.scaled:  # their values differ by layer: `NanochatModel` sets them
+            for name in ("residual_scale", "input_scale"):
+                setattr(self, name, parameter(specs[name], jnp.zeros(()), numerics))
+        up, down = self.feed_forward.up, self.feed_forward.down
+        up[...] = uniform(jax.random.fold_in(key, 1), up.shape, 0.4 * config.embed**-0.5).astype(up.dtype)
+        down[...] = jnp.zeros_like(down[...])
+
+    def mixed_in(self, x: Float[Array, "*rows embed"], first: Float[Array, "*rows embed"]) -> Array:
+        """Return the stream that the block works on."""
+        if not self.scaled:
+            return x
+        scales = (scale[...].astype(x.dtype) for scale in (self.residual_scale, self.input_scale))
+        return next(scales) * x + next(scales) * first
+
+    def step_with(
+        self, x: Float[Array, "batch embed"], state: Any, first: Float[Array, "batch embed"], tokens: Array
+    ) -> tuple[Float[Array, "batch embed"], Any]:
+        """Return the stream of one more token, and the mixer's state after it."""
+        x = self.mixed_in(x, first)
+        y, state = self.mixer.step(self.norm(x), state, tokens)
+        x = x + y
+        return x + self.feed_forward(self.feed_forward_norm(x)[:, None], UNSHARDED)[:, 0], state
+
+
+class NanochatModel(LanguageModel):
+    """Embedding, norm, smear, blocks, backout, norm and head."""
+
+    block_kind = NanochatBlock
+
+    def __init__(self, config: Config, *, numerics: Numerics, key: Array) -> None:
+        super().__init__(config, numerics=numerics, key=key)
+        self.own, specs = config, config.parameters()
+        if config.layer_scales:
+            _set_scales(self.segments, config)
+        if config.smear:
+            gate = jax.random.uniform(jax.random.fold_in(key, 1), specs["smear_gate"].shape, maxval=GATE_INIT)
+            self.smear_gate = parameter(specs["smear_gate"], gate, numerics)
+            self.smear_scale = parameter(specs["smear_scale"], jnp.zeros(()), numerics)
+        if config.backout is not None:
+            self.backout_scale = parameter(specs["backout_scale"], jnp.full((), config.backout), numerics)
+
+    @staticmethod
+    def deviations(config: Stack) -> tuple[float, float]:
+        """Return the standard deviations that the embedding and the unembedding begin with."""
+        return 0.8, 0.001
+
+    def boundaries(
+        self, segment_ids: Int[Array, "batch seq"] | None, tokens: Int[Array, "batch seq"] | None = None
+    ) -> Boundaries:
+        """Return where documents begin, and the tokens."""
+        return super().boundaries(segment_ids)._replace(tokens=tokens)
+
+    def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
+        """Return normalised embeddings."""
+        return shard(self.norm(super().embed(tokens, shard=shard)), "batch", "seq", "embed")
+
+    def blocks(
+        self,
+        x: Float[Array, "batch seq embed"],
+        boundaries: Boundaries,
+        *,
+        shard: Shard = UNSHARDED,
+        checkpoint: Checkpoint = lambda block: block,
+        key: Array | None = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the residual stream after the last block and the backout."""
+        first = shard(self._smeared(x, _before(x, boundaries), shard), "batch", "seq", "embed")
+
+        def run(
+            x: Array, first: Array, group: Any, boundaries: Boundaries, key: Array | None, at: int | None
+        ) -> tuple[Array, Array | None]:
+            middle = None
+            for i, block in enumerate(group.blocks):
+                x = block.mixed_in(checkpoint_name(x, BLOCK_INPUT), first)
+                x = block.after(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
+                middle = x if i == at else middle
+            return x, middle
+
+        x, middle = first, jnp.zeros_like(first)
+        for i, group in enumerate(self.segments):
+            at, keys = self._middle(i), repeat_keys(key, i, group)
+            wrapped = checkpoint(partial(run, at=at.block))
+
+            def body(
+                carry: tuple[Array, Array],
+                scanned: tuple[BlockGroup, Array | None, Array],
+                wrapped: Any = wrapped,
+                at: _Middle = at,
+            ) -> tuple[tuple[Array, Array], None]:
+                group, key, repeat = scanned
+                x, new = wrapped(carry[0], first, group, boundaries, key)
+                return (x, carry[1] if new is None else jnp.where(repeat == at.repeat, new, carry[1])), None
+
+            (x, middle), _ = jax.lax.scan(body, (x, middle), (group, keys, jnp.arange(at.repeats)))
+        return self._backed_out(x, middle)
+
+    def init_state(self, batch: int, max_len: int) -> Any:
+        """Return the state of generation before the first token: that of the blocks, and the embedding before."""
+        of_blocks = super().init_state(batch, max_len)
+        return of_blocks, jnp.zeros((batch, self.config.embed), self.numerics.compute)
+
+    def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Return the logits after one more token and the state that follows it."""
+        of_blocks, before = state
+        embedded = self.norm(self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens]))
+        first = self._smeared(embedded, before, UNSHARDED)
+        x, middle, after = first, jnp.zeros_like(first), []
+        for i, (group, of_group) in enumerate(zip(self.segments, of_blocks, strict=True)):
+            at = self._middle(i)
+
+            def body(
+                carry: tuple[Array, Array], scanned: tuple[Any, Any, Array], at: _Middle = at
+            ) -> tuple[tuple[Array, Array], Any]:
+                (x, middle), (group, before, repeat), states = carry, scanned, []
+                for j, (block, of_block) in enumerate(zip(group.blocks, before, strict=True)):
+                    x, of_block = block.step_with(x, of_block, first, tokens)
+                    states.append(of_block)
+                    middle = jnp.where(repeat == at.repeat, x, middle) if j == at.block else middle
+                return (x, middle), states
+
+            (x, middle), states = jax.lax.scan(body, (x, middle), (group, of_group, jnp.arange(at.repeats)))
+            after.append(states)
+        return self._unembed(self.norm(self._backed_out(x, middle))), (after, embedded)
+
+    def _smeared(
+        self, x: Float[Array, "*rows embed"], before: Float[Array, "*rows embed"], shard: Shard
+    ) -> Float[Array, "*rows embed"]:
+        """Return the embeddings with some of those before them: a gate reads the first channels."""
+        if not self.own.smear:
+            return x
+        with jax.named_scope("smear"):
+            channels = x[..., : self.own.smear_channels]
+            channels = shard(channels, "batch", "seq", None) if x.ndim == 3 else channels
+            gate = jax.nn.sigmoid(channels @ self.smear_gate[...].astype(x.dtype))
+            return x + (self.smear_scale[...].astype(x.dtype) * gate)[..., None] * before
+
+    def _backed_out(self, x: Array, middle: Array) -> Array:
+        return x if self.own.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
+
+    def _middle(self, segment: int) -> _Middle:
+        """Return where the middle of the stack lies in a segment, if it is taken off at the end and lies there."""
+        runs = self.config.segments()
+        behind = self.config.layers // 2 - sum(len(layers) * repeats for layers, repeats in runs[:segment])
+        layers, repeats = runs[segment]
+        if self.own.backout is None or not 0 <= behind < len(layers) * repeats:
+            return _Middle(repeats, 0, None)
+        return _Middle(repeats, *divmod(behind, len(layers)))
+
+
+class _Middle(NamedTuple):
+    """Where the middle lies in a segment of `repeats` groups: after which block of which one; None: not in it."""
+
+    repeats: int
+    repeat: int
+    block: int | None
+
+
+def _before(x: Float[Array, "batch seq embed"], boundaries: Boundaries) -> Float[Array, "batch seq embed"]:
+    """Return each position's predecessor within its document, zeros where there is none."""
+    before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    return before if boundaries.keep is None else before * boundaries.keep[..., None].astype(x.dtype)
+
+
+def _set_scales(segments: list[BlockGroup], config: Config) -> None:
+    """Let scales of the stream fall from 1.15 to 1.05 over the layers, those of the first stream from 0.2 to 0.05."""
+    start, last = 0, max(config.layers - 1, 1)
+    for group, (layers, repeats) in zip(segments, config.segments(), strict=True):
+        for i, block in enumerate(group.blocks):
+            depth = (start + i + len(layers) * jnp.arange(repeats)) / last
+            for name, begin, fall in (("residual_scale", 1.15, 0.10), ("input_scale", 0.20, 0.15)):
+                scale = getattr(block, name)
+                scale[...] = (begin - fall * depth).astype(scale.dtype)
+        start += len(layers) * repeats

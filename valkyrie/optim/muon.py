@@ -1,0 +1,230 @@
+"""Muon (Jordan 2024) as nanochat has it: momentum made orthogonal, a step of one size in every direction.
+
+Matrices of one shape are stacked over all layers and parameters, and the stack is split over all devices: each makes
+whole matrices orthogonal by itself. Two exchanges of the size of the parameters in the compute dtype are all that
+devices send, where iterating on split matrices would sum a square matrix over devices twice in each of five iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+from optax.contrib._muon import orthogonalize_via_newton_schulz
+
+from valkyrie.axes import LAYERS, Parameter
+
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+"""Five steps of the Polar Express (arXiv 2505.16932) for a safety factor of 2e-2 and a cushion of 2."""
+MARGIN = 1.01
+"""A matrix is divided by its norm times this before the first step."""
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """Where stacks of matrices lie; implemented by `valkyrie.train` for a mesh, by `Together` without one."""
+
+    devices: int
+
+    def lies(self, spec: Parameter) -> Hashable:
+        """Return what splits a parameter's matrices: equal where they may be stacked as they lie."""
+        ...
+
+    def at_rest(self, stack: Array, spec: Parameter) -> Array:
+        """Return a stack (matrices, rows, columns) that lies as this parameter does."""
+        ...
+
+    def spread(self, stack: Array) -> Array:
+        """Return a stack of whole matrices, split over all devices."""
+        ...
+
+
+class Together:
+    """The `Spread` of a single device."""
+
+    devices = 1
+
+    def lies(self, spec: Parameter) -> Hashable:
+        """Return the same for all."""
+        return None
+
+    def at_rest(self, stack: Array, spec: Parameter) -> Array:
+        """Return the stack itself."""
+        return stack
+
+    def spread(self, stack: Array) -> Array:
+        """Return the stack itself."""
+        return stack
+
+
+class Recipe(NamedTuple):
+    """What an update of matrices goes by; the schedules are functions of the step, 0 for the first."""
+
+    rate: Callable[[Any], Any]
+    momentum: Callable[[Any], Any]
+    decay: Callable[[Any], Any]
+    beta2: float | None
+    compute: str
+
+
+class MuonState(NamedTuple):
+    """Steps taken, momentum by parameter, and the mean squares of rows or columns (`beta2`)."""
+
+    count: Array
+    momentum: Any
+    second: Any
+
+
+def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.GradientTransformation:
+    """Return the transformation for a tree of matrices that `specs` describes, with masked nodes elsewhere.
+
+    A parameter's dimensions after `layers` are a matrix: the first, and the others together.
+    """
+    placed = spread or Together()
+
+    def init(params: Any) -> MuonState:
+        second = None
+        if recipe.beta2 is not None:
+            second = jax.tree.map(lambda p, s: jnp.zeros(_kept_shape(s), jnp.float32), params, specs)
+        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), second)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        part = recipe.momentum(state.count)
+        momentum = jax.tree.map(lambda m, g: part * m + (1 - part) * g, state.momentum, updates)
+        ahead = jax.tree.map(lambda m, g: part * m + (1 - part) * g, momentum, updates)
+        leaves, structure = jax.tree.flatten(ahead)
+        of_leaves = jax.tree.leaves(jax.tree.map(lambda _, s: s, ahead, specs), is_leaf=_is_spec)
+        values = jax.tree.leaves(params)
+        second = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
+        directions: list[Any] = [None] * len(leaves)
+        for members in _alike(of_leaves, placed):
+            chosen = [of_leaves[i] for i in members]
+            made, kept = _directions([leaves[i] for i in members], [second[i] for i in members], chosen, recipe, placed)
+            for i, direction, new in zip(members, made, kept, strict=True):
+                directions[i], second[i] = direction, new
+        rate, decay = recipe.rate(state.count), recipe.decay(state.count)
+        steps = [_step(o, p, rate * _scale(s), decay) for o, p, s in zip(directions, values, of_leaves, strict=True)]
+        kept_second = None if state.second is None else jax.tree.unflatten(structure, second)
+        return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, kept_second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def is_matrix(spec: Parameter) -> bool:
+    """Return whether Muon takes a parameter: a matrix, or several behind each other."""
+    return spec.group == "matrix" and len(spec.shape) - (LAYERS in spec.axes) >= 2
+
+
+def matrix_shape(spec: Parameter) -> tuple[int, int, int]:
+    """Return how many matrices a parameter has, and their rows and columns."""
+    stacked = LAYERS in spec.axes
+    count, shape = (spec.shape[0], spec.shape[1:]) if stacked else (1, spec.shape)
+    return count, shape[0], math.prod(shape[1:])
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, Parameter)
+
+
+def _alike(specs: list[Parameter], placed: Spread) -> list[list[int]]:
+    """Return the numbers of the parameters whose matrices may stand in one stack."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for i, spec in enumerate(specs):
+        groups[(*matrix_shape(spec)[1:], spec.output_first, placed.lies(spec))].append(i)
+    return list(groups.values())
+
+
+def _directions(
+    leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, placed: Spread
+) -> tuple[list[Array], list[Any]]:
+    """Return the orthogonal directions of parameters alike, and the mean squares of their rows or columns."""
+    spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
+    _, rows, columns = matrix_shape(spec)
+    stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
+    padding = -len(stack) % placed.devices
+    stack = jnp.pad(placed.at_rest(stack, spec), ((0, padding), (0, 0), (0, 0)))
+    made = orthogonal(placed.spread(stack), spec.output_first)
+    if recipe.beta2 is not None:
+        before = jnp.pad(jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in second]), ((0, padding), (0, 0)))
+        made, after = _evened(made, before, recipe.beta2, _kept_axis(spec))
+        after = jnp.split(after[: len(after) - padding], _ends(counts))
+        second = [new.reshape(_kept_shape(s)) for new, s in zip(after, specs, strict=True)]
+    made = placed.at_rest(placed.spread(made), spec)
+    parts = jnp.split(made[: len(made) - padding], _ends(counts))
+    return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], second
+
+
+def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
+    """Return the nearest orthogonal matrices, of norm sqrt(min(rows, columns)), in the dtype they came in.
+
+    Rows of what they make (columns unless `output_first`) are first put to one norm (MuonEq, arXiv 2603.28254).
+    """
+    wide, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
+    norms = jnp.linalg.norm(wide, axis=-1 if output_first else -2, keepdims=True)
+    target = jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True) / rows**0.5
+    even = stack * (target / jnp.maximum(norms, 1e-6)).astype(stack.dtype)
+    made = jax.vmap(lambda x: orthogonalize_via_newton_schulz(x, jnp.asarray(_COEFFICIENTS, x.dtype), eps=1e-6))(even)
+    size = jnp.linalg.norm(made.astype(jnp.float32), axis=(-2, -1), keepdims=True)
+    return made * (min(stack.shape[-2:]) ** 0.5 / jnp.maximum(size, 1e-6)).astype(made.dtype)
+
+
+_COEFFICIENTS = np.array([[c / MARGIN ** (2 * i + 1) for i, c in enumerate(POLAR_EXPRESS[0])], *POLAR_EXPRESS[1:]])
+"""Those of the Polar Express, the first step's for a matrix that is not divided by the margin yet."""
+
+
+def _evened(
+    made: Float[Array, "n rows columns"], before: Float[Array, "n kept"], beta2: float, kept: int
+) -> tuple[Float[Array, "n rows columns"], Float[Array, "n kept"]]:
+    """Return directions whose rows (or columns) are divided by their running root mean squares, of the same norm.
+
+    NorMuon, arXiv 2510.05491.
+    """
+    squares = jnp.mean(jnp.square(made.astype(jnp.float32)), axis=3 - kept)
+    after = beta2 * before + (1 - beta2) * squares
+    scale = jax.lax.rsqrt(jnp.maximum(after, 1e-10))
+    norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
+    new = jnp.sqrt(jnp.sum(squares * jnp.square(scale), axis=-1, keepdims=True))
+    scale = scale * norm / jnp.maximum(new, 1e-10)
+    return made * jnp.expand_dims(scale, 3 - kept).astype(made.dtype), after
+
+
+def _kept_axis(spec: Parameter) -> int:
+    """Return of which dimension mean squares are kept: that of the outputs, unless there are more inputs."""
+    _, first, rest = matrix_shape(spec)
+    outputs, inputs = (first, rest) if spec.output_first else (rest, first)
+    return 1 if spec.output_first == (outputs >= inputs) else 2
+
+
+def _kept_shape(spec: Parameter) -> tuple[int, ...]:
+    shape = matrix_shape(spec)
+    return (shape[0], shape[_kept_axis(spec)])
+
+
+def _scale(spec: Parameter) -> float:
+    """Return the factor of a matrix's learning rate: the root of outputs over inputs where there are more outputs."""
+    _, first, rest = matrix_shape(spec)
+    return max(1.0, first / rest if spec.output_first else rest / first) ** 0.5
+
+
+def _step(direction: Array, value: Array, rate: Any, decay: Any) -> Array:
+    """Return the update: against the direction, and decayed where that makes a number smaller too (cautious)."""
+    agrees = direction * value >= 0
+    return -rate * (direction + decay * jnp.where(agrees, value, 0))
+
+
+def _ends(counts: list[int]) -> list[int]:
+    """Return where parts of these lengths end, but the last."""
+    return [sum(counts[: i + 1]) for i in range(len(counts) - 1)]
