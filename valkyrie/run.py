@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from valkyrie.axes import Arrays
+from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import needs_disk
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.data.config import SEEDS, DataConfig, full_path
@@ -29,6 +29,7 @@ from valkyrie.models import (
 )
 from valkyrie.modes import MODES, ModeConfig, reads_run
 from valkyrie.optim import OptimizerConfig
+from valkyrie.parallel.batches import Batches, batches_of
 from valkyrie.parallel.distributed import DistributedConfig
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
 from valkyrie.parallel.mesh import MeshConfig
@@ -77,6 +78,7 @@ class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
     `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
+    `batch_tokens` and `device_batch`, where given, decide `batch` and `microbatches` (`valkyrie.parallel.batches`).
     `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
     """
 
@@ -102,11 +104,14 @@ class RunConfig:
     batch: int = 32
     seq: int = 128
     microbatches: int = 1
+    batch_tokens: int | None = None
+    device_batch: int | None = None
     log_every: int = 10
     eval_every: int = 100
     eval_batches: int = 8
     prompt: str = "def "
     sample_tokens: int = 200
+    sample_every: int | None = None
     temperature: float = 0.8
     top_k: int | None = 40
     debug: Debug = Debug.none
@@ -216,7 +221,29 @@ class Run:
         folder = folder_of(family)
         if folder is not None and str(folder) not in typed.modules:
             typed.modules.append(str(folder))
-        return Run(typed, typed.model)
+        return Run(typed, typed.model)._with_batches()
+
+    def _with_batches(self) -> Run:
+        """Return the run with the batch and the microbatches that `batch_tokens` and `device_batch` ask for."""
+        found = self._batches()
+        self.config.batch, self.config.microbatches = found.batch, found.microbatches
+        return self
+
+    def _batches(self) -> Batches:
+        c = self.config
+        known = c.device_batch is not None and not c.mesh.problems()
+        shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
+        return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
+
+    def describe_batch(self) -> str | None:
+        """Return what was made of `batch_tokens` and `device_batch`; None where neither is given."""
+        c = self.config
+        if c.batch_tokens is None and c.device_batch is None:
+            return None
+        tokens = f"{c.batch * c.seq:,} tokens: batch={c.batch} of seq={c.seq}"
+        return f"{tokens}, microbatches={c.microbatches}" + (
+            "" if c.device_batch is None else f" of {c.device_batch} sequences a device"
+        )
 
     def problems(self, *, advise: bool = True) -> list[str]:
         """Return everything wrong with this run that can be known without JAX and without a device.
@@ -227,7 +254,7 @@ class Run:
         if too_large := _too_large(asdict(c)):
             return too_large
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
-        problems += c.distributed.problems()
+        problems += [*c.distributed.problems(), *self._batches().problems]
         of_target = target_problems(self.config.target, self.config.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
@@ -244,6 +271,8 @@ class Run:
             problems.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
         if c.top_k is not None and c.top_k < 1:
             problems.append(f"top_k={c.top_k}: at least 1 is needed, or null to sample among all tokens.")
+        if c.sample_every is not None and c.sample_every < 1:
+            problems.append(f"sample_every={c.sample_every}: at least 1 is needed, or null for no samples on the way.")
         if c.sample_tokens < 0:
             problems.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
         if not 0 <= c.seed < SEEDS:

@@ -105,9 +105,11 @@ class MuonConfig:
 class OptimizerConfig:
     """An optimizer of some `kind` with linear warm-up and a decay (none where `final_ratio` is 1).
 
-    `kind: muon` goes by `muon` (null: its defaults). `schedule: trapezoid` holds the peak until the last `warmdown` of the steps. The schedule takes `decay_steps` steps,
-    null for as many as the run has; after them the rate stays at its last. `ssm_learning_rate_ratio` scales the rate of
-    S5's own parameters (B, Lambda, log_step, norm), which are never decayed, as in lindermanlab/S5 `train_helpers.py`.
+    `kind: muon` goes by `muon` (null: its defaults). `schedule: trapezoid` holds the peak until the last `warmdown` of
+    the steps. The schedule takes `decay_steps` steps, null for as many as the run has; after them the rate stays at its
+    last. `ssm_learning_rate_ratio` scales the rate of S5's own parameters (B, Lambda, log_step, norm), which are never
+    decayed, as in lindermanlab/S5 `train_helpers.py`. Rows of puzzles take steps by the signs of their gradients at
+    `puzzle_learning_rate`, null for the rate of the rest.
     `final_ratio` is the last learning rate over the peak. `clip_norm` null leaves gradients alone; `ema_decay` null
     keeps no average of the parameters.
     """

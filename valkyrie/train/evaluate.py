@@ -1,4 +1,4 @@
-"""The evaluation of a model: the task's metrics over rows of the validation split, the same rows every time."""
+"""The evaluation of a model: the task's metrics over the same rows of the validation split, and samples of its text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from valkyrie.data.forms import Dataset
 from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.train.generate import generate
 from valkyrie.train.options import refusals_in_plain_words
 from valkyrie.train.program import StepProgram
 
@@ -17,7 +18,7 @@ class Evaluator:
     """Evaluates parameters on the validation split of a dataset."""
 
     def __init__(self, program: StepProgram, prepared: Dataset, tokenizer: Tokenizer | None) -> None:
-        self._program, self._prepared = program, prepared
+        self._program, self._prepared, self._tokenizer = program, prepared, tokenizer
         references = program.task.references(tokenizer, program.run.model.vocab_rows)
         replicated = program.shard.sharding(())
         self._references = jax.tree.map(lambda x: jax.device_put(x, replicated), references)
@@ -35,3 +36,26 @@ class Evaluator:
                 sums.append(jax.block_until_ready(result))
         total = {key: float(np.sum([np.asarray(s[key], np.float64) for s in sums])) for key in sums[0]}
         return program.task.evaluation(total)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the model writes text."""
+        return self._tokenizer is not None
+
+    def sample(self, parameters: Any) -> str:
+        """Return the run's prompt and what the parameters make of it."""
+        config, mesh = self._program.run.config, self._program.mesh
+        assert isinstance(mesh, jax.sharding.Mesh) and self._tokenizer is not None
+        if self._program.backend == "cpu" and jax.process_count() == 1:
+            parameters = jax.device_put(parameters, mesh.devices.flat[0])  # one does it faster than many on its cores
+        pieces = generate(
+            self._program.assembly,
+            parameters,
+            self._tokenizer,
+            config.prompt,
+            tokens=config.sample_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            seed=config.seed,
+        )
+        return config.prompt + "".join(pieces)

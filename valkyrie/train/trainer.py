@@ -202,13 +202,16 @@ class _Loop:
             fast = _is_due(config.checkpoint.fast.every, step) and step != config.steps or self.stopping
             durable = _is_due(config.checkpoint.every, step) or self.stopping or step == config.steps
             traced = self.window.closes(step)
-            if judge or fast or durable or traced:
+            sample = _is_due(config.sample_every, step) and self.evaluate.writes and not self.stopping
+            if judge or fast or durable or traced or sample:
                 self._read(unread, step, start)
                 unread = None
                 with self.watchdog.resting():
                     if traced and not self.stopping:
                         self._end_trace()
                     self._save(fast=fast, durable=durable, judge=judge)
+                    if sample:
+                        self._sample()
             if self.stopping:
                 break
         self._end_trace()  # of a window that is cut short: after the save, for which a preemption leaves little time
@@ -292,6 +295,12 @@ class _Loop:
             self.evaluation.update(self.evaluate(self.state.averaged, self.program.run.config.eval_batches))
         self._say(self.tracker.log(self.evaluation, self.step))
         self.screen.say(f"step {self.step}: {self.program.task.describe(self.evaluation)}")
+
+    def _sample(self) -> None:
+        with self.meter.paused("evaluation"):
+            text = self.evaluate.sample(self.state.averaged)
+        self._say(self.tracker.log({"sample": text}, self.step))
+        self.screen.say(f"step {self.step}, sample: {text}")
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -1,0 +1,48 @@
+"""A batch in tokens, cut by what a device takes at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import compose_config, compose_run
+from valkyrie.parallel.batches import batches_of
+from valkyrie.run import Run
+
+SMALL = ("mesh=2x2x2", "partition=fsdp", "seq=64")
+
+
+def test_tokens_make_sequences_and_microbatches():
+    assert batches_of(32, 1, 1024, 8, 524288, 8) == (512, 8, [])
+    assert batches_of(512, 4, 1024, 8, None, None) == (512, 4, [])
+    assert batches_of(32, 1, 2048, 4, 524288, None) == (256, 1, [])
+
+
+def test_a_run_has_them_and_says_so():
+    run = compose_run(*SMALL, "batch_tokens=4096", "device_batch=2")
+    assert (run.config.batch, run.config.microbatches, run.layout.microbatches) == (64, 4, 4)
+    assert run.describe_batch() == "4,096 tokens: batch=64 of seq=64, microbatches=4 of 2 sequences a device"
+    assert compose_run(*SMALL).describe_batch() is None
+    tensor = compose_run("mesh=2x2x2", "partition=2d_tp", "seq=64", "batch_tokens=4096", "device_batch=2")
+    assert tensor.config.microbatches == 16  # two devices split the batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch_tokens=1000"], "batch_tokens=1000 is not a multiple of seq=64. Use 960."),
+        (
+            ["batch=64", "device_batch=3"],
+            "batch=64 does not divide into parts of device_batch=3 sequences on 8 devices (24 at a time). Use "
+            "device_batch=2.",
+        ),
+        (
+            ["batch_tokens=512", "device_batch=1", "mesh=4x4x1"],
+            "batch_tokens=512, 8 sequences, does not divide into parts of device_batch=1 sequences on 16 devices (16 "
+            "at a time). Use a batch that 16 divides.",
+        ),
+        (["batch=64", "device_batch=0"], "device_batch=0: at least 1 is needed."),
+        (["sample_every=0"], "sample_every=0: at least 1 is needed, or null for no samples on the way."),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_does(overrides, message):
+    assert message in Run.from_config(compose_config(*SMALL, *overrides)).problems()
