@@ -34,7 +34,7 @@ WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "swee
 
 def test_every_group_has_choices_and_every_folder_is_a_group():
     folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    assert folders == {*GROUPS, "experiment", "sweep", "hydra"} - {"mode"}  # a list of objects, not of files
+    assert folders == {*GROUPS, "experiment", "size", "sweep", "hydra"} - {"mode"}  # a list of objects, not of files
     assert all(CHOICES.values())
     assert EXPERIMENTS
     assert SWEEPS

@@ -146,6 +146,7 @@ def register() -> Path:
     OmegaConf.register_new_resolver("default_remat", default_remat, replace=True)
     OmegaConf.register_new_resolver("default_save", default_save, replace=True)
     OmegaConf.register_new_resolver("default_precision", default_precision, replace=True)
+    OmegaConf.register_new_resolver("tiny_of", tiny_of, replace=True)
     OmegaConf.register_new_resolver("ids_of", ids_of, replace=True)
     OmegaConf.register_new_resolver("described_modes", described_modes, replace=True)
     return conf_dir_checked()
@@ -234,6 +235,35 @@ def ids_of(tokenizer: str | None, default: str) -> int:
     from valkyrie.data.tokenizer import vocab_size_of
 
     return vocab_size_of(name)
+
+
+def tiny_of(experiment: str | None) -> str:
+    """Return the tiny model that stands for an experiment's: of its first word, or of its family.
+
+    ValueError where the experiment is not of this package, or nothing of its kind is tiny.
+    """
+    if experiment is None:
+        return "valkyrie_tiny"
+    model = _chosen("experiment", experiment, "override /model")
+    family = _chosen("model", model, "").removesuffix("_schema") if model else ""
+    names = [f"{word}_tiny" for word in ((model or "").split("_")[0], family) if word]
+    for name in names:
+        if (conf_dir_checked() / "model" / f"{name}.yaml").is_file():
+            return name
+    raise ValueError(
+        f"size=tiny has no model for experiment={experiment}. Name a small one: model=NAME, without size=tiny."
+    )
+
+
+def _chosen(group: str, name: str, key: str) -> str:
+    """Return what the defaults list of a YAML chooses under a key, or its first entry; empty where there is none."""
+    path = conf_dir_checked() / group / f"{name}.yaml"
+    for entry in OmegaConf.load(path).get("defaults", []) if path.is_file() else []:
+        if isinstance(entry, str) and not key:
+            return entry
+        if not isinstance(entry, str) and key in entry:
+            return str(entry[key])
+    return ""
 
 
 def described_modes() -> str:

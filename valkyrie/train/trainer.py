@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
 from valkyrie.data.forms import Batches, Dataset
@@ -300,7 +301,7 @@ class _Loop:
         with self.meter.paused("evaluation"):
             text = self.evaluate.sample(self.state.averaged)
         self._say(self.tracker.log({"sample": text}, self.step))
-        self.screen.say(f"step {self.step}, sample: {text}")
+        self.screen.say(f"step {self.step}, sample: {escape(text)}")
 
 
 def _is_due(every: int | None, step: int) -> bool:
