@@ -10,9 +10,9 @@ import pytest
 from helpers import names
 
 TOP = (
-    "Known: batch, checkpoint, data, debug, distributed, eval_batches, eval_every, force, log_every, mesh, "
-    "microbatches, mode, model, modules, name, optimizer, partition, precision, profile, prompt, remat, resume, runs, "
-    "sample_tokens, seed, seq, steps, target, temperature, top_k, tracking, trial."
+    "Known: batch, batch_tokens, checkpoint, data, debug, device_batch, distributed, eval_batches, eval_every, force, "
+    "log_every, mesh, microbatches, mode, model, modules, name, optimizer, partition, precision, profile, prompt, "
+    "remat, resume, runs, sample_every, sample_tokens, seed, seq, steps, target, temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
 
@@ -95,8 +95,8 @@ ONE_LINE = {
     "a key of a group": (
         ["optimizer.lr=3"],
         "optimizer.lr is not a key. Did you mean optimizer.learning_rate? Known in optimizer: beta1, beta2, clip_norm, "
-        "decay_steps, ema_decay, epsilon, final_ratio, kind, learning_rate, muon, name, puzzle_learning_rate, schedule, "
-        "ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
+        "decay_steps, ema_decay, epsilon, final_ratio, kind, learning_rate, muon, name, puzzle_learning_rate, "
+        "schedule, ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
         ["model.attention.head=3"],
