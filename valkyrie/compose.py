@@ -258,7 +258,9 @@ def tiny_of(experiment: str | None) -> str:
 def _chosen(group: str, name: str, key: str) -> str:
     """Return what the defaults list of a YAML chooses under a key, or its first entry; empty where there is none."""
     path = conf_dir_checked() / group / f"{name}.yaml"
-    for entry in OmegaConf.load(path).get("defaults", []) if path.is_file() else []:
+    if not path.is_file():
+        return ""
+    for entry in OmegaConf.select(OmegaConf.load(path), "defaults") or []:
         if isinstance(entry, str) and not key:
             return entry
         if not isinstance(entry, str) and key in entry:
