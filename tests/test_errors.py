@@ -55,7 +55,7 @@ ONE_LINE = {
     ),
     "an experiment that is none": (
         ["experiment=nix"],
-        "experiment=nix is not a choice. Choices: valkyrie_1b_v4_64.",
+        f"experiment=nix is not a choice. Choices: {', '.join(names('experiment'))}.",
     ),
     "a sweep that is none": (["+sweep=nix"], f"sweep=nix is not a choice. Choices: {', '.join(names('sweep'))}."),
     "a key with two letters exchanged": (["modle=gpt_tiny"], f"modle is not a key. Did you mean model? {TOP}"),
@@ -144,7 +144,7 @@ ONE_LINE = {
     "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (
         ["model.family=x"],
-        "model.family=x is not known. Known: gpt, nanochat, valkyrie, or the name of a module of yours beside the "
+        "model.family=x is not known. Known: gpt, nanochat, trm, valkyrie, or the name of a module of yours beside the "
         "YAMLs of --config-dir.",
     ),
     "a variable that is not set": (

@@ -37,8 +37,8 @@ def test_it_trains_at_size_tiny(experiment, tmp_path):
 
 def test_an_experiment_without_a_tiny_model_is_refused():
     with pytest.raises(ValueError) as error:
-        tiny_of("model", "mine")
+        tiny_of("mine")
     assert str(error.value) == (
         "size=tiny has no model for experiment=mine. Name a small one: model=NAME, without size=tiny."
     )
-    assert tiny_of("model", None) == "valkyrie_tiny" and tiny_of("data", "valkyrie_1b_v4_64") == "stdlib"
+    assert tiny_of(None) == "valkyrie_tiny"

@@ -238,21 +238,19 @@ def ids_of(tokenizer: str | None, default: str) -> int:
     return vocab_size_of(name)
 
 
-def tiny_of(group: str, experiment: str | None) -> str:
-    """Return the tiny choice of a group that stands for an experiment's: of its first word, or of its model's family.
+def tiny_of(experiment: str | None) -> str:
+    """Return the tiny model that stands for an experiment's: of its first word, or of its family.
 
-    Data that nothing tiny stands for is left as it is. ValueError where no model of its kind is tiny.
+    ValueError where the experiment is not of this package, or nothing of its kind is tiny.
     """
     if experiment is None:
-        return {"model": "valkyrie_tiny", "data": "stdlib"}[group]
-    chosen = _chosen("experiment", experiment, f"override /{group}")
-    family = _chosen("model", chosen, "").removesuffix("_schema") if group == "model" and chosen else ""
-    names = [f"{word}_tiny" for word in (chosen.split("_")[0], family) if word]
+        return "valkyrie_tiny"
+    model = _chosen("experiment", experiment, "override /model")
+    family = _chosen("model", model, "").removesuffix("_schema") if model else ""
+    names = [f"{word}_tiny" for word in (model.split("_")[0], family) if word]
     for name in names:
-        if (conf_dir_checked() / group / f"{name}.yaml").is_file():
+        if (conf_dir_checked() / "model" / f"{name}.yaml").is_file():
             return name
-    if group == "data":
-        return chosen or "stdlib"
     raise ValueError(
         f"size=tiny has no model for experiment={experiment}. Name a small one: model=NAME, without size=tiny."
     )
