@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.compose import register
 from valkyrie.models.assembly import Assembly
 from valkyrie.ops.linear import Numerics
+from valkyrie.optim import NOT_AVERAGED
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.run import Run
@@ -51,6 +52,8 @@ def names(group: str, pattern: str = "*") -> list[str]:
 
 
 MODELS = names("model", "*_tiny")
+LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
+"""Those of them that predict tokens; the others answer puzzles."""
 OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
 """The models with layers that no other has: valkyrie has those of S5 and of Longformer."""
 PARTITIONS = names("partition")
@@ -142,6 +145,12 @@ def named(tree: Any) -> dict[str, Any]:
 def assembly_of(run: Run) -> Assembly:
     """Return the model of a run without its arrays."""
     return Assembly(run.model, Numerics.of(run.config.precision))
+
+
+def learned(assembly: Assembly) -> int:
+    """Return how many numbers a built model learns: not what is fixed, nor the rows of single puzzles."""
+    leaves = zip(jax.tree.leaves(assembly.abstract_parameters), assembly.specs.values(), strict=True)
+    return sum(leaf.size for leaf, spec in leaves if spec.group not in NOT_AVERAGED)
 
 
 @lru_cache

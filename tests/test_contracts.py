@@ -21,6 +21,7 @@ from helpers import (
     assert_same_steps,
     compose_run,
     initial_state,
+    learned,
     make_program,
     names,
     reference,
@@ -33,7 +34,6 @@ from helpers import (
 from valkyrie.axes import GROUPS
 from valkyrie.models.block import weight
 from valkyrie.models.s5 import S5
-from valkyrie.optim import NOT_AVERAGED
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.train.program import StepProgram
 from valkyrie.trees import names_of
@@ -134,9 +134,7 @@ def test_specs_are_the_initialised_parameters(model):
     specs, parameters = assembly_of(run).specs, initial_state(small(model)).parameters
     assert list(specs) == names_of(parameters)
     assert [spec.shape for spec in specs.values()] == [p.shape for p in jax.tree.leaves(parameters)]
-    learned = [p.size for p, spec in zip(jax.tree.leaves(parameters), specs.values(), strict=True)]
-    counted = [spec.group not in NOT_AVERAGED for spec in specs.values()]
-    assert run.model.parameter_count() == sum(n for n, counts in zip(learned, counted, strict=True) if counts)
+    assert run.model.parameter_count() == learned(assembly_of(run))
 
 
 def test_parameters_are_counted_without_allocating():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import valkyrie.models.language_model
-from helpers import MODELS, assembly_of, initial_state, make_batch, small, small_run, some_quick
+from helpers import LANGUAGE_MODELS, assembly_of, initial_state, make_batch, small, small_run, some_quick
 from valkyrie.axes import UNSHARDED
 from valkyrie.models.language_model import Losses
 from valkyrie.models.layers import dropout
@@ -37,7 +37,7 @@ def tokens_of(run: Run, rows: int = 2, seq: int = 32, seed: int = 0) -> jax.Arra
     return jnp.asarray(np.random.default_rng(seed).integers(0, run.model.vocab_size, (rows, seq)), jnp.int32)
 
 
-@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_causal(model):
     run, module = built(model)
     logits = jax.jit(module.logits)
@@ -49,7 +49,7 @@ def test_causal(model):
     assert before.shape == (2, 32, run.model.vocab_size)
 
 
-@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_every_parameter_gets_a_finite_gradient(model):
     run, module = built(model)
     batch = jax.tree.map(jnp.asarray, make_batch(run))
@@ -103,7 +103,7 @@ def stream(run: Run, module: Any, tokens: jax.Array) -> jax.Array:
     return jax.jit(lambda t: jax.lax.scan(one, start, t)[1])(tokens.T).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_streaming_is_the_parallel_form(model):
     run, module = built(model)
     tokens = tokens_of(run)
@@ -134,7 +134,7 @@ def packed(run: Run, lengths: tuple[int, ...]) -> dict[str, jax.Array]:
     )
 
 
-@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_packed_documents_lose_what_they_lose_alone(model):
     lengths = (13, 11, 8)
     run, module = built(model)
@@ -154,7 +154,7 @@ def test_packed_documents_lose_what_they_lose_alone(model):
     np.testing.assert_allclose(crossed[:, : lengths[0]], together[:, : lengths[0]], rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", some_quick(MODELS, ["valkyrie_tiny"]))
+@pytest.mark.parametrize("model", some_quick(LANGUAGE_MODELS, ["valkyrie_tiny"]))
 def test_padding_changes_nothing(model):
     run, module = built(model)
     losses = jax.jit(lambda m, batch: losses_of(m, batch))

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, assembly_of, compose_run
+from helpers import MODELS, assembly_of, compose_run, learned
 from valkyrie.hardware import simulated, topology_of
 from valkyrie.models import known_axes
 from valkyrie.models.s5 import Activation
@@ -294,9 +293,7 @@ def test_parameters_are_counted_as_they_are_built(model: str):
             c, layers=5, attention=replace(c.attention, global_tokens=2, kv_heads=2), feed_forward_after=c.kinds[:1]
         )
         run = Run(run.config, c)
-    assert run.model.parameter_count() == sum(
-        leaf.size for leaf in jax.tree.leaves(assembly_of(run).abstract_parameters)
-    )
+    assert run.model.parameter_count() == learned(assembly_of(run))
 
 
 def test_a_cell_takes_about_a_millisecond():

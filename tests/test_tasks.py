@@ -43,4 +43,4 @@ def test_a_task_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "whole batch at once. Use microbatches=1."
     ]
     (unknown,) = run_of("no_such_task").problems()
-    assert unknown.startswith("the task no_such_task is not known. Known: next_token, or")
+    assert unknown.startswith("the task no_such_task is not known. Known: next_token, puzzles, or")
