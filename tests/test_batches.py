@@ -20,8 +20,9 @@ def test_tokens_make_sequences_and_microbatches():
 def test_a_run_has_them_and_says_so():
     run = compose_run(*SMALL, "batch_tokens=4096", "device_batch=2")
     assert (run.config.batch, run.config.microbatches, run.layout.microbatches) == (64, 4, 4)
-    assert run.describe_batch() == "4,096 tokens: batch=64 of seq=64, microbatches=4 of 2 sequences a device"
-    assert compose_run(*SMALL).describe_batch() is None
+    assert run.batch_note == "4,096 tokens: batch=64 of seq=64, microbatches=4 of 2 sequences a device"
+    assert compose_run(*SMALL).batch_note is None
+    assert compose_run(*SMALL, *(f"{key}={getattr(run.config, key)}" for key in ("batch", "microbatches"))) == run
     tensor = compose_run("mesh=2x2x2", "partition=2d_tp", "seq=64", "batch_tokens=4096", "device_batch=2")
     assert tensor.config.microbatches == 16  # two devices split the batch
 
@@ -39,6 +40,11 @@ def test_a_run_has_them_and_says_so():
             ["batch_tokens=512", "device_batch=1", "mesh=4x4x1"],
             "batch_tokens=512, 8 sequences, does not divide into parts of device_batch=1 sequences on 16 devices (16 "
             "at a time). Use a batch that 16 divides.",
+        ),
+        (
+            ["batch=64", "device_batch=2", "microbatches=2"],
+            "device_batch=2 decides the microbatches, and microbatches=2 is given too. Use microbatches=1, or "
+            "device_batch=null.",
         ),
         (["batch=64", "device_batch=0"], "device_batch=0: at least 1 is needed."),
         (["sample_every=0"], "sample_every=0: at least 1 is needed, or null for no samples on the way."),

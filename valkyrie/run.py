@@ -78,7 +78,7 @@ class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
     `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
-    `batch_tokens` and `device_batch`, where given, decide `batch` and `microbatches` (`valkyrie.parallel.batches`).
+    `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
     `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
     """
 
@@ -129,6 +129,8 @@ class Run:
     config: RunConfig
     model: Model
     arguments: tuple[str, ...] = field(default=(), compare=False)
+    batch_note: str | None = field(default=None, compare=False)
+    """What was made of `batch_tokens` and `device_batch`, as it is printed; None where neither was given."""
 
     @property
     def layout(self) -> Layout:
@@ -224,26 +226,21 @@ class Run:
         return Run(typed, typed.model)._with_batches()
 
     def _with_batches(self) -> Run:
-        """Return the run with the batch and the microbatches that `batch_tokens` and `device_batch` ask for."""
-        found = self._batches()
-        self.config.batch, self.config.microbatches = found.batch, found.microbatches
-        return self
+        """Return the run with the batch and microbatches that `batch_tokens` and `device_batch` ask for instead of these.
+
+        A trial or a continued run then changes those; what cannot be had stays, and is refused.
+        """
+        c, found = self.config, self._batches()
+        if found.problems or (c.batch_tokens, c.device_batch) == (None, None):
+            return self
+        own = replace(c, batch=found.batch, microbatches=found.microbatches, batch_tokens=None, device_batch=None)
+        return replace(self, config=own, batch_note=found.describe(c.seq, c.device_batch))
 
     def _batches(self) -> Batches:
         c = self.config
         known = c.device_batch is not None and not c.mesh.problems()
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
         return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
-
-    def describe_batch(self) -> str | None:
-        """Return what was made of `batch_tokens` and `device_batch`; None where neither is given."""
-        c = self.config
-        if c.batch_tokens is None and c.device_batch is None:
-            return None
-        tokens = f"{c.batch * c.seq:,} tokens: batch={c.batch} of seq={c.seq}"
-        return f"{tokens}, microbatches={c.microbatches}" + (
-            "" if c.device_batch is None else f" of {c.device_batch} sequences a device"
-        )
 
     def problems(self, *, advise: bool = True) -> list[str]:
         """Return everything wrong with this run that can be known without JAX and without a device.

@@ -12,6 +12,11 @@ class Batches(NamedTuple):
     microbatches: int
     problems: list[str]
 
+    def describe(self, seq: int, device_batch: int | None) -> str:
+        """Return it in words."""
+        text = f"{self.batch * seq:,} tokens: batch={self.batch} of seq={seq}, microbatches={self.microbatches}"
+        return text if device_batch is None else f"{text} of {device_batch} sequences a device"
+
 
 def batches_of(
     batch: int, microbatches: int, seq: int, shards: int, batch_tokens: int | None, device_batch: int | None
@@ -32,6 +37,11 @@ def batches_of(
         at_once = device_batch * shards
         if device_batch < 1:
             problems.append(f"device_batch={device_batch}: at least 1 is needed.")
+        elif microbatches != 1:
+            problems.append(
+                f"device_batch={device_batch} decides the microbatches, and microbatches={microbatches} is given too. "
+                "Use microbatches=1, or device_batch=null."
+            )
         elif batch % at_once:
             asked = f"batch={batch}" if batch_tokens is None else f"batch_tokens={batch_tokens}, {batch} sequences,"
             divisors = [n for n in range(1, batch // shards + 1) if batch % (n * shards) == 0]

@@ -44,8 +44,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     from valkyrie.train.trainer import DivergedError, FolderGoneError, NotSavedError, fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
-    if batch := run.describe_batch():
-        console.print(f"batch: {batch}", highlight=False)
+    if run.batch_note:
+        console.print(f"batch: {run.batch_note}", highlight=False)
     try:
         fitted = fit(run, *prepared, folder, console, team=team, began=began)
     except (DivergedError, FolderGoneError, NotSavedError, FloatingPointError) as error:

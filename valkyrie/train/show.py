@@ -40,8 +40,8 @@ def show_run(run: Run, console: Console) -> None:
         f"parameters: {count:,}   vocabulary: {run.model.vocab_size:,} tokens in {run.model.vocab_rows:,} rows"
     )
     console.print(f"roles: {layout.describe_roles()}")
-    if batch := run.describe_batch():
-        console.print(f"batch: {batch}", highlight=False)
+    if run.batch_note:
+        console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:
         console.print(f"note: {note}")
     console.print(f"target: {run.config.target.describe()}   batch: {run.config.batch} x {run.config.seq} tokens")
