@@ -226,7 +226,7 @@ class Run:
         return Run(typed, typed.model)._with_batches()
 
     def _with_batches(self) -> Run:
-        """Return the run with the batch and microbatches that `batch_tokens` and `device_batch` ask for instead of these.
+        """Return the run with the batch and microbatches that `batch_tokens` and `device_batch` ask for.
 
         A trial or a continued run then changes those; what cannot be had stays, and is refused.
         """
