@@ -12,8 +12,8 @@ from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
 from valkyrie.data.config import DataConfig, Source
 from valkyrie.paths import cache_root
 
-_SOURCES = [source.value for source in Source if source.is_text]
-"""The sources that have documents: puzzles are prepared by the run itself."""
+_SOURCES = [source.value for source in Source if source.is_text and source is not Source.parquet_stream]
+"""The sources that have documents: puzzles are prepared by the run itself, and a stream is not prepared."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -35,11 +35,26 @@ class Source(Enum):
     synthetic = "synthetic"
     sudoku = "sudoku"
     puzzles = "puzzles"
+    parquet_stream = "parquet_stream"
 
     @property
     def is_text(self) -> bool:
         """Whether it has documents, not puzzles."""
         return self not in (Source.sudoku, Source.puzzles)
+
+
+class Packing(Enum):
+    """How a stream's documents become rows: one long stream cut, or rows that each begin with a document."""
+
+    stream = "stream"
+    best_fit = "best_fit"
+
+
+class Chunk(Enum):
+    """What a document is: a text as it was read, or, in C, C++ and Python, one function or class after the other."""
+
+    whole = "whole"
+    functions = "functions"
 
 
 def full_path(path: str) -> str:
@@ -85,15 +100,20 @@ class SudokuConfig:
 class DataConfig:
     """One dataset: where its documents come from, how they become tokens, and how they are split.
 
-    `paths`: for `source=text`, files, directories or globs (`~` and `**` known, relative to the current directory),
-    and the same in buckets: `gs://bucket/books/*.txt`, `s3://`, and what else fsspec reads;
+    `paths`: for `source=text` and `parquet_stream`, files, directories or globs (`~` and `**` known, relative to the
+    current directory), and the same in buckets: `gs://bucket/books/*.txt`, `s3://`, and what else fsspec reads;
     a single directory written by `valkyrie-data prepare` is used as it is.
     `field`: the key that holds the text in .jsonl; `column`: the column that holds it in .parquet.
     `tokenizer`: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a tokenizer.json of Hugging Face, or
     the name of one that `valkyrie-data tokenizer` trained; null is the model's.
     `validation_fraction`: expected share of documents kept for evaluation.
     `cache_dir`: where token shards are kept, and found again by content.
-    `shard_tokens`: tokens in one shard file; `workers`: tokenising threads, null for one a CPU core.
+    `shard_tokens`: tokens in one shard file; `workers`: tokenising threads, null for one a CPU core; of a stream
+    the processes that read and tokenise, 0 for none but this.
+    `val_paths`: of a stream, the files for validation, in place of the last one; `packing`: how it fills rows (`stream`
+    or `best_fit`), the latter from `pool` documents a lane read ahead; `lanes`: how many parts of the batch are read
+    apart, each from files or row groups of its own, null for up to 16.
+    `chunk`: `functions` makes each function or class of C, C++ and Python a document.
     `shuffle_seed`: the order in which training rows are read; null takes the run's seed.
     `max_bytes`: stop after so many bytes of UTF-8 text, null for all.
     `sudoku`: for `source=sudoku`, the grids that are generated. `augment`: draw the symmetries of a Sudoku anew every
@@ -112,6 +132,11 @@ class DataConfig:
     cache_dir: str = "~/.cache/valkyrie/data"
     shard_tokens: int = 64 * 1024 * 1024
     workers: int | None = None
+    val_paths: list[str] = dataclasses.field(default_factory=list)
+    packing: Packing = Packing.stream
+    pool: int = 256
+    lanes: int | None = None
+    chunk: Chunk = Chunk.whole
     shuffle_seed: int | None = None
     max_bytes: int | None = None
     documents: int = 2000
@@ -131,8 +156,9 @@ class DataConfig:
         tokenizer = self.tokenizer
         if tokenizer is not None and (tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer):
             tokenizer = full_path(tokenizer)
-        paths = [full_path(path) for path in self.paths]
-        return dataclasses.replace(self, paths=paths, tokenizer=tokenizer, cache_dir=full_path(self.cache_dir))
+        paths, validation = [[*map(full_path, given)] for given in (self.paths, self.val_paths)]
+        places = {"paths": paths, "val_paths": validation, "cache_dir": full_path(self.cache_dir)}
+        return dataclasses.replace(self, tokenizer=tokenizer, **places)
 
     def problems(self) -> list[str]:
         """Return every reason why no dataset can be made of this, in the words of the command line."""
@@ -144,8 +170,9 @@ class DataConfig:
             problems.append(f"data.shard_tokens={self.shard_tokens}: use 1 or more.")
         if self.max_bytes is not None and self.max_bytes < 1:
             problems.append(f"data.max_bytes={self.max_bytes}: use 1 or more, or null for all.")
-        if self.workers is not None and self.workers < 1:
+        if self.workers is not None and self.workers < (0 if self.source is Source.parquet_stream else 1):
             problems.append(f"data.workers={self.workers}: use 1 or more, or null for one a CPU core.")
+        problems += self._stream_problems()
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < SEEDS:
             problems.append(f"data.shuffle_seed={self.shuffle_seed}: must be from 0 to {SEEDS - 1}, or null for seed.")
         if not len(SUCCESSOR_WEIGHTS) <= self.states <= MAX_STATES:
@@ -167,9 +194,25 @@ class DataConfig:
             problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
         return problems
 
+    def _stream_problems(self) -> list[str]:
+        problems = []
+        if self.pool < 1:
+            problems.append(f"data.pool={self.pool}: use 1 or more documents.")
+        if self.lanes is not None and self.lanes < 1:
+            problems.append(f"data.lanes={self.lanes}: use 1 or more, or null for up to 16.")
+        if self.source is Source.parquet_stream:
+            if not self.paths:
+                problems.append(f"data={self.name} needs files: data.paths=[shards/*.parquet].")
+            return problems
+        for key, value, default in (("packing", self.packing.value, "stream"), ("val_paths", self.val_paths, [])):
+            if value != default:
+                problems.append(f"data.{key} is of text that is tokenised as it is read: use data=parquet_stream.")
+        return problems
+
     def _path_problems(self) -> list[str]:
-        if not any(map(scheme_of, self.paths)):
+        paths = [*self.paths, *self.val_paths]
+        if not any(map(scheme_of, paths)):
             return []
         from valkyrie.data.remote import path_problems
 
-        return path_problems(self.paths)
+        return path_problems(paths)

@@ -9,19 +9,16 @@ nothing but the data, the seed, `batch` and `seq`: processes only divide it, so 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
+from valkyrie.data.batches import Batch, Loader, make_batch, places_of
 from valkyrie.data.manifest import Prepared
+from valkyrie.data.stream import Streamed
 
-Batch = dict[str, np.ndarray]
-"""`tokens`, `targets`, `segment_ids` (int32) and `weights` (float32), each [rows, seq]."""
-
-STATE_VERSION = 1
 _BATCHES_AHEAD = 2
 
 
@@ -81,30 +78,8 @@ class _Steps:
         return make_batch([self._rows[first + int(place)] for place in self._places], self._seq, self._bos_id)
 
 
-def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
-    """Return the arrays of a batch from windows of at most seq + 1 tokens.
-
-    `segment_ids` number the documents of a row from 1, a new one at every BOS; padding is segment 0. `weights` are 1
-    for targets and 0 for padding. The BOS of the next document is a target too: it is how a document ends.
-    """
-    filled = np.full((len(windows), seq + 1), bos_id, np.int32)
-    lengths = np.array([len(window) for window in windows], np.int64)
-    for row, window in zip(filled, windows, strict=True):
-        row[: len(window)] = window
-    tokens, targets = filled[:, :-1], filled[:, 1:]
-    real = (np.arange(seq) < (lengths - 1)[:, None]).astype(np.float32)
-    begins = tokens == bos_id
-    segments = np.cumsum(begins, axis=1, dtype=np.int32) + ~begins[:, :1]
-    return {
-        "tokens": np.ascontiguousarray(tokens),
-        "targets": np.ascontiguousarray(targets),
-        "segment_ids": segments * real.astype(np.int32),
-        "weights": real,
-    }
-
-
-class Loader(Iterator[Batch]):
-    """An iterator over batches that knows its place; close it (or use it in a `with`) to end its thread."""
+class PreparedLoader(Loader):
+    """Batches of a split of token shards."""
 
     def __init__(
         self, stream: TokenStream, rows: int, places: np.ndarray, batch: int, seq: int, seed: int, repeat: bool
@@ -112,14 +87,13 @@ class Loader(Iterator[Batch]):
         import grain
 
         prepared = stream.prepared
+        super().__init__(batch, {"split": stream.name, "seq": seq, "seed": seed, "content": prepared.content})
         source = grain.MapDataset.source(_Rows(stream, seq, rows))
         ordered = source.shuffle(seed=_mixed(seed)).repeat() if repeat else source
         steps = grain.MapDataset.source(_Steps(ordered, places, batch, seq, prepared.bos_id))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
         self._iterator = iter(steps.to_iter_dataset(options))
-        self._identity = {"split": stream.name, "seq": seq, "seed": seed, "content": prepared.content}
         self._closed = False
-        self.batch = batch
         self.batches = None if repeat else len(steps)
         """Batches until the end; None if there is none."""
         self.rows = rows
@@ -141,56 +115,18 @@ class Loader(Iterator[Batch]):
         """Times the rows of the split were given out, all processes together."""
         return self.step * self.batch / self.rows
 
-    def state(self) -> dict[str, Any]:
-        """Return the place of the next batch, as JSON values; the same on every process."""
-        return {"version": STATE_VERSION, "row": self.step * self.batch, **self._identity}
-
     def restore(self, state: dict[str, Any]) -> None:
         """Go to a place that `state` returned, here or on another number of processes.
 
         ValueError if the data, seed, seq or split differ, or if the place is no multiple of this batch.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(
-                f"the data position has version {state.get('version')}; this program reads version {STATE_VERSION}."
-            )
-        for name, mine in self._identity.items():
-            if state[name] != mine and name == "content":
-                raise ValueError(
-                    "the data are not those that the run was trained on: other files, other text in them, another "
-                    "tokenizer or another split. Use the same data, or another name=."
-                )
-            if state[name] != mine:
-                raise ValueError(
-                    f"the data position was saved with {_WORDS[name]}={state[name]}, this run has {mine}: its rows "
-                    f"come in another order. Use the same {_WORDS[name]}, or another name=."
-                )
-        step, rest = divmod(state["row"], self.batch)
-        if rest:
-            raise ValueError(
-                f"the data position is row {state['row']:,}, not a multiple of batch={self.batch}. "
-                f"Use a batch that divides it, such as {_divisor(state['row'], self.batch)}."
-            )
-        self._iterator.set_state({"next_index": step})
+        self._iterator.set_state({"next_index": self._step_of(state)})
 
     def close(self) -> None:
         """End the reading thread; afterwards there are no more batches."""
         if not self._closed:
             self._closed = True
             self._iterator.close()
-
-    def __enter__(self) -> Loader:
-        """Return the loader itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
-
-
-_WORDS = {"split": "split", "seq": "seq", "seed": "data.shuffle_seed"}
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:
@@ -202,7 +138,7 @@ def open_split(prepared: Prepared, split: str) -> TokenStream:
 
 
 def make_loader(
-    prepared: Prepared,
+    prepared: Prepared | Streamed,
     split: str,
     *,
     batch: int,
@@ -221,10 +157,14 @@ def make_loader(
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:
             raise ValueError(f"{name}={value}: use 1 or more.")
+    if isinstance(prepared, Streamed):
+        from valkyrie.data.stream_loader import StreamLoader
+
+        return StreamLoader(prepared, split, places_of(batch, places), batch, seq, seed, repeat)
     stream = open_split(prepared, split)
     targets = len(stream) - 1
     rows = check_enough(prepared, split, batch, seq) if repeat else -(-targets // (seq * batch)) * batch
-    return Loader(stream, rows, _places(batch, places), batch, seq, seed, repeat)
+    return PreparedLoader(stream, rows, places_of(batch, places), batch, seq, seed, repeat)
 
 
 def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
@@ -243,18 +183,6 @@ def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
     return rows
 
 
-def _places(batch: int, places: Sequence[int] | None) -> np.ndarray:
-    given = np.arange(batch) if places is None else np.asarray(places, np.int64)
-    if not given.size or given.min() < 0 or given.max() >= batch:
-        raise ValueError(f"places={given.tolist()} are not all places of batch={batch}, which are 0 to {batch - 1}.")
-    return given
-
-
 def _mixed(seed: int) -> int:
     """Return 32 bits of the seed's hash: grain adds the epoch to a seed, and two seeds must not share orders."""
     return int.from_bytes(hashlib.sha256(f"row order {seed}".encode()).digest()[:4], "big")
-
-
-def _divisor(row: int, batch: int) -> int:
-    """Return the largest batch below `batch` that ends at `row`."""
-    return next(size for size in range(batch - 1, 0, -1) if row % size == 0)

@@ -47,7 +47,7 @@ class RemoteFile:
     @property
     def suffix(self) -> str:
         """The end of the name in small letters, such as `.txt`."""
-        return PurePosixPath(self.path).suffix.lower()
+        return suffix_of(self.path)
 
     @property
     def stamp(self) -> list[str | int | None]:
@@ -69,6 +69,12 @@ class RemoteFile:
             return
         with _asking(self.id), self.system.open(self.path, "rb") as file:
             yield io.BufferedReader(file, _READ)  # fsspec's own lines copy a whole block each
+
+
+def suffix_of(name: str) -> str:
+    """Return the end of a file's name by which it is read: `.txt`, `.jsonl.zst`, `.tfrecord` also of its shards."""
+    kinds = PurePosixPath(re.sub(r"-\d+-of-\d+$", "", name.lower())).suffixes
+    return "".join(kinds[-2:]) if kinds[-2:] == [".jsonl", ".zst"] else kinds[-1] if kinds else ""
 
 
 def list_remote(pattern: str) -> list[RemoteFile]:

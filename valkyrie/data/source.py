@@ -13,54 +13,17 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from valkyrie.buckets import scheme_of
 from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.readers import SUFFIXES, WHOLE_FILE, Document, SourceFile, read
 from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
 from valkyrie.data.synthetic import SyntheticDocument, synthetic_documents
 
 MIN_STDLIB_BYTES = 1_000_000
-MAX_REPLACED_SHARE = 0.1
-_WHOLE_FILE = (".txt", ".md", ".py")
-_ROWS = (".jsonl", ".parquet")
-SUFFIXES = _WHOLE_FILE + _ROWS
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file to read: `id` names it in messages; `member` is its name inside a zip archive, None for a plain file."""
-
-    id: str
-    path: Path
-    size: int
-    mtime_ns: int
-    member: str | None = None
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name in small letters, such as `.txt`."""
-        return Path(self.id).suffix.lower()
-
-    @property
-    def stamp(self) -> list[str | int | None]:
-        """What the key of the cache has of this file."""
-        return [str(self.path), self.member, self.size, self.mtime_ns]
-
-    def open(self) -> AbstractContextManager[BinaryIO]:
-        """Stream the content of a plain file."""
-        return self.path.open("rb")
-
-    def read(self) -> bytes:
-        """Return the content."""
-        if self.member is None:
-            return self.path.read_bytes()
-        with zipfile.ZipFile(self.path) as archive:
-            return archive.read(self.member)
 
 
 @dataclass(frozen=True)
@@ -82,15 +45,6 @@ class Listing:
         return hashlib.sha256(json.dumps([file.stamp for file in self.files]).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Document:
-    """A text. `replaced`: bytes that were not UTF-8 and became U+FFFD."""
-
-    id: str
-    text: str
-    replaced: int = 0
-
-
 def list_source(config: DataConfig) -> Listing:
     """Return the files of a source, sorted; ValueError names the path or pattern that gives none.
 
@@ -110,14 +64,14 @@ def documents(config: DataConfig, listing: Listing) -> Iterator[Document | Synth
         return
     remote = any(isinstance(file, RemoteFile) for file in listing.files)
     for file in fetched_ahead(listing.files) if remote else listing.files:
-        for document in _READERS[file.suffix](file, config):
+        for document in read(file, config):
             if document.text:
                 yield document
 
 
 def is_single_text(config: DataConfig, listing: Listing) -> bool:
     """Return whether the source is one file that is one document, so that it has to be split inside."""
-    return config.source is Source.text and len(listing.files) == 1 and listing.files[0].suffix in _WHOLE_FILE
+    return config.source is Source.text and len(listing.files) == 1 and listing.files[0].suffix in WHOLE_FILE
 
 
 def _list_stdlib() -> Listing:
@@ -199,70 +153,3 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
 def _plain_file(name: str, path: Path) -> SourceFile:
     status = path.stat()
     return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)
-
-
-def _decode(raw: bytes, name: str) -> Document:
-    try:
-        return Document(name, raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        text = raw.decode("utf-8-sig", errors="replace")
-    replaced = text.count("\ufffd")
-    if replaced > MAX_REPLACED_SHARE * len(text):
-        raise ValueError(
-            f"{name} is not UTF-8 text: {replaced:,} of its {len(text):,} characters cannot be decoded. "
-            f"Convert it, or leave it out of data.paths."
-        )
-    return Document(name, text, replaced)
-
-
-def _read_whole(file: SourceFile | RemoteFile, config: DataConfig) -> Iterator[Document]:
-    yield _decode(file.read(), file.id)
-
-
-def _read_jsonl(file: SourceFile | RemoteFile, config: DataConfig) -> Iterator[Document]:
-    with file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            name = f"{file.id}:{number}"
-            if not line.strip():
-                continue
-            try:
-                row: Any = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
-            if not isinstance(row, dict) or not isinstance(row.get(config.field), str):
-                has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise ValueError(f"{name} has no text under data.field={config.field}; it has {has}.")
-            yield Document(name, row[config.field])
-
-
-def _read_parquet(file: SourceFile | RemoteFile, config: DataConfig) -> Iterator[Document]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"{file.id}: reading .parquet needs pyarrow: uv sync --extra parquet in the clone") from None
-    with file.open() as opened:
-        try:
-            table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened)
-        except arrow.ArrowInvalid as error:
-            raise ValueError(f"{file.id} is not a readable .parquet file: {error}") from None
-        with table:
-            schema = table.schema_arrow
-            texts = [f.name for f in schema if arrow.types.is_string(f.type) or arrow.types.is_large_string(f.type)]
-            if config.column not in texts:
-                raise ValueError(
-                    f"{file.id} has no text column data.column={config.column}; its text columns are "
-                    f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
-                )
-            row = 0
-            for batch in table.iter_batches(batch_size=1024, columns=[config.column]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield Document(f"{file.id}:{row}", text or "")
-
-
-_READERS: dict[str, Callable[[SourceFile | RemoteFile, DataConfig], Iterator[Document]]] = {
-    **dict.fromkeys(_WHOLE_FILE, _read_whole),
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}

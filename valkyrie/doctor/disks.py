@@ -13,8 +13,10 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from valkyrie.checkpoint.place import in_bucket
+from valkyrie.data.config import Source
 from valkyrie.data.loader import check_enough
 from valkyrie.data.prepare import find_prepared
+from valkyrie.data.stream import open_stream
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.doctor.size import state_bytes
 from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
@@ -101,6 +103,8 @@ def data(run: Run) -> Finding:
     """Return whether the training data is there, and is enough for a batch."""
     config = run.config
     try:
+        if config.data.source is Source.parquet_stream:
+            return Finding("data", FINE, open_stream(config.data, run.tokenizer).describe())
         prepared = find_prepared(config.data, run.tokenizer)
         if prepared is None:
             later = f"data={config.data.name} is not prepared yet: process 0 does so at the start"
@@ -119,6 +123,8 @@ def data(run: Run) -> Finding:
 def same_data(run: Run, team: Team) -> list[Finding]:
     """Return whether all processes that have the data prepared have the same; nothing where fewer than two have."""
     content = None
+    if run.config.data.source is Source.parquet_stream:
+        return []  # they compare the names and sizes of the files when they start
     with contextlib.suppress(ValueError, OSError):  # `data` says so
         prepared = find_prepared(run.config.data, run.tokenizer)
         content = prepared and prepared.content[:12]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from valkyrie.data.loader import Loader
     from valkyrie.data.manifest import Prepared
+    from valkyrie.data.stream import Streamed
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.models.language_model import LanguageModel, Losses
     from valkyrie.models.layers import Checkpoint
@@ -62,7 +63,15 @@ class Task:
         return {}
 
     def loader(
-        self, prepared: Prepared, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
+        self,
+        prepared: Prepared | Streamed,
+        split: str,
+        *,
+        batch: int,
+        seq: int,
+        seed: int,
+        repeat: bool,
+        places: Sequence[int],
     ) -> Loader:
         """Return batches of a split, of each the rows at `places`."""
         from valkyrie.data.loader import make_loader

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valkyrie.data.config import Source
 from valkyrie.data.manifest import Prepared
 from valkyrie.paths import DiskError
 from valkyrie.run import Run
@@ -78,17 +79,20 @@ def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
     """Return the prepared data, which process 0 prepares first: the others find it, or have caches of their own."""
     if not team.leads:
         team.wait("data of process 0")
-    data = prepared_anywhere(run, console.print)
+    data = prepared_anywhere(run, console.print, team)
     if team.leads:
         team.wait("data of process 0")
     team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})
     return data
 
 
-def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None) -> Dataset:
-    """Return the prepared data of a run; where the cache cannot be written, for this process alone, with a line."""
+def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Dataset:
+    """Return the data of a run; where the cache cannot be written, prepared for this process alone, with a line."""
     from valkyrie.data.prepare import prepare
+    from valkyrie.data.stream import open_stream
 
+    if run.config.data.source is Source.parquet_stream:
+        return open_stream(run.config.data, run.tokenizer, team)
     if not run.config.data.is_text:
         return puzzles_of(run, say)
     try:

@@ -1,0 +1,235 @@
+"""The stream: the same batches for any number of processes, exact places, packing, splits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+
+from valkyrie.data.batches import Batch
+from valkyrie.data.config import DataConfig, Packing, Source
+from valkyrie.data.loader import make_loader
+from valkyrie.data.stream import Streamed, open_stream
+from valkyrie.team import Team
+
+BOS = 256
+
+
+def write_shards(folder: Path, shards: int = 4, groups: int = 5, documents: int = 7) -> Path:
+    """Shards whose documents say where they are: `shard.document.` and so many letters more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(shards):
+        lengths = np.random.default_rng(shard).integers(0, 60, groups * documents)
+        texts = [f"{shard}.{number}." + "x" * length for number, length in enumerate(lengths)]
+        table = arrow.table({"text": texts, "number": list(range(len(texts)))})
+        parquet.write_table(table, folder / f"{shard:03d}.parquet", row_group_size=documents)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("stream") / "shards")
+
+
+def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> Streamed:
+    config = DataConfig("parquet_stream", Source.parquet_stream, [str(folder)], **{"workers": 0, **options})
+    return open_stream(config, "bytes", *([team] if team else []))
+
+
+def take(data: Streamed, count: int, state: dict[str, Any] | None = None, **options: Any) -> tuple[list[Batch], Any]:
+    """So many batches from a place on, and the place after them."""
+    with make_loader(data, "train", **{"batch": 8, "seq": 32, "seed": 3, "repeat": True, **options}) as loader:
+        if state is not None:
+            loader.restore(json.loads(json.dumps(state)))
+        return [next(loader) for _ in range(count)], loader.state()
+
+
+def assert_same(one: Sequence[Batch], two: Sequence[Batch]) -> None:
+    assert len(one) == len(two)
+    for first, second in zip(one, two, strict=True):
+        assert first.keys() == second.keys()
+        for name in first:
+            np.testing.assert_array_equal(first[name], second[name])
+
+
+PACKED = pytest.mark.parametrize("packing", Packing)
+
+
+@PACKED
+def test_a_restored_place_goes_on_to_the_same_batches(shards: Path, packing: Packing) -> None:
+    data = streamed(shards, packing=packing, pool=20, lanes=4)
+    whole, last = take(data, 30)
+    for before in (1, 7, 13):
+        first, state = take(data, before)
+        rest, end = take(data, 30 - before, state)
+        assert_same([*first, *rest], whole)
+        assert end == last and state["row"] == before * 8
+
+
+@PACKED
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_processes_read_the_rows_of_one(shards: Path, packing: Packing, processes: int) -> None:
+    data = streamed(shards, packing=packing, pool=20, lanes=4)
+    whole, _ = take(data, 12)
+    each = 8 // processes
+    parts = [take(data, 12, places=range(p * each, p * each + each))[0] for p in range(processes)]
+    joined = [{name: np.concatenate([part[step][name] for part in parts]) for name in whole[0]} for step in range(12)]
+    assert_same(joined, whole)
+
+
+class Gathering(Team):
+    """One of two processes whose turn it is: it hears what both said."""
+
+    said: list[Any] = []
+
+    def exchange(self, name: str, value: Any = None) -> list[Any]:
+        assert name == "places of the lanes"
+        self.said.append(value)
+        return self.said
+
+
+def test_a_run_of_two_processes_goes_on_as_one(shards: Path) -> None:
+    Gathering.said = []
+    take(streamed(shards, Gathering(2, 0), lanes=4), 5, places=range(4))
+    _, state = take(streamed(shards, Gathering(2, 1), lanes=4), 5, places=range(4, 8))
+    whole, _ = take(streamed(shards, lanes=4), 9)
+    assert_same(take(streamed(shards, lanes=4), 4, state)[0], whole[5:])
+    assert_same(
+        take(streamed(shards, lanes=4), 4, state, batch=8, places=[6, 1])[0],
+        [{name: array[[6, 1]] for name, array in batch.items()} for batch in whole[5:]],
+    )
+
+
+def test_every_document_of_an_epoch_is_read_once(shards: Path) -> None:
+    steps, _ = take(streamed(shards, lanes=3), 250, batch=3, seq=32)
+    training = sorted(
+        text for n in range(3) for text in parquet.read_table(shards / f"{n:03d}.parquet")["text"].to_pylist()
+    )
+    lanes = [bytes(t % 256 for step in steps for t in step["tokens"][lane]).split(b"\0")[1:-1] for lane in range(3)]
+    for epoch in range(2):
+        epochs = [text.decode() for lane in lanes for text in lane[35 * epoch : 35 * epoch + 35]]
+        assert sorted(epochs) == training
+    assert lanes[0][:35] != lanes[0][35:70]
+
+
+def test_the_stream_has_every_token_once_and_validation_is_the_last_file(shards: Path) -> None:
+    data = streamed(shards)
+    with make_loader(data, "validation", batch=4, seq=32, repeat=False) as loader:
+        batches = list(loader)
+    real = np.concatenate([batch["targets"][batch["weights"] > 0] for batch in batches])
+    table = parquet.read_table(shards / "003.parquet")
+    whole = [token for text in table["text"].to_pylist() for token in (BOS, *text.encode())]
+    assert real.tolist() == whole[1:]
+    assert all((batch["segment_ids"] > 0).sum() == batch["weights"].sum() for batch in batches)
+    train = {unit.file.id.rpartition("/")[2] for unit in data.train}
+    assert train == {"000.parquet", "001.parquet", "002.parquet"} and len(data.train) == 15
+
+
+def test_best_fit_rows_begin_with_a_document_and_are_full(shards: Path) -> None:
+    for batch in take(streamed(shards, packing=Packing.best_fit), 20)[0]:
+        assert (batch["tokens"][:, 0] == BOS).all() and (batch["weights"] == 1).all()
+    cropped = take(streamed(shards, packing=Packing.best_fit, pool=200, lanes=1), 20, seq=128)[0]
+    assert np.mean([row.sum() for batch in cropped for row in batch["tokens"] == BOS]) > 3
+
+
+@pytest.mark.slow
+def test_workers_give_the_batches_of_a_thread_and_are_gone_after(shards: Path) -> None:
+    import multiprocessing
+
+    data = streamed(shards, lanes=4, packing=Packing.best_fit, pool=20)
+    two = replace(data, config=replace(data.config, workers=2))
+    whole, _ = take(data, 6)
+    _, state = take(data, 3)
+    assert_same(take(two, 3, state)[0], whole[3:])
+    assert not multiprocessing.active_children()
+
+
+def test_the_seed_orders_the_groups_and_epochs_differ(shards: Path) -> None:
+    data = streamed(shards, lanes=1)
+    (one,), _ = take(data, 1)
+    (two,), _ = take(data, 1, seed=4)
+    assert (one["tokens"] != two["tokens"]).any()
+    rows, _ = take(data, 30, batch=8)
+    flat = np.concatenate([batch["tokens"].ravel() for batch in rows])
+    half = len(flat) // 2
+    assert (flat[:half] != flat[half:]).any()
+    assert data.lanes(8) == 1 and streamed(shards).lanes(8) == 8 and streamed(shards).lanes(14) == 14
+
+
+def test_one_file_leaves_its_last_group_and_val_paths_are_not_trained_on(shards: Path) -> None:
+    one = streamed(shards / "000.parquet")
+    assert [unit.group for unit in one.train] == [0, 1, 2, 3] and [unit.group for unit in one.validation] == [4]
+    asked = streamed(shards, val_paths=[str(shards / "001.parquet")])
+    assert {unit.file.id.rpartition("/")[2] for unit in asked.train} == {"000.parquet", "002.parquet", "003.parquet"}
+    assert asked.content != streamed(shards).content
+
+
+def refusal(action: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        action()
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Path) -> None:
+    assert "has no text column data.column=body; its text columns are text, of text, number." in refusal(
+        lambda: streamed(shards, column="body")
+    )
+    assert "no text column data.column=number; its text columns are text" in refusal(
+        lambda: streamed(shards, column="number")
+    )
+    (tmp_path / "empty").mkdir()
+    assert "empty matches 0 files" in refusal(lambda: streamed(tmp_path / "empty"))
+    assert "needs files: data.paths=[shards/*.parquet]" in refusal(
+        lambda: open_stream(DataConfig("parquet_stream", Source.parquet_stream), "bytes")
+    )
+    short = write_shards(tmp_path / "short", 2)
+    whole = (short / "000.parquet").read_bytes()
+    (short / "000.parquet").write_bytes(whole[: len(whole) // 2])
+    assert "000.parquet is not a readable .parquet file, or is cut short:" in refusal(lambda: streamed(short))
+    single = write_shards(tmp_path / "single", 1, groups=1)
+    assert "one file that cannot be divided and nothing is left to train on" in refusal(lambda: streamed(single))
+    assert "none is left to train on" in refusal(lambda: streamed(single, val_paths=[str(single)]))
+    assert "data.lanes=3 does not divide batch=8" in refusal(lambda: take(streamed(shards, lanes=3), 1))
+    assert "data.lanes=32 is more than the 15 row groups" in refusal(
+        lambda: take(streamed(shards, lanes=32), 1, batch=64)
+    )
+    assert (
+        "data.packing is of text that is tokenised as it is read" in DataConfig(packing=Packing.best_fit).problems()[0]
+    )
+    assert DataConfig("x", Source.parquet_stream, ["a"], workers=0, pool=0, lanes=0).problems() == [
+        "data.pool=0: use 1 or more documents.",
+        "data.lanes=0: use 1 or more, or null for up to 16.",
+    ]
+
+
+def test_a_place_of_another_order_is_refused(shards: Path) -> None:
+    _, state = take(streamed(shards, lanes=4), 1)
+    assert "saved with data.lanes=4, this run has 2" in refusal(lambda: take(streamed(shards, lanes=2), 1, state))
+    assert "saved with data.packing=stream, this run has best_fit" in refusal(
+        lambda: take(streamed(shards, lanes=4, packing=Packing.best_fit), 1, state)
+    )
+    assert "the data are not those that the run was trained on" in refusal(
+        lambda: take(streamed(shards, lanes=4, val_paths=[str(shards / "000.parquet")]), 1, state)
+    )
+    assert "row 8, not a multiple of batch=16" in refusal(lambda: take(streamed(shards, lanes=4), 1, state, batch=16))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_row_that_is_no_text_ends_the_reading_with_its_line(tmp_path: Path, workers: int) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "fine"}\n{"text": 7}\n')
+    said = refusal(lambda: take(streamed(tmp_path, workers=workers), 1))
+    assert "0.jsonl:2 has no text under data.field=text; it has the keys text." in said
+
+
+def test_files_without_text_are_refused(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": ""}\n')
+    assert "0.jsonl and the other files have no text" in refusal(lambda: take(streamed(tmp_path), 1))

@@ -1,0 +1,124 @@
+"""Rows of seq + 1 tokens from documents: cut from one long stream, or packed so that every row begins with a document.
+
+Each knows its place after every row, and goes on from it to the same rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from valkyrie.data.config import Packing
+from valkyrie.data.stream import Lane, Place, Tokens
+
+_EMPTY = np.zeros(0, np.int32)
+
+
+class Stream:
+    """Windows of the documents one after the other: each row begins with the last token of the one before it.
+
+    Every token but the first is a target once.
+    """
+
+    def __init__(self, lane: Lane, seq: int, pool: int, state: dict[str, Any] | None) -> None:
+        self._seq = seq
+        self._next = Place(*state["next"]) if state else Place(0, 0, 0)
+        self._offset = state["offset"] if state else 0
+        self._documents = lane.documents(self._next)
+        self._parts: deque[Tokens] = deque()
+        self._tokens = -self._offset
+
+    def row(self) -> np.ndarray:
+        """Return the next seq + 1 tokens; fewer at the end, of which the last rows have none."""
+        while self._tokens <= self._seq and (document := next(self._documents, None)) is not None:
+            self._parts.append(document)
+            self._tokens += document[1].size
+        starts = [self._offset, *[0] * (len(self._parts) - 1)]
+        found = [ids[at : at + self._seq + 1] for at, (_, ids) in zip(starts, self._parts, strict=False)]
+        row = np.concatenate([_EMPTY, *found])[: self._seq + 1]
+        if row.size <= self._seq:
+            self._parts.clear()
+            self._tokens = self._offset = 0
+            return row if row.size > 1 else _EMPTY
+        self._offset += self._seq
+        self._tokens -= self._seq
+        while self._offset >= self._parts[0][1].size:
+            self._offset -= self._parts.popleft()[1].size
+        self._next = self._parts[0][0]
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """Return the place of the next row, as JSON values."""
+        return {"next": list(self._next), "offset": self._offset}
+
+
+class BestFit:
+    """Rows that begin with a document: each takes the longest that fits of the `pool` documents read ahead.
+
+    Where none fits, the shortest is cut to what is left of the row and its rest is dropped, as nanochat does.
+    """
+
+    def __init__(self, lane: Lane, seq: int, pool: int, state: dict[str, Any] | None) -> None:
+        self._capacity, self._size, self._number = seq + 1, pool, 0
+        self._next = Place(*state["next"]) if state else Place(0, 0, 0)
+        self._documents = lane.documents(self._next)
+        self._pool: list[tuple[int, int, Tokens]] = []
+        for document in lane.fetch([Place(*place) for place in state["pool"]]) if state else ():
+            self._add(document)
+
+    def row(self) -> np.ndarray:
+        """Return the next seq + 1 tokens; fewer at the end, of which the last rows have none."""
+        parts, left = [_EMPTY], self._capacity
+        while left and self._fill():
+            fitting = bisect_right(self._pool, left, key=_length)
+            if fitting:
+                first = bisect_left(self._pool, self._pool[fitting - 1][0], key=_length)  # the one that waits longest
+                parts.append(self._pool.pop(first)[2][1])
+            else:
+                parts.append(self._pool.pop(0)[2][1][:left])
+            left -= parts[-1].size
+        row = np.concatenate(parts)
+        return row if row.size > 1 else _EMPTY
+
+    def state(self) -> dict[str, Any]:
+        """Return the place of the next row, as JSON values."""
+        waiting = sorted(self._pool, key=lambda entry: entry[1])
+        return {"next": list(self._next), "pool": [list(document[0]) for _, _, document in waiting]}
+
+    def _fill(self) -> bool:
+        while len(self._pool) < self._size and (document := next(self._documents, None)) is not None:
+            place = document[0]
+            self._next = place._replace(document=place.document + 1)
+            self._add(document)
+        return bool(self._pool)
+
+    def _add(self, document: Tokens) -> None:
+        place, ids = document
+        ids = ids[: self._capacity]
+        insort(self._pool, (ids.size, self._number, (place, ids)), key=lambda entry: entry[:2])
+        self._number += 1
+
+
+def _length(entry: tuple[int, int, Tokens]) -> int:
+    return entry[0]
+
+
+PACKINGS = {Packing.stream: Stream, Packing.best_fit: BestFit}
+
+
+def rows_of(lane: Lane, seq: int, state: dict[str, Any] | None) -> Stream | BestFit:
+    """Return the rows of a lane, from the beginning or from a state on."""
+    return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, state)
+
+
+def batches_of(rows: list[Stream | BestFit], each: int) -> Iterator[list[np.ndarray]]:
+    """Yield `each` rows of every lane, one lane after the other, until all have none."""
+    while True:
+        batch = [lane.row() for lane in rows for _ in range(each)]
+        if not any(row.size for row in batch):
+            return
+        yield batch

@@ -1,0 +1,207 @@
+"""How each kind of file is read: one registry by suffix, from a file to its documents, in their order."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from valkyrie.data.config import DataConfig
+from valkyrie.data.records import array_records, text_of_record, tfrecords
+from valkyrie.data.remote import RemoteFile, suffix_of
+
+MAX_REPLACED_SHARE = 0.1
+WHOLE_FILE = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
+"""The suffixes of files that are one document each."""
+_ROWS_AT_ONCE = 256
+_PYARROW = "needs pyarrow: uv sync --extra parquet in the clone"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read: `id` names it in messages; `member` is its name inside a zip archive, None for a plain file."""
+
+    id: str
+    path: Path
+    size: int
+    mtime_ns: int
+    member: str | None = None
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name in small letters, such as `.txt`."""
+        return suffix_of(self.id)
+
+    @property
+    def stamp(self) -> list[str | int | None]:
+        """What the key of the cache has of this file."""
+        return [str(self.path), self.member, self.size, self.mtime_ns]
+
+    def open(self) -> AbstractContextManager[BinaryIO]:
+        """Stream the content of a plain file."""
+        return self.path.open("rb")
+
+    def read(self) -> bytes:
+        """Return the content."""
+        if self.member is None:
+            return self.path.read_bytes()
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.read(self.member)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text. `replaced`: bytes that were not UTF-8 and became U+FFFD."""
+
+    id: str
+    text: str
+    replaced: int = 0
+
+
+File = SourceFile | RemoteFile
+Reader = Callable[[File, DataConfig, int | None], Iterator[Document]]
+
+
+def _decode(raw: bytes, name: str) -> Document:
+    try:
+        return Document(name, raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        text = raw.decode("utf-8-sig", errors="replace")
+    replaced = text.count("\ufffd")
+    if replaced > MAX_REPLACED_SHARE * len(text):
+        raise ValueError(
+            f"{name} is not UTF-8 text: {replaced:,} of its {len(text):,} characters cannot be decoded. "
+            f"Convert it, or leave it out of data.paths."
+        )
+    return Document(name, text, replaced)
+
+
+def read(file: File, config: DataConfig, group: int | None = None) -> Iterator[Document]:
+    """Yield the documents of a file, of a .parquet those of one row group where it is given; some may be empty.
+
+    ValueError names the file and the line or row where it is damaged or has no text.
+    """
+    return READERS[file.suffix](file, config, group)
+
+
+def row_groups(file: File, config: DataConfig) -> int:
+    """Return the row groups of a .parquet file that have rows, after its end was read.
+
+    ValueError where it is cut short, or lacks the column of text.
+    """
+    with _parquet(file, config) as table:
+        return table.num_row_groups
+
+
+def _read_whole(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+    yield _decode(file.read(), file.id)
+
+
+def _read_jsonl(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+    with file.open() as lines:
+        yield from _documents_of_lines(lines, file, config)
+
+
+def _read_jsonl_zst(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+    try:
+        import pyarrow as arrow
+    except ImportError:
+        raise ValueError(f"{file.id}: reading .jsonl.zst {_PYARROW}") from None
+    with file.open() as opened:
+        try:
+            with arrow.input_stream(opened, compression="zstd") as stream:
+                yield from _documents_of_lines(io.BufferedReader(stream, 1 << 20), file, config)
+        except OSError as error:  # what Arrow raises for a stream that is damaged or cut short
+            raise ValueError(f"{file.id} is no readable .zst file, or is cut short: {error}") from None
+
+
+def _documents_of_lines(lines: Any, file: File, config: DataConfig) -> Iterator[Document]:
+    for number, line in enumerate(lines, 1):
+        name = f"{file.id}:{number}"
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
+        if not isinstance(row, dict) or not isinstance(row.get(config.field), str):
+            has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise ValueError(f"{name} has no text under data.field={config.field}; it has {has}.")
+        yield Document(name, row[config.field])
+
+
+def _read_parquet(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+    with _parquet(file, config) as table:
+        import pyarrow as arrow
+
+        groups, row = None if group is None else [group], 0
+        try:
+            for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=[config.column]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield Document(f"{file.id}:{row}" if group is None else f"{file.id}:{group}:{row}", text or "")
+        except (arrow.ArrowException, OSError) as error:  # pages that are damaged
+            raise ValueError(f"{file.id} is not a readable .parquet file: {error}") from None
+
+
+@contextmanager
+def _parquet(file: File, config: DataConfig) -> Iterator[Any]:
+    """Open a .parquet file whose column of text is there."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(f"{file.id}: reading .parquet {_PYARROW}") from None
+    with file.open() as opened:
+        try:
+            table = parquet.ParquetFile(file.path if isinstance(file, SourceFile) else opened)
+        except (arrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file.id} is not a readable .parquet file, or is cut short: {error}") from None
+        with table:
+            schema = table.schema_arrow
+            texts = [field.name for field in schema if _is_text(arrow.types, field.type)]
+            if config.column not in texts:
+                raise ValueError(
+                    f"{file.id} has no text column data.column={config.column}; its text columns are "
+                    f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
+                )
+            yield table
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+def _read_tfrecord(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+    with file.open() as opened:
+        yield from _documents_of_records(tfrecords(opened, file.id), file, config)
+
+
+def _read_array_record(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+    if not isinstance(file, SourceFile):
+        raise ValueError(f"{file.id}: ArrayRecord files are read from a disk only. Copy them, or mount the bucket.")
+    yield from _documents_of_records(array_records(str(file.path), file.id), file, config)
+
+
+def _documents_of_records(records: Iterator[bytes], file: File, config: DataConfig) -> Iterator[Document]:
+    for number, raw in enumerate(records, 1):
+        name = f"{file.id}:{number}"
+        yield Document(name, text_of_record(raw, name, config.field))
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(WHOLE_FILE, _read_whole),
+    ".jsonl": _read_jsonl,
+    ".jsonl.zst": _read_jsonl_zst,
+    ".parquet": _read_parquet,
+    ".tfrecord": _read_tfrecord,
+    ".array_record": _read_array_record,
+    ".arrayrecord": _read_array_record,
+}
+SUFFIXES = tuple(READERS)

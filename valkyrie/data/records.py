@@ -1,0 +1,119 @@
+"""Records in .tfrecord and ArrayRecord files, without TensorFlow: each a tf.train.Example, or a text as it stands."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+_MASK = 0xFFFFFFFF
+_AT_ONCE = 256
+
+
+def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
+    """Yield the records of a .tfrecord file; ValueError where it ends early or a checksum differs."""
+    try:
+        import google_crc32c
+    except ImportError:
+        raise ValueError(
+            f"{name}: reading .tfrecord needs google-crc32c: uv sync --extra tfrecord in the clone"
+        ) from None
+    number = 0
+    while head := file.read(12):
+        number += 1
+        if len(head) < 12:
+            raise ValueError(f"{name}:{number} is cut short: the file ends inside a record.")
+        length, length_sum = struct.unpack("<QI", head)
+        if _masked(google_crc32c.value(head[:8])) != length_sum:
+            raise ValueError(
+                f"{name}:{number} is damaged, or the file is no .tfrecord: the checksum of its length differs."
+            )
+        data, tail = file.read(length), file.read(4)
+        if len(data) < length or len(tail) < 4:
+            raise ValueError(f"{name}:{number} is cut short: the file ends inside a record.")
+        if _masked(google_crc32c.value(data)) != struct.unpack("<I", tail)[0]:
+            raise ValueError(f"{name}:{number} is damaged: its checksum differs.")
+        yield data
+
+
+def array_records(path: str, name: str) -> Iterator[bytes]:
+    """Yield the records of an ArrayRecord file; ValueError where it cannot be read."""
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError:
+        raise ValueError(f"{name}: reading ArrayRecord needs array-record: uv pip install array-record") from None
+    reader: Any = None
+    try:
+        reader = ArrayRecordReader(path)
+        count = reader.num_records()
+        for start in range(0, count, _AT_ONCE):
+            yield from reader.read([*range(start, min(start + _AT_ONCE, count))])
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ValueError(f"{name} is not a readable ArrayRecord file: {str(error).splitlines()[0]}") from None
+    finally:
+        if reader is not None:
+            reader.close()
+
+
+def text_of_record(raw: bytes, name: str, field: str) -> str:
+    """Return the text of a record: the feature `field` of an Example, else the record itself, which is UTF-8."""
+    features = _features(raw)
+    if features and field not in features:
+        raise ValueError(
+            f"{name} has no text under data.field={field}; its features are {', '.join(sorted(features))}."
+        )
+    if features and features[field] is None:
+        raise ValueError(f"{name} has no text under data.field={field}: that feature holds numbers.")
+    try:
+        return (features[field] or b"" if features else raw).decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is neither a tf.train.Example nor UTF-8 text.") from None
+
+
+def _masked(crc: int) -> int:
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & _MASK
+
+
+def _features(raw: bytes) -> dict[str, bytes | None] | None:
+    """Return the first value of every feature of an Example, None for numbers; None for what is no Example."""
+    features: dict[str, bytes | None] = {}
+    try:
+        for number, group in _fields(raw):
+            if number != 1:
+                return None
+            for entry_number, entry in _fields(group):
+                parts = dict(_fields(entry))
+                if entry_number != 1 or not parts.keys() <= {1, 2}:
+                    return None
+                kinds = dict(_fields(parts.get(2, b"")))
+                if not kinds.keys() <= {1, 2, 3}:
+                    return None
+                values = [value for _, value in _fields(kinds[1])] if 1 in kinds else []
+                features[parts.get(1, b"").decode()] = values[0] if values else (b"" if 1 in kinds else None)
+    except ValueError:  # no message, or a name that is not UTF-8
+        return None
+    return features
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, content) of the fields of a protobuf message that have a length; ValueError where it is none."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        if tag & 7 != 2:
+            raise ValueError("not a field with a length")
+        length, at = _varint(raw, at)
+        if at + length > len(raw):
+            raise ValueError("beyond the end")
+        yield tag >> 3, raw[at : at + length]
+        at += length
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(raw) and shift < 64:
+        value |= (raw[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if not raw[at - 1] & 128:
+            return value, at
+    raise ValueError("not a number")

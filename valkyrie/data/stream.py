@@ -1,0 +1,243 @@
+"""Text that is tokenised as it is read (`data=parquet_stream`): its files and row groups, and who reads which.
+
+A *unit* is a row group of a .parquet file, or any other file whole. Every epoch draws an order of the training units
+from the seed and deals them to `lanes`, as cards to players: lane k gets units k, k + lanes, ... of that order. A lane
+reads its units' documents in their order and packs them into rows; when it has no more it goes on to the next epoch
+by itself. Each lane fills its own block of rows of every global batch, so that the batch of a step depends on nothing
+but the data, the seed, `batch`, `seq` and `lanes`: a process reads the lanes whose rows its devices hold, and a run
+continues on any number of processes. With more processes than lanes some read the same lane; with few units some lanes
+begin their next epoch before others. In an epoch every document is read exactly once. Validation is one lane in the
+order of the files, which every process reads whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from valkyrie.data.chunks import chunks
+from valkyrie.data.config import DataConfig
+from valkyrie.data.cut import pieces
+from valkyrie.data.readers import File, read, row_groups
+from valkyrie.data.source import list_source
+from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
+from valkyrie.team import ALONE, Team
+
+MOST_LANES = 16
+_FOOTERS_AT_ONCE = 32
+_TEXTS_AHEAD = 64
+
+
+class Unit(NamedTuple):
+    """A row group of a .parquet file, or another file whole (`group` None)."""
+
+    file: File
+    group: int | None
+
+
+class Place(NamedTuple):
+    """Where a document stands in its lane: the epoch, the unit in the lane's order of it, the document in the unit."""
+
+    epoch: int
+    unit: int
+    document: int
+
+
+Tokens = tuple[Place, np.ndarray]
+"""A document's place and its int32 ids, BOS first."""
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A dataset that is tokenised as it is read. `content`: a hash of what its tokens follow from."""
+
+    name: str
+    content: str
+    config: DataConfig
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    bos_id: int
+    train: tuple[Unit, ...]
+    validation: tuple[Unit, ...]
+    team: Team = field(default=ALONE, compare=False)
+
+    def units(self, split: str) -> tuple[Unit, ...]:
+        """Return the units of the split `train` or `validation`."""
+        return self.train if split == "train" else self.validation
+
+    def lanes(self, batch: int) -> int:
+        """Return how many lanes the training rows of a batch come from; ValueError where they cannot be as many."""
+        asked = self.config.lanes
+        if asked is None:
+            most = min(MOST_LANES, len(self.train), batch)
+            return next(lanes for lanes in range(most, 0, -1) if batch % lanes == 0)
+        if batch % asked:
+            raise ValueError(f"data.lanes={asked} does not divide batch={batch}: each lane fills as many of its rows.")
+        if asked > len(self.train):
+            raise ValueError(
+                f"data.lanes={asked} is more than the {len(self.train)} row groups or files to train on. "
+                f"Use data.lanes={len(self.train)} or fewer."
+            )
+        return asked
+
+    def describe(self) -> str:
+        """Return what is read, in a line."""
+        files = [len({unit.file.id for unit in units}) for units in (self.train, self.validation)]
+        return (
+            f"data {self.name}: {files[0]:,} files in {len(self.train):,} parts to train on, {files[1]:,} in "
+            f"{len(self.validation):,} for validation, tokenised as they are read ({self.tokenizer})"
+        )
+
+
+def open_stream(config: DataConfig, tokenizer: str, team: Team = ALONE) -> Streamed:
+    """Return the dataset of a configuration with `source=parquet_stream`; the ends of its .parquet files are read.
+
+    ValueError where there are no files, one is cut short or has no such column, or none is left for validation.
+    """
+    if problems := config.problems():
+        raise ValueError("\n".join(problems))
+    files = list(list_source(config).files)
+    if config.val_paths:
+        held = list(list_source(replace(config, paths=config.val_paths)).files)
+        names = {file.id for file in held}
+        files = [file for file in files if file.id not in names]
+        if not files:
+            raise ValueError("data.val_paths has every file of data.paths: none is left to train on.")
+        train, validation = _units(files, config), _units(held, config)
+    elif len(files) > 1:
+        train, validation = _units(files[:-1], config), _units(files[-1:], config)
+    else:
+        units = _units(files, config)
+        train, validation = units[:-1], units[-1:]
+    for units, what in ((train, "to train on"), (validation, "for validation")):
+        if not units:
+            raise ValueError(
+                f"data={config.name} has one file that cannot be divided and nothing is left {what}. Give a second "
+                "file, or data.val_paths=[FILES]."
+            )
+    described = [[unit.file.id.rpartition("/")[2], unit.file.size, unit.group] for unit in (*train, *validation)]
+    follows = [described, len(train), config.column, config.field, config.chunk.value, fingerprint_of(tokenizer)]
+    return Streamed(
+        config.name,
+        hashlib.sha256(json.dumps(follows).encode()).hexdigest()[:32],
+        config,
+        tokenizer,
+        fingerprint_of(tokenizer),
+        vocab_size_of(tokenizer),
+        load_tokenizer(tokenizer).bos_id,
+        train,
+        validation,
+        team,
+    )
+
+
+def _units(files: list[File], config: DataConfig) -> tuple[Unit, ...]:
+    def groups(file: File) -> list[Unit]:
+        if file.suffix != ".parquet":
+            return [Unit(file, None)]
+        return [Unit(file, group) for group in range(row_groups(file, config))]
+
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        return tuple(unit for units in pool.map(groups, files) for unit in units)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One lane of a split: what it reads, and how. It is sent to the process that reads it.
+
+    `seed` None: the units in their order, once; else for ever, in a new order every epoch.
+    """
+
+    units: tuple[Unit, ...]
+    config: DataConfig
+    tokenizer: str
+    number: int
+    lanes: int
+    seed: int | None
+    threads: int = 1
+
+    def documents(self, start: Place) -> Iterator[Tokens]:
+        """Yield the documents from a place on; ValueError where an epoch of the lane has none."""
+        yield from self._tokens(self._texts(start))
+
+    def fetch(self, places: list[Place]) -> list[Tokens]:
+        """Return the documents at places, in that order: each unit is read once."""
+        texts: dict[Place, str] = {}
+        wanted = set(places)
+        for epoch, unit in sorted({(place.epoch, place.unit) for place in places}):
+            last = max(place.document for place in places if place[:2] == (epoch, unit))
+            for number, text in enumerate(islice(self._unit(epoch, unit), last + 1)):
+                if (place := Place(epoch, unit, number)) in wanted:
+                    texts[place] = text
+        return [*self._tokens(iter([(place, texts[place]) for place in places]))]
+
+    def _texts(self, start: Place) -> Iterator[tuple[Place, str]]:
+        epoch, first, document = start
+        while True:
+            found = first > 0 or document > 0
+            for unit in range(first, len(self._order(epoch))):
+                for number, text in enumerate(self._unit(epoch, unit)):
+                    found = True
+                    if number >= document:
+                        yield Place(epoch, unit, number), text
+                document = 0
+            if self.seed is None:
+                return
+            if not found:
+                raise ValueError(
+                    f"data={self.config.name}: {self._unit_name(epoch, 0)} and the other files have no text."
+                )
+            epoch, first = epoch + 1, 0
+
+    def _tokens(self, texts: Iterator[tuple[Place, str]]) -> Iterator[Tokens]:
+        """Encode texts, of which a thread reads some ahead, with `threads` more to encode."""
+        encode = _encoder(self.tokenizer)
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
+            take = lambda: [*islice(texts, _TEXTS_AHEAD)]  # noqa: E731
+            ahead = reader.submit(take)
+            while found := ahead.result():
+                ahead = reader.submit(take)
+                places, contents = zip(*found, strict=True)
+                run = map if self.threads == 1 else encoders.map
+                yield from zip(places, run(encode, contents), strict=True)
+
+    def _unit(self, epoch: int, unit: int) -> Iterator[str]:
+        file, group = self.units[self._order(epoch)[unit]]
+        for document in read(file, self.config, group):
+            if document.text:
+                yield from chunks(document.text, file.suffix, self.config.chunk)
+
+    def _unit_name(self, epoch: int, unit: int) -> str:
+        return self.units[self._order(epoch)[unit]].file.id
+
+    def _order(self, epoch: int) -> list[int]:
+        return _order(len(self.units), self.seed, epoch)[self.number :: self.lanes]
+
+
+@cache
+def _order(units: int, seed: int | None, epoch: int) -> list[int]:
+    if seed is None:
+        return [*range(units)]
+    return np.random.default_rng([seed, epoch]).permutation(units).tolist()
+
+
+@cache
+def _encoder(name: str) -> Any:
+    """Return a function from a text to its int32 ids, BOS first."""
+    tokenizer = load_tokenizer(name)
+    bos = np.array([tokenizer.bos_id], np.int32)
+
+    def encode(text: str) -> np.ndarray:
+        parts = [tokenizer.encode_ordinary(str(piece.content)) for piece in pieces(text, "")]
+        return np.concatenate([bos, *parts], dtype=np.int32, casting="unsafe")  # ids are below 2**31
+
+    return encode
