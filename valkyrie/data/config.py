@@ -10,6 +10,8 @@ from valkyrie.buckets import needs_disk, scheme_of
 
 BYTES_VOCAB = 257
 """The ids of the tokenizer `bytes`: 256 bytes, and one that begins a document."""
+NO_TOKENIZER = "none"
+"""The tokenizer of a model that reads no text."""
 VOCAB_SIZES = {
     "bytes": BYTES_VOCAB,
     "gpt2": 50257,

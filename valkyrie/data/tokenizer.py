@@ -16,7 +16,7 @@ import numpy as np
 import tiktoken
 from jaxtyping import Int32
 
-from valkyrie.data.config import BYTES_VOCAB, VOCAB_SIZES
+from valkyrie.data.config import BYTES_VOCAB, NO_TOKENIZER, VOCAB_SIZES
 from valkyrie.data.tokenizer_json import json_fingerprint, json_path, json_vocab_size, load_json, trained_names
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 
@@ -101,7 +101,7 @@ def fingerprint_of(name: str) -> str:
 
 def identity_of(name: str) -> dict[str, str]:
     """Return what a checkpoint says of its tokenizer: the name it was asked by, and its fingerprint."""
-    return {"name": name, "fingerprint": fingerprint_of(name)}
+    return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
 
 
 def check_name(name: str) -> None:

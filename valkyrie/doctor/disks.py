@@ -23,6 +23,7 @@ from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
 from valkyrie.run import Run
 from valkyrie.team import Team
 from valkyrie.tracking import WandbMode, resolve
+from valkyrie.train.prepare import check_puzzles, refuse_other_data
 from valkyrie.units import memory
 
 CLOCK_S = 2.0
@@ -103,6 +104,9 @@ def data(run: Run) -> Finding:
     """Return whether the training data is there, and is enough for a batch."""
     config = run.config
     try:
+        refuse_other_data(run)
+        if not config.data.is_text:
+            return Finding("data", FINE, f"data={config.data.name}: {check_puzzles(run)}")
         if config.data.source is Source.parquet_stream:
             return Finding("data", FINE, open_stream(config.data, run.tokenizer).describe())
         prepared = find_prepared(config.data, run.tokenizer)
@@ -126,7 +130,7 @@ def same_data(run: Run, team: Team) -> list[Finding]:
     if run.config.data.source is Source.parquet_stream:
         return []  # they compare the names and sizes of the files when they start
     with contextlib.suppress(ValueError, OSError):  # `data` says so
-        prepared = find_prepared(run.config.data, run.tokenizer)
+        prepared = find_prepared(run.config.data, run.tokenizer) if run.config.data.is_text else None
         content = prepared and prepared.content[:12]
     contents = team.exchange("content of the data", content)
     known = {index: found for index, found in enumerate(contents) if found is not None}

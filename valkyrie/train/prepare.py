@@ -108,7 +108,15 @@ def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None, team: T
 
 def puzzles_of(run: Run, say: Callable[[str], Any] | None = None) -> Dataset:
     """Return the puzzles of a run, prepared where they are not yet; ValueError where its model is for others."""
-    from valkyrie.data.puzzles.prepare import prepare_puzzles, shape_of
+    from valkyrie.data.puzzles.prepare import prepare_puzzles
+
+    check_puzzles(run)
+    return prepare_puzzles(run.config.data, say)
+
+
+def check_puzzles(run: Run) -> str:
+    """Return what the puzzles of a run are, in a few words; ValueError where its model is for others."""
+    from valkyrie.data.puzzles.prepare import shape_of
 
     model, config = run.model, run.config
     shape = shape_of(config.data)
@@ -122,7 +130,7 @@ def puzzles_of(run: Run, say: Callable[[str], Any] | None = None) -> Dataset:
             f"{shape.identifiers} identifiers, and model={model.name} is for {has['context']} cells, "
             f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
         )
-    return prepare_puzzles(config.data, say)
+    return f"puzzles of {shape.cells} cells"
 
 
 def uneven_split(train: int, validation: int, wanted: float) -> str | None:
