@@ -35,6 +35,7 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if os.environ["JAX_PLATFORMS"] == "cpu":  # compiling is most of a test, and what it makes runs once
         os.environ["XLA_FLAGS"] = f"{_COMPILE_QUICKLY} {_WAIT} {os.environ.get('XLA_FLAGS', '')}".strip()
+        os.environ.setdefault("NPROC", str(4 * DEVICES))  # threads for the collectives that a device waits in
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     os.environ["VALKYRIE_CACHE"] = str(Path(_scratch.name) / "cache")

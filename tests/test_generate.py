@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from functools import lru_cache
@@ -139,4 +138,5 @@ def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
         stamps.append(time.perf_counter())
     taken = np.diff(stamps)
     assert len(taken) > 500, "the document ended early"
-    assert statistics.median(taken[450:500]) < 2 * statistics.median(taken[50:100])
+    # The least of fifty: other processes only ever make a token later.
+    assert min(taken[450:500]) < 2 * min(taken[50:100])

@@ -79,11 +79,11 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
 
     Must come before anything else touches a JAX backend: the number of CPU devices is fixed at the first use.
     """
-    _let_simulated_devices_wait()
-    import jax
-
     config = run.config
     mesh, target = config.mesh, config.target
+    _let_simulated_devices_wait(mesh.size // team.count)
+    import jax
+
     if mesh.size % team.count:
         raise ValueError(
             f"mesh={mesh.name} has {mesh.size} devices, which {team.count} processes cannot share: each has the same "
@@ -157,8 +157,18 @@ def only_libtpu_without_a_tpu() -> bool:
     return find_spec("libtpu") is not None and not others
 
 
-def _let_simulated_devices_wait() -> None:
-    """Give simulated devices time to meet in a collective: on a busy machine the default ends the process at 40 s."""
+_THREADS_A_DEVICE = 4
+"""A simulated device waits in up to three collectives at once, each on a thread of its own, while it computes."""
+
+
+def _let_simulated_devices_wait(count: int) -> None:
+    """Let simulated devices meet in collectives: with threads enough for all, and with time.
+
+    XLA has as many threads as devices, which all may wait while the one that they wait for has none left; `NPROC` is
+    what it asks before it counts cores. On a busy machine the default patience ends the process at 40 s.
+    """
+    set_already = int(os.environ["NPROC"]) if os.environ.get("NPROC", "").isdigit() else os.cpu_count() or 1
+    os.environ["NPROC"] = str(max(_THREADS_A_DEVICE * count, set_already))
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_collective_call_terminate_timeout_seconds" not in flags:
         patience = (
