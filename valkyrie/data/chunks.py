@@ -1,12 +1,80 @@
-"""Documents cut at the boundaries of functions."""
+"""Code cut at the ends of its functions and classes, by tree-sitter's grammars (the extra `code`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-from valkyrie.data.config import Chunk
+from valkyrie.data.config import Language
+
+LANGUAGE_OF = {".py": Language.python, ".c": Language.c}
+LANGUAGE_OF |= dict.fromkeys((".h", ".cc", ".cpp", ".cxx", ".hpp"), Language.cpp)
+"""The language of a file by its suffix; the grammar of C++ reads the headers of C too."""
+NO_CODE = (".txt", ".md")
+"""The suffixes of files that stay whole."""
+_HOLDS_OTHERS = {"module", "translation_unit", "namespace_definition", "linkage_specification", "declaration_list"}
+_HOLDS_OTHERS |= {"preproc_if", "preproc_ifdef", "preproc_elif", "preproc_else"}
+"""The nodes whose functions and classes are looked for inside."""
+_UNITS = {"function_definition", "decorated_definition", "class_definition"}
+"""The nodes that are always a function or a class."""
+_WITH_BODY = {"class_specifier", "struct_specifier"}
+"""Those that are one where they have a body, and else only name it."""
 
 
-def chunks(text: str, suffix: str, chunk: Chunk) -> Iterator[str]:
-    """Yield a text whole."""
-    yield text
+def missing_package() -> str | None:
+    """Return what to install to cut code, None where it is there."""
+    if all(map(find_spec, ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python"))):
+        return None
+    return "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
+
+
+def chunks(text: str, language: Language) -> Iterator[str]:
+    """Yield a text in chunks, each up to the end of one function or class, with all that stands before it.
+
+    What follows the last one goes with it. A text without any is yielded whole. Methods stay in their class. Together
+    the chunks are the text, but for empty lines at their beginnings.
+    """
+    from tree_sitter import Parser
+
+    raw = text.encode("utf-8", errors="replace")
+    ends = [_line_end(raw, end) for end in _ends(Parser(_grammar(language)).parse(raw).root_node)]
+    start = 0
+    for end in [*ends[:-1], len(raw)]:
+        if chunk := raw[start:end].decode("utf-8", errors="replace").lstrip("\r\n"):
+            yield chunk
+        start = max(start, end)
+
+
+def _ends(node: Any) -> Iterator[int]:
+    """Yield the bytes at which the functions and classes of a node end, in order."""
+    for child in node.children:
+        if _is_unit(child):
+            yield child.end_byte
+        elif child.type in _HOLDS_OTHERS:
+            yield from _ends(child)
+
+
+def _is_unit(node: Any) -> bool:
+    if node.type == "template_declaration":
+        return any(map(_is_unit, node.children))
+    return node.type in _UNITS or (node.type in _WITH_BODY and node.child_by_field_name("body") is not None)
+
+
+def _line_end(raw: bytes, at: int) -> int:
+    """Return the end of the line at `at` where nothing but `;` and a comment follows on it, else the end of the `;`."""
+    end = raw.find(b"\n", at)
+    rest = raw[at : len(raw) if end < 0 else end]
+    left = rest.lstrip(b"; \t\r")
+    if not left or left.startswith((b"//", b"#")):
+        return len(raw) if end < 0 else end + 1
+    return at + len(rest) - len(left)
+
+
+@cache
+def _grammar(language: Language) -> Any:
+    from tree_sitter import Language as Grammar
+
+    return Grammar(import_module(f"tree_sitter_{language.value}").language())

@@ -59,6 +59,14 @@ class Chunk(Enum):
     functions = "functions"
 
 
+class Language(Enum):
+    """The languages whose functions are told apart."""
+
+    c = "c"
+    cpp = "cpp"
+    python = "python"
+
+
 def full_path(path: str) -> str:
     """Return a path in full: from `~` and from the current directory; one that is empty, or a URL, stays so."""
     return path if not path or scheme_of(path) else os.path.abspath(os.path.expanduser(path))
@@ -115,7 +123,8 @@ class DataConfig:
     `val_paths`: of a stream, the files for validation, in place of the last one; `packing`: how it fills rows (`stream`
     or `best_fit`), the latter from `pool` documents a lane read ahead; `lanes`: how many parts of the batch are read
     apart, each from files or row groups of its own, null for up to 16.
-    `chunk`: `functions` makes each function or class of C, C++ and Python a document.
+    `chunk`: `functions` makes each function or class of C, C++ and Python a document, with what stands before it;
+    `language`: the one of .parquet, .jsonl and other files of many documents, whose suffix does not tell it.
     `shuffle_seed`: the order in which training rows are read; null takes the run's seed.
     `max_bytes`: stop after so many bytes of UTF-8 text, null for all.
     `sudoku`: for `source=sudoku`, the grids that are generated. `augment`: draw the symmetries of a Sudoku anew every
@@ -139,6 +148,7 @@ class DataConfig:
     pool: int = 256
     lanes: int | None = None
     chunk: Chunk = Chunk.whole
+    language: Language | None = None
     shuffle_seed: int | None = None
     max_bytes: int | None = None
     documents: int = 2000
@@ -174,7 +184,7 @@ class DataConfig:
             problems.append(f"data.max_bytes={self.max_bytes}: use 1 or more, or null for all.")
         if self.workers is not None and self.workers < (0 if self.source is Source.parquet_stream else 1):
             problems.append(f"data.workers={self.workers}: use 1 or more, or null for one a CPU core.")
-        problems += self._stream_problems()
+        problems += [*self._stream_problems(), *self._chunk_problems()]
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < SEEDS:
             problems.append(f"data.shuffle_seed={self.shuffle_seed}: must be from 0 to {SEEDS - 1}, or null for seed.")
         if not len(SUCCESSOR_WEIGHTS) <= self.states <= MAX_STATES:
@@ -195,6 +205,16 @@ class DataConfig:
         if self.mean_length < 2:
             problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
         return problems
+
+    def _chunk_problems(self) -> list[str]:
+        if self.chunk is Chunk.whole:
+            return []
+        if self.source not in (Source.text, Source.stdlib, Source.parquet_stream):
+            return [f"data.chunk={self.chunk.value} is of code: data={self.name} has none. Leave it out."]
+        from valkyrie.data.chunks import missing_package
+
+        missing = missing_package()
+        return [missing] if missing else []
 
     def _stream_problems(self) -> list[str]:
         problems = []

@@ -19,7 +19,7 @@ import numpy as np
 from valkyrie.buckets import scheme_of
 from valkyrie.data import manifest
 from valkyrie.data.cached import kept_in_cache
-from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.config import Chunk, DataConfig, Source
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
 from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
 from valkyrie.data.source import Listing, list_source
@@ -95,6 +95,7 @@ def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:
         "tokenizer": fingerprint_of(tokenizer),
         "split": [config.validation_fraction, config.shard_tokens, config.max_bytes],
         "fields": [config.field, config.column],
+        **({} if config.chunk is Chunk.whole else {"chunk": [config.chunk.value, str(config.language)]}),
         "synthetic": [config.documents, config.mean_length, config.states, config.generator_seed]
         if config.source is Source.synthetic
         else None,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from valkyrie.data.config import DataConfig
+from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, chunks
+from valkyrie.data.config import Chunk, DataConfig
 from valkyrie.data.records import array_records, text_of_record, tfrecords
 from valkyrie.data.remote import RemoteFile, suffix_of
 
@@ -84,9 +85,33 @@ def _decode(raw: bytes, name: str) -> Document:
 def read(file: File, config: DataConfig, group: int | None = None) -> Iterator[Document]:
     """Yield the documents of a file, of a .parquet those of one row group where it is given; some may be empty.
 
+    With `chunk=functions` they are its functions and classes.
     ValueError names the file and the line or row where it is damaged or has no text.
     """
-    return READERS[file.suffix](file, config, group)
+    documents = READERS[file.suffix](file, config, group)
+    language = config.language if file.suffix not in (*LANGUAGE_OF, *NO_CODE) else LANGUAGE_OF.get(file.suffix)
+    if config.chunk is Chunk.whole or language is None:
+        yield from documents
+        return
+    for document in documents:
+        for number, text in enumerate(chunks(document.text, language), 1):
+            yield replace(
+                document,
+                id=f"{document.id}#{number}",
+                text=text,
+                replaced=text.count("\ufffd") if document.replaced else 0,
+            )
+
+
+def unknown_language(files: Iterable[File], config: DataConfig) -> str | None:
+    """Return why the functions of some files cannot be told apart, None where they can."""
+    if config.chunk is Chunk.whole or config.language is not None:
+        return None
+    other = next((file for file in files if file.suffix not in (*LANGUAGE_OF, *NO_CODE)), None)
+    return other and (
+        f"{other.id}: data.chunk=functions needs data.language=c, cpp or python here: "
+        f"a {other.suffix} file does not tell what its documents are written in."
+    )
 
 
 def row_groups(file: File, config: DataConfig) -> int:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.buckets import scheme_of
-from valkyrie.data.config import DataConfig, Source
-from valkyrie.data.readers import SUFFIXES, WHOLE_FILE, Document, SourceFile, read
+from valkyrie.data.config import Chunk, DataConfig, Source
+from valkyrie.data.readers import SUFFIXES, WHOLE_FILE, Document, SourceFile, read, unknown_language
 from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
 from valkyrie.data.synthetic import SyntheticDocument, synthetic_documents
 
@@ -52,9 +52,10 @@ def list_source(config: DataConfig) -> Listing:
     """
     if config.source is Source.synthetic:
         return Listing((), 0)
-    if config.source is Source.stdlib:
-        return _list_stdlib()
-    return _list_text(config)
+    listing = _list_stdlib() if config.source is Source.stdlib else _list_text(config)
+    if unknown := unknown_language(listing.files, config):
+        raise ValueError(unknown)
+    return listing
 
 
 def documents(config: DataConfig, listing: Listing) -> Iterator[Document | SyntheticDocument]:
@@ -71,7 +72,9 @@ def documents(config: DataConfig, listing: Listing) -> Iterator[Document | Synth
 
 def is_single_text(config: DataConfig, listing: Listing) -> bool:
     """Return whether the source is one file that is one document, so that it has to be split inside."""
-    return config.source is Source.text and len(listing.files) == 1 and listing.files[0].suffix in WHOLE_FILE
+    if config.source is not Source.text or config.chunk is not Chunk.whole:
+        return False
+    return len(listing.files) == 1 and listing.files[0].suffix in WHOLE_FILE
 
 
 def _list_stdlib() -> Listing:

@@ -158,8 +158,8 @@ class _RowsIterator(grain.DatasetIterator):
         return {"batches": self._count}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Refuse: a loader that goes elsewhere begins anew from its places."""
-        raise NotImplementedError
+        """Refuse what grain may ask for and the loader does not: it goes elsewhere with new lanes."""
+        raise NotImplementedError("a place is restored by StreamLoader.restore")
 
 
 def _ignore_interrupts(worker: int, count: int) -> None:

@@ -1,0 +1,100 @@
+"""How fast a stream of Parquet shards becomes batches, beside tiktoken alone on the same texts and cores.
+
+    python experiments/stream.py --mib 64
+
+Shards of the functions and classes of the standard library are written, then by turns tokenised by tiktoken's own
+threads with the texts in memory, and read as batches by `data=parquet_stream` (open, decompress, tokenise, pack, put
+together) once the workers have started, which they do once a training. Printed are medians over `--repeats` turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sysconfig
+import tempfile
+import time
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+from valkyrie.data.chunks import chunks
+from valkyrie.data.config import DataConfig, Language, Packing, Source
+from valkyrie.data.loader import make_loader
+from valkyrie.data.stream import open_stream
+from valkyrie.data.tokenizer import load_tokenizer
+from valkyrie.data.vocabulary import TiktokenTokenizer
+
+BATCH, SEQ, SHARDS = 32, 2048, 8
+STARTING = 12
+"""Batches that may have been read ahead when the clock begins; they are not counted."""
+
+
+def main() -> None:
+    """Write the shards and time both sides by turns."""
+    parser = argparse.ArgumentParser(description="Time a stream of shards beside tiktoken alone.")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        texts = write(Path(name), asked.mib * 2**20)
+        sides = {"tiktoken": lambda: alone(texts)}
+        for packing in Packing:
+            sides[f"stream, packing={packing.value}"] = partial(streamed, Path(name), packing, asked.mib)
+        turns = [{side: run() for side, run in sides.items()} for _ in range(asked.repeats)]
+    size = statistics.mean(map(len, texts))
+    print(f"{asked.mib} MiB of Python in {SHARDS} shards, documents of {size:,.0f} characters, {os.cpu_count()} cores")
+    print("| | million tokens/s | beside tiktoken |")
+    print("|---|---:|---:|")
+    for side in sides:
+        speed = statistics.median(turn[side] for turn in turns) / 1e6
+        ratio = statistics.median(turn[side] / turn["tiktoken"] for turn in turns)
+        print(f"| {side} | {speed:.2f} | {ratio:.2f} |")
+
+
+def write(folder: Path, size: int) -> list[str]:
+    """Write shards of so many bytes of text; return the texts of all but the last, which is for validation."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    functions = [text for path in paths for text in chunks(path.read_text(encoding="utf-8"), Language.python)]
+    texts: list[str] = []
+    written = 0
+    for text in cycle(functions):
+        texts.append(text)
+        written += len(text)
+        if written >= size:
+            break
+    for shard in range(SHARDS):
+        part = arrow.table({"text": texts[shard::SHARDS]})
+        parquet.write_table(part, folder / f"{shard}.parquet", row_group_size=1024)
+    return [text for shard in range(SHARDS - 1) for text in texts[shard::SHARDS]]
+
+
+def alone(texts: list[str]) -> float:
+    """Return the tokens a second of tiktoken with one thread a core."""
+    tokenizer = load_tokenizer("gpt2")
+    assert isinstance(tokenizer, TiktokenTokenizer)
+    start = time.perf_counter()
+    found = tokenizer.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    return sum(map(len, found)) / (time.perf_counter() - start)
+
+
+def streamed(folder: Path, packing: Packing, mib: int) -> float:
+    """Return the tokens a second of batches, over about one epoch."""
+    config = DataConfig("parquet_stream", Source.parquet_stream, [str(folder)], packing=packing)
+    data = open_stream(config, "gpt2")
+    steps = mib * 2**20 // (4 * BATCH * SEQ)
+    with make_loader(data, "train", batch=BATCH, seq=SEQ, seed=0, repeat=True) as loader:
+        for _ in range(STARTING):
+            next(loader)
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(loader)
+        return steps * BATCH * SEQ / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Code cut at the ends of its functions: C, C++ and Python, of files and of shards, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+
+from valkyrie.data.chunks import chunks
+from valkyrie.data.config import Chunk, DataConfig, Language, Source
+from valkyrie.data.manifest import Prepared
+from valkyrie.data.prepare import prepare
+from valkyrie.data.readers import read
+from valkyrie.data.source import documents, list_source
+from valkyrie.data.stream import Lane, Place, open_stream
+
+CPP = """// License
+#include <vector>
+struct Later;
+#ifdef FAST
+namespace n {
+/// Doubles.
+int twice(int a) { return 2 * a; }  // as is
+
+class Pair {
+ public:
+  int sum() { return a + b; }
+  int a, b;
+};
+}  // namespace n
+#endif
+extern "C" {
+int g(void) { return 2; }
+}
+template <class T> T same(T t) { return t; }
+int x = 3;
+"""
+PYTHON = '''"""Doc."""
+import os
+
+# of one
+@cache
+def one():
+    def inner():
+        return "é"
+    return inner
+
+class Two:
+    def method(self): ...
+
+if __name__ == "__main__":
+    one()
+'''
+
+
+def test_functions_and_classes_of_cpp_with_what_stands_before_them() -> None:
+    found = [*chunks(CPP, Language.cpp)]
+    assert "".join(found).replace("\n", "") == CPP.replace("\n", "")
+    assert [chunk.splitlines()[-1] for chunk in found[:3]] == [
+        "int twice(int a) { return 2 * a; }  // as is",
+        "};",
+        "int g(void) { return 2; }",
+    ]
+    assert found[0].startswith("// License\n") and found[1].startswith("class Pair") and len(found) == 4
+    assert found[3].endswith("return t; }\nint x = 3;\n")
+
+
+def test_functions_and_classes_of_python() -> None:
+    first, second = chunks(PYTHON, Language.python)
+    assert first.endswith('        return "é"\n    return inner\n') and second.startswith("class Two:")
+    assert first + "\n" + second == PYTHON
+
+
+@pytest.mark.parametrize("code", ["int x = 1;\n", "", "int f( { ] class", "\n\n  \n"])
+def test_a_text_without_functions_is_whole(code: str) -> None:
+    assert "".join(chunks(code, Language.c)) == code.lstrip("\n")
+
+
+def test_nothing_of_real_files_is_lost() -> None:
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
+        text = path.read_text(encoding="utf-8")
+        found = [*chunks(text, Language.python)]
+        assert "".join(found).replace("\n", "") == text.replace("\n", "")
+        defined = sum(line.startswith(("def ", "class ", "async def ")) for line in text.splitlines())
+        assert len(found) >= min(1, defined)
+
+
+def test_two_on_one_line() -> None:
+    assert [*chunks("int a() {} int b() {}\n", Language.c)] == ["int a() {} ", "int b() {}\n"]
+
+
+def config(source: Source, *paths: Path, **options: object) -> DataConfig:
+    return DataConfig(source.value, source, [*map(str, paths)], chunk=Chunk.functions, **options)  # type: ignore[arg-type]
+
+
+def test_files_are_prepared_by_functions_and_kept_apart_from_whole_ones(tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_text(CPP)
+    (tmp_path / "b.py").write_text(PYTHON)
+    (tmp_path / "c.md").write_text("# Title\n\nint f() { return 1; }\n")
+    asked = config(Source.text, tmp_path, cache_dir=str(tmp_path / "cache"))
+    found = [document.id.rpartition(os.sep)[2] for document in documents(asked, list_source(asked))]
+    assert found == ["a.cpp#1", "a.cpp#2", "a.cpp#3", "a.cpp#4", "b.py#1", "b.py#2", "c.md"]
+
+    def count(prepared: Prepared) -> int:
+        return sum(split.documents for split in (prepared.train, prepared.validation))
+
+    whole = DataConfig("text", Source.text, [str(tmp_path)], cache_dir=str(tmp_path / "cache"))
+    assert count(prepare(asked, "bytes")) == 7 and count(prepare(whole, "bytes")) == 3
+
+
+def test_a_single_file_has_documents_then(tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_text(CPP)
+    asked = config(Source.text, tmp_path / "a.cpp", cache_dir=str(tmp_path / "cache"))
+    prepared = prepare(asked, "bytes")
+    assert prepared.train.documents + prepared.validation.documents == 4
+
+
+def test_shards_stream_by_functions(tmp_path: Path) -> None:
+    for number in range(2):
+        parquet.write_table(arrow.table({"text": [CPP, CPP]}), tmp_path / f"{number}.parquet")
+    asked = config(Source.parquet_stream, tmp_path, language=Language.cpp, workers=0)
+    data = open_stream(asked, "bytes")
+    lane = Lane(data.validation, asked, "bytes", 0, 1, None)
+    places = [place for place, _ in lane.documents(Place(0, 0, 0))]
+    assert [place.document for place in places] == [*range(8)]
+    ((_, tokens),) = lane.fetch([Place(0, 0, 5)])
+    assert bytes(tokens[1:].astype("u1")).decode() == [*chunks(CPP, Language.cpp)][1]
+
+
+def test_a_file_of_rows_does_not_tell_its_language(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": CPP}) + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl: data\.chunk=functions needs data\.language=c, cpp or python"):
+        list_source(config(Source.text, path))
+    asked = config(Source.text, path, language=Language.cpp)
+    assert len([*read(list_source(asked).files[0], asked)]) == 4
+
+
+def test_what_has_no_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config(Source.synthetic).problems() == [
+        "data.chunk=functions is of code: data=synthetic has none. Leave it out."
+    ]
+    monkeypatch.setattr("valkyrie.data.chunks.find_spec", lambda name: None)
+    assert config(Source.stdlib).problems() == [
+        "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
+    ]
