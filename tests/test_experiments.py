@@ -42,3 +42,28 @@ def test_an_experiment_without_a_tiny_model_is_refused():
         "size=tiny has no model for experiment=mine. Name a small one: model=NAME, without size=tiny."
     )
     assert tiny_of(None) == "valkyrie_tiny"
+
+
+def test_llama_7b_is_the_published_size():
+    model = Run.from_config(compose_config("experiment=llama_7b_v4_64")).model
+    shape = (model.vocab_size, model.embed, model.layers, model.attention.heads, model.mlp)
+    assert shape == (32000, 4096, 32, 32, 11008)
+    assert model.vocab_rows == model.vocab_size and model.parameter_count() == 6_738_415_616
+
+
+@pytest.mark.parametrize(
+    "promised",
+    [
+        ("experiment=llama_7b_v4_64", "partition=data_model_fsdp", "microbatches=2", "remat=full", "remat.save=[]"),
+        ("experiment=multihost_v5p_128", "target=v5p-256", "mesh=8x16x1", "partition=data_model_fsdp", "remat=full"),
+        ("experiment=gpt_16b_v4_64", "mesh=4x2x4", "partition=fsdp_tp", "remat.save=[]"),
+    ],
+)
+def test_the_layouts_that_were_asked_for_are_legal_where_the_comment_says(promised):
+    assert not Run.from_config(compose_config(*promised)).problems()
+
+
+def test_eight_by_sixteen_is_not_for_v5p_128():
+    asked = ("experiment=multihost_v5p_128", "mesh=8x16x1", "partition=data_model_fsdp", "remat=full")
+    (problem,) = Run.from_config(compose_config(*asked)).problems()
+    assert "64" in problem and "128" in problem

@@ -21,6 +21,7 @@ from machines import needs_libtpu
 from sweeps import play
 from test_compile_tpu import compile_command
 from test_folder import make_run
+from valkyrie.cli.convert import _parser as convert_parser
 from valkyrie.cli.data import _parser as data_parser
 from valkyrie.cli.doctor import _parser as doctor_parser
 from valkyrie.cli.launch import split as split_launch
@@ -108,6 +109,7 @@ OTHERS = [
 @pytest.mark.parametrize("line", OTHERS)
 def test_the_other_commands_have_these_arguments(line: str):
     parsers = {"valkyrie-report": report_parser, "valkyrie-predict": predict_parser, "valkyrie-data": data_parser}
+    parsers["valkyrie-convert"] = convert_parser
     parsers[line.split(" ")[0]]().parse_args(without_comment(arguments_of(line)))
 
 

@@ -16,6 +16,20 @@ def tree_of(state: Any) -> dict[str, Any]:
     return {key: value for key, value in state._asdict().items() if value is not None}
 
 
+HOLDS, PARAMETERS_ALONE = "holds", "parameters"
+"""What a checkpoint without optimizer state says of itself."""
+
+
+def holds_parameters_alone(path: Any) -> bool:
+    """Return whether a checkpoint has parameters and no optimizer state; ValueError where it cannot be read."""
+    return read_about(path).get(HOLDS) == PARAMETERS_ALONE
+
+
+def parameters_alone(state: Any, parameters: Any) -> Any:
+    """Return a train state that has these parameters, and None for everything else."""
+    return state._replace(**{**dict.fromkeys(state._fields), "parameters": parameters})
+
+
 def shapes_of(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by dotted path."""
     return {name: tuple(array.shape) for name, array in flat(parameters).items()}

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from valkyrie.checkpoint.config import CheckpointConfig
 from valkyrie.checkpoint.contents import (
     damage_of,
+    holds_parameters_alone,
+    parameters_alone,
     read_about,
     refuse_other_shapes,
     refuse_other_state,
@@ -27,7 +29,10 @@ from valkyrie.team import ALONE, Team
 
 
 class Restored(NamedTuple):
-    """A restored state, the position of its data, and `source`: which checkpoint it is and why that one."""
+    """A restored state, the position of its data, and `source`: which checkpoint it is and why that one.
+
+    Of a checkpoint with parameters alone, as `valkyrie-convert` writes, everything else of the state is None.
+    """
 
     step: int
     state: Any
@@ -126,9 +131,12 @@ class Checkpoints:
         wanted, path = tree_of(abstract_state), self.durable.folder_of(step)
         refuse_other_shapes(path, wanted)
         refuse_other_tokenizer(path, self._about.get("tokenizer"))
+        source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"
+        if holds_parameters_alone(path):
+            arrays, data = self.durable.read(step, {"parameters": wanted["parameters"]})
+            return Restored(step, parameters_alone(abstract_state, arrays["parameters"]), data, source)
         refuse_other_state(path, wanted, changed)
         arrays, data = self.durable.read(step, wanted)
-        source = f"the durable checkpoint of step {step} in {self.durable.path}{reason}"
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _sound_durable(self, *, needed: bool) -> int | None:

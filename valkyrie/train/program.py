@@ -27,7 +27,7 @@ from valkyrie.tasks import Array, task_of
 from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
 from valkyrie.train.rematerialise import checkpoint_of
 from valkyrie.train.spread import MatrixSpread
-from valkyrie.train.state import TrainState, init_state, state_shardings
+from valkyrie.train.state import TrainState, init_state, state_shardings, state_with
 from valkyrie.train.step import eval_step, train_step
 
 if TYPE_CHECKING:
@@ -85,6 +85,14 @@ class StepProgram:
     def init(self) -> Callable[[Any], TrainState]:
         """The jitted function from a seed to the state before the first step, made where it lies."""
         return jax.jit(self._init, out_shardings=self.shardings)
+
+    def begin_with(self, parameters: Any) -> TrainState:
+        """Return the state before the first step that begins with these parameters, which are donated to it."""
+
+        def begin(parameters: Any, seed: Any) -> TrainState:
+            return state_with(parameters, self.optimizer, self._keep_ema, seed, self.carry)
+
+        return jax.jit(begin, donate_argnums=0, out_shardings=self.shardings)(parameters, self.run.config.seed)
 
     @cached_property
     def step(self) -> Any:

@@ -47,8 +47,19 @@ def init_state(
     carry: Mapping[str, Array] | None = None,
 ) -> TrainState:
     """Return the state before the first step; the same for the same seed on any mesh."""
-    init_key, key = jax.random.split(jax.random.key(seed))
-    parameters = assembly.init(init_key)
+    init_key, _ = jax.random.split(jax.random.key(seed))
+    return state_with(assembly.init(init_key), optimizer, keep_ema, seed, carry)
+
+
+def state_with(
+    parameters: Any,
+    optimizer: optax.GradientTransformation,
+    keep_ema: bool,
+    seed: int | jax.Array,
+    carry: Mapping[str, Array] | None = None,
+) -> TrainState:
+    """Return the state before the first step that begins with these parameters."""
+    _, key = jax.random.split(jax.random.key(seed))
     ema = jax.tree.map(lambda p: jnp.array(p, ACCUMULATED.value), parameters) if keep_ema else None
     step = jnp.zeros((), jnp.int32)
     carried = {name: jnp.zeros(array.shape, array.dtype) for name, array in (carry or {}).items()}

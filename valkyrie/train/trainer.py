@@ -320,12 +320,15 @@ def _begin(
     if restored is None:
         return 0, program.init(run.config.seed)
     step, state, data, source = restored
-    loader.restore(data)
+    if state.optimizer is None:  # converted weights, whose data begins with this run
+        state = program.begin_with(state.parameters)
+    else:
+        loader.restore(data)
     if step < run.config.steps:
         console.print(continuation(run, folder, step, changed), markup=False)
         if run.config.checkpoint.fast.every is not None:
             console.print(source, markup=False)
-    if (note := schedule_change(run, folder, step)) and step < run.config.steps:
+    if step and step < run.config.steps and (note := schedule_change(run, folder, step)):
         console.print(note, markup=False)
     return step, state
 

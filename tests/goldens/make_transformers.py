@@ -1,0 +1,91 @@
+"""Writes transformers.npz: logits of transformers' models with fixed weights on fixed tokens, in float32.
+
+    pip install transformers==5.23.0 torch==2.13.0
+    python tests/goldens/make_transformers.py
+
+Each model is tiny and is kept as its config.json, the shapes of its tensors in model.safetensors, and its logits. The
+weights are not kept: they are drawn by name from a seed (`drawn`).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+
+VOCAB, SEQ = 300, 24
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama3": ("Llama", LLAMA | {"rope_parameters": STRETCHED, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": 9, "head_dim": 16}),
+    "qwen2": ("Qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen2_windows": ("Qwen2", LLAMA | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
+    "gpt2": ("GPT2", GPT2),
+}
+"""The models by name: transformers' word for the kind, and their settings."""
+
+
+def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """Return weights by name: as large as keeps activations of the order of one."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def of(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's config.json, the shapes in its file, and its logits with drawn weights."""
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    made = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        made(config).save_pretrained(folder)
+        with safe_open(Path(folder) / "model.safetensors", "np") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
+        model = made.from_pretrained(folder, attn_implementation="eager").eval()
+        values = drawn(shapes)
+        missing, unexpected = model.load_state_dict({n: torch.from_numpy(v) for n, v in values.items()}, strict=False)
+        model.tie_weights()
+        assert not unexpected and all(name == "lm_head.weight" for name in missing)
+        tokens = np.random.default_rng(1).integers(0, VOCAB, (1, SEQ))
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)).logits.float().numpy()
+        text = (Path(folder) / "config.json").read_text()
+    return {"config": text, "shapes": json.dumps(shapes), "logits": logits}
+
+
+def main() -> None:
+    """Run the references once and write what they return."""
+    kept = {f"{name}_{key}": value for name, case in CASES.items() for key, value in of(*case).items()}
+    np.savez_compressed(Path(__file__).with_name("transformers.npz"), **kept)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""`valkyrie-convert`: logits as transformers makes them, the way there and back, any mesh, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from valkyrie.checkpoint import Checkpoints
+from valkyrie.cli.convert import main
+from valkyrie.convert.architectures import config_of, settings_of
+from valkyrie.convert.load import from_folder
+from valkyrie.convert.save import to_folder
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.run import Run
+from valkyrie.train.arguments import run_in, run_of
+from valkyrie.train.program import StepProgram
+
+GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
+CASES = ["llama", "mistral", "qwen3"]
+VOCAB = 300
+
+
+def drawn(shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
+    """The weights of the golden, as goldens/make_transformers.py draws them."""
+    rng = np.random.default_rng(0)
+    return {
+        name: (rng.standard_normal(shape) * (0.3 if len(shape) < 2 else shape[-1] ** -0.5)).astype(np.float32)
+        for name, shape in sorted(shapes.items())
+    }
+
+
+def published(folder: Path, case: str, dtype: Any = np.float32, **changed: Any) -> Path:
+    """A model's folder as transformers saves it, with other keys of its config.json."""
+    folder.mkdir(parents=True)
+    config = json.loads(str(GOLDEN[f"{case}_config"])) | {"dtype": np.dtype(dtype).name} | changed
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = drawn(json.loads(str(GOLDEN[f"{case}_shapes"])))
+    save_file({name: value.astype(dtype) for name, value in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    read = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            read |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    return read
+
+
+def restored(folder: Path, *overrides: str) -> tuple[Run, StepProgram, Any]:
+    """The run of a run folder on a mesh, its program and its parameters."""
+    run = run_in(folder, [*overrides, "precision=float32"])
+    assert not run.problems(), run.problems()
+    program = StepProgram(run, build_mesh(run.config.mesh, jax.devices()))
+    checkpoints = Checkpoints(folder, run.config.checkpoint, read_only=True)
+    state = checkpoints.restore(program.abstract_state).state
+    checkpoints.close()
+    assert state.optimizer is None
+    return run, program, state.averaged
+
+
+def made(folder: Path, runs: Path, *overrides: str) -> Path:
+    return from_folder(folder, None, "bytes", [f"runs={runs}", "mesh=1x1x1", *overrides], say=lambda line: None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_and_the_way_back_ends_where_it_began(case, tmp_path):
+    source = published(tmp_path / case, case)
+    folder = made(source, tmp_path / "runs")
+    _, program, parameters = restored(folder)
+    expected = GOLDEN[f"{case}_logits"]
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (1, expected.shape[1]))
+    logits = jax.jit(program.assembly.module(parameters).logits)(jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(logits, expected, rtol=2e-5, atol=2e-6)
+
+    back = to_folder(folder, tmp_path / "back", say=lambda line: None)
+    before, after = tensors_in(source), tensors_in(back)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_bfloat16_and_several_files_there_and_back_with_the_tokenizer(tmp_path):
+    source = published(tmp_path / "model", "llama", ml_dtypes.bfloat16)
+    (source / "tokenizer_config.json").write_text('{"a": 1}')
+    folder = made(source, tmp_path / "runs")
+    back = to_folder(folder, tmp_path / "back", file_bytes=20_000, say=lambda line: None)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert len(files) > 2 and files == sorted(path.name for path in back.glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors_in(source).values())
+    assert (back / "tokenizer_config.json").read_text() == '{"a": 1}'
+    again = made(back, tmp_path / "again")
+    wide = to_folder(again, tmp_path / "wide", dtype="float32", say=lambda line: None)
+    for name, value in tensors_in(source).items():
+        assert tensors_in(back)[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(tensors_in(back)[name], value, err_msg=name)
+        np.testing.assert_array_equal(tensors_in(wide)[name], value.astype(np.float32), err_msg=name)
+    assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("layout", [("mesh=2x2x2", "partition=2d_tp_fsdp"), ("mesh=4x2x1", "partition=fsdp")])
+def test_each_device_of_a_mesh_gets_its_shard(layout, tmp_path):
+    folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
+    _, program, parameters = restored(folder, *layout)
+    _, _, whole = restored(folder)
+    for array, wanted, asked in zip(
+        *map(jax.tree.leaves, (parameters, whole, program.abstract_state.parameters)), strict=True
+    ):
+        assert array.sharding == asked.sharding
+        np.testing.assert_array_equal(array, wanted)
+    split = jax.tree.leaves(parameters)[0]
+    assert split.addressable_shards[0].data.size < split.size
+
+
+@pytest.mark.slow
+def test_a_converted_run_is_trained_on_another_mesh_then_leaves(tmp_path):
+    folder = made(published(tmp_path / "model", "llama"), tmp_path / "runs")
+    asked = ["resume=model", "mesh=1x2x2", "partition=2d_tp", "data=synthetic", "data.documents=50", "steps=3"]
+    asked += ["batch=8", "seq=32", "sample_tokens=4", "tracking=off", "optimizer.ema_decay=0.9"]
+    command = [sys.executable, "-m", "valkyrie.cli.train", *asked]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing model from step 0 to step 3" in done.stdout and "so far" not in done.stdout
+    back = to_folder(folder, tmp_path / "back", say=lambda line: None)
+    before, after = tensors_in(tmp_path / "model"), tensors_in(back)
+    assert before.keys() == after.keys()
+    assert all(value.shape == after[name].shape for name, value in before.items())
+    assert not np.array_equal(before["lm_head.weight"], after["lm_head.weight"])
+    for mode in ("eval", "generate"):
+        command = [sys.executable, "-m", "valkyrie.cli.train", "resume=model", f"mode={mode}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def changed_tensors(folder: Path, **changed: np.ndarray | None) -> None:
+    tensors = {**tensors_in(folder), **changed}
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err.strip().removeprefix("valkyrie-convert: ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "config.json: architectures=['MambaForCausalLM'] is not known. Known: ",
+        ),
+        ({"hidden_act": "relu6"}, "config.json: hidden_act=relu6 is not one of silu, gelu_pytorch_tanh, gelu_new."),
+        ({"mlp_bias": True}, "config.json: mlp_bias=true adds biases that the model here does not have."),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "config.json: rope_parameters.rope_type=yarn is not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor=0.5: whole heads are rotated here."),
+        ({"quantization_config": {"bits": 4}}, "config.json: quantization_config: weights are read as float32, "),
+        ({"hidden_size": None}, "config.json: hidden_size must be a whole number for LlamaForCausalLM."),
+        ({"vocab_size": 200}, "tokenizer=bytes has 257 ids, and config.json says vocab_size=200: it is of another "),
+        ({"num_attention_heads": 3}, "model.attention.heads=3 is not a multiple of kv_heads=2."),
+    ],
+)
+def test_what_no_setting_says_is_refused_by_its_key(changed, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = published(tmp_path / "model", "llama", **changed)
+    if "vocab_size" in changed:
+        tables = {name: value[:200] for name, value in tensors_in(folder).items() if value.shape[0] == VOCAB}
+        changed_tensors(folder, **tables)
+    assert refusal(capsys, "from-hf", "model", "--tokenizer", "bytes").startswith(message)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_is_not_whole_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load = ("from-hf", "model", "--tokenizer", "bytes")
+    assert refusal(capsys, *load).startswith("model is not a folder. Name one with config.json and model.safetensors")
+    folder = published(tmp_path / "model", "llama")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert refusal(capsys, "from-hf", "model") == (
+        "model has no tokenizer.json. Say which tokenizer its ids are of: --tokenizer gpt2, or the path of a "
+        "tokenizer.json."
+    )
+    changed_tensors(folder, **{name: None})
+    assert refusal(capsys, *load) == f"model has no tensor {name}."
+    changed_tensors(folder, **{name: np.zeros((32, 16), np.float32)})
+    told = "model has tensors of other shapes than its config.json says:"
+    assert refusal(capsys, *load) == f"{told} {name} is [32, 16], not [32, 32]."
+    changed_tensors(folder, **{name: np.zeros((32, 32), np.int8)})
+    assert refusal(capsys, *load) == f"model has tensors that are not F32, BF16, F16: {name} is I8."
+    changed_tensors(
+        folder, **{name: np.zeros((32, 32), np.float32), "model.layers.0.self_attn.q_proj.bias": np.zeros(32)}
+    )
+    assert refusal(capsys, *load) == (
+        "model has tensors that a LlamaForCausalLM has not: model.layers.0.self_attn.q_proj.bias."
+    )
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:1000])
+    assert refusal(capsys, *load).startswith("model/model.safetensors is no whole safetensors file (")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert refusal(capsys, *load) == (
+        "model has no model.safetensors and no model.safetensors.index.json. pytorch_model.bin is read by "
+        "transformers: save it anew with save_pretrained."
+    )
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert refusal(capsys, *load).startswith(
+        "model has no model-00001-of-00002.safetensors, which model.safetensors.in"
+    )
+    (folder / "config.json").unlink()
+    assert refusal(capsys, *load) == "model has no config.json: it is no model's folder as Hugging Face has it."
+
+
+def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    published(tmp_path / "model", "llama")
+    main(["from-hf", "model", "--tokenizer", "bytes", "mesh=1x1x1"])
+    assert "next: valkyrie-train resume=model mode=generate" in capsys.readouterr().out
+    load = ("from-hf", "model", "--tokenizer", "bytes")
+    assert refusal(capsys, *load) == "runs/model is there already. Use another --name NAME, or delete it."
+    assert refusal(capsys, "to-hf", "model", "model") == "model is there already. Name a new folder."
+    assert refusal(capsys, "to-hf", "model", "b", "--step", "7") == (
+        "--step 7: runs/model has checkpoints of the steps 0."
+    )
+    assert refusal(capsys, "to-hf", "other", "b").startswith(
+        "resume=other is no run with a checkpoint under runs=runs."
+    )
+    assert refusal(capsys, "to-hf", "model", "b", "steps=3") == "steps=3: to-hf takes no settings of a run."
+    assert refusal(capsys, *load, "--shards", "3").endswith(
+        "--shards is neither an option nor KEY=VALUE, a setting of the run."
+    )
+    assert refusal(capsys, *load, "stps=3", "--name", "b").startswith("stps is not a key. Did you mean steps?")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model=valkyrie_tiny"], "model.family=valkyrie"),
+        (["model=gpt_tiny", "model.embedding_scale=2"], "model.embedding_scale=2.0"),
+        (["model=gpt_tiny", "model.residual=parallel"], "model.residual=parallel"),
+        (["model=gpt_tiny", "model.attention.soft_cap=50"], "model.attention.soft_cap=50.0"),
+        (["model=gpt_tiny", "model.feed_forward=relu2"], "model.feed_forward=relu2"),
+    ],
+)
+def test_a_model_that_transformers_has_not_stays_here_by_its_key(settings, message):
+    with pytest.raises(ValueError) as error:
+        config_of(run_of([*settings, "mesh=1x1x1"]).model)
+    assert str(error.value).startswith("no architecture of LlamaForCausalLM, ") and f" has {message}" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model=llama_7b"],
+        ["model=gpt_1b", "model.attention.windows=[64]"],
+        [
+            "model=gpt_1b",
+            "model.attention.qk_norm=true",
+            "model.norm_epsilon=1e-6",
+            "model.attention.windows=[64,null]",
+        ],
+    ],
+)
+def test_a_model_of_ours_is_the_same_by_its_config(settings):
+    model = run_of([*settings, "mesh=1x1x1"]).model
+    says = settings_of(config_of(model))
+    again = run_of(
+        ["model=gpt_schema", "mesh=1x1x1", *(f"model.{k}={v}".replace("None", "null") for k, v in says.items())]
+    ).model
+    ours = ("name", "tokenizer", "vocab_multiple", "loss_chunk")
+    differs = {k for k in vars(model) if getattr(model, k) != getattr(again, k)} - {*ours, "attention"}
+    assert not differs
+    windows = [[m.attention.windows[i % len(m.attention.windows)] for i in range(m.layers)] for m in (model, again)]
+    assert windows[0] == windows[1]
+    model.attention.windows = again.attention.windows
+    assert model.attention == again.attention

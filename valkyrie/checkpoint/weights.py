@@ -1,0 +1,61 @@
+"""Checkpoints that hold parameters and nothing else: written where weights are converted, and read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from valkyrie.checkpoint.contents import HOLDS, PARAMETERS_ALONE
+from valkyrie.checkpoint.durable import Durable
+from valkyrie.checkpoint.place import in_bucket
+
+_CHUNK = 64 * 2**20
+"""The bytes of a piece of an array on disk: a device of another mesh reads those that its shard lies in."""
+
+
+class WeightsTier(Durable):
+    """The durable tier that saves parameters alone, with no more than a gigabyte of them on their way to disk."""
+
+    def _open(self) -> Any:
+        import orbax.checkpoint as ocp
+
+        handlers = {"state": ocp.PyTreeCheckpointHandler(save_concurrent_gb=1)}
+        handlers |= {name: ocp.JsonCheckpointHandler() for name in ("data", "about")}
+        options = ocp.CheckpointManagerOptions(
+            create=True,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+        )
+        return ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
+
+    def _state_args(self, tree: Any) -> Any:
+        import jax
+        import orbax.checkpoint as ocp
+
+        return ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree))
+
+    def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        return {HOLDS: PARAMETERS_ALONE}
+
+
+def read_array(path: Any, field: str, name: str) -> Any:
+    """Return one array of the checkpoint in a folder as NumPy's: `field` of the state, then its dotted name."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    wanted: Any = 0
+    for key in reversed([field, *name.split(".")]):
+        wanted = {key: wanted}
+    folder = path / "state" if in_bucket(path) else (path / "state").resolve()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored: Any = checkpointer.restore(
+            folder,
+            args=ocp.args.PyTreeRestore(
+                item=wanted,
+                restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted),
+                partial_restore=True,
+            ),
+        )
+    (array,) = jax.tree.leaves(restored)
+    return array

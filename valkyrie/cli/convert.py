@@ -1,0 +1,85 @@
+"""`valkyrie-convert`: makes a run folder of a model's folder as Hugging Face has it, and such a folder of a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; a user's mistake is one line on stderr and exit status 2."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # it converts on the host, whatever devices there are
+    with ends_in_words("valkyrie-convert"):
+        parser = _parser()
+        arguments, overrides = parser.parse_known_args(without_comment(sys.argv[1:] if argv is None else argv))
+        if wrong := [word for word in overrides if "=" not in word or word.startswith("--")]:
+            parser.error(f"{wrong[0]} is neither an option nor KEY=VALUE, a setting of the run.")
+        arguments.run(arguments, overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Weights from and to folders of Hugging Face: config.json, safetensors, tokenizer.json."
+    parser = OneLineParser(prog="valkyrie-convert", description=about, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="{from-hf,to-hf}", parser_class=OneLineParser)
+
+    load = commands.add_parser("from-hf", help="make a run folder of such a folder: from-hf FOLDER KEY=VALUE ...")
+    load.set_defaults(run=_from)
+    load.add_argument("folder", type=Path, help="config.json, model.safetensors or several with their index")
+    load.add_argument("--name", help="the name of the run; that of the folder if not given")
+    named = "bytes, gpt2, an encoding of tiktoken, or a tokenizer.json; the folder's own if not given"
+    load.add_argument("--tokenizer", help=named)
+
+    save = commands.add_parser("to-hf", help="write the weights of a trained run as such a folder")
+    save.set_defaults(run=_to)
+    save.add_argument("trained", metavar="RUN", help="a run's name, its folder, or latest")
+    save.add_argument("folder", type=Path, help="a new folder")
+    save.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are looked for by name")
+    save.add_argument("--step", type=int, help="of which checkpoint; the newest if not given")
+    dtypes = ("float32", "bfloat16", "float16")
+    save.add_argument("--dtype", choices=dtypes, help="that of the weights as they came, else float32, if not given")
+    save.add_argument("--file-gb", type=float, default=5.0, help="the most that one file holds, in memory too")
+    return parser
+
+
+def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from valkyrie.cli.mistakes import refuse_slips
+    from valkyrie.convert.load import from_folder
+    from valkyrie.train.folder import command_name
+
+    began = time.perf_counter()
+    refuse_slips(overrides, multirun=False)
+    made = from_folder(arguments.folder.expanduser(), arguments.name, arguments.tokenizer, overrides)
+    print(f"{made} in {time.perf_counter() - began:.1f} s")
+    again = f"{command_name()} resume={shlex.quote(made.name if made.parent == Path('runs') else str(made))}"
+    print(f'next: {again} mode=generate prompt="class "')
+    print(f"      {again} data=text 'data.paths=[~/books/**/*.txt]' steps=1000   # trains it further")
+
+
+def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from valkyrie.convert.save import to_folder
+    from valkyrie.train.folder import find_run
+
+    began = time.perf_counter()
+    if overrides:
+        raise ValueError(f"{overrides[0]}: to-hf takes no settings of a run.")
+    if not arguments.file_gb > 0:
+        raise ValueError(f"--file-gb {arguments.file_gb:g}: must be above 0.")
+    made = to_folder(
+        find_run(arguments.runs, arguments.trained),
+        arguments.folder.expanduser(),
+        step=arguments.step,
+        dtype=arguments.dtype,
+        file_bytes=int(1e9 * arguments.file_gb),
+    )
+    print(f"{made} in {time.perf_counter() - began:.1f} s: AutoModelForCausalLM.from_pretrained takes it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What a config.json of Hugging Face says, as settings of a model of the gpt family, and back. Imports no JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from valkyrie.models.families.gpt import Config
+from valkyrie.models.feed_forward import Nonlinearity
+from valkyrie.models.stack import Residual, Stack
+
+Settings = dict[str, Any]
+"""Settings of a model by dotted key, without `model.`."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of model that transformers has: its class and the name of the kind, and what tells it from the others."""
+
+    name: str
+    model_type: str
+    qk_norm: bool = False
+    windows: bool = False
+
+
+KNOWN = {
+    kind.name: kind
+    for kind in (
+        Architecture("LlamaForCausalLM", "llama"),
+        Architecture("MistralForCausalLM", "mistral", windows=True),
+        Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True),
+    )
+}
+"""The architectures that can be converted."""
+
+_ACTIVATIONS = {"silu": Nonlinearity.swiglu, "gelu_pytorch_tanh": Nonlinearity.geglu, "gelu_new": Nonlinearity.geglu}
+_QK_NORM_EPSILON = 1e-6
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "embed": "hidden_size",
+    "layers": "num_hidden_layers",
+    "mlp": "intermediate_size",
+    "attention.heads": "num_attention_heads",
+    "context": "max_position_embeddings",
+}
+"""The settings that are a number of config.json, by its key."""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a config.json; ValueError with the known ones for another."""
+    names = config.get("architectures") or []
+    known = ", ".join(KNOWN)
+    if not isinstance(names, list) or len(names) != 1:
+        raise ValueError(f"config.json: architectures={names} must name one. Known: {known}.")
+    if names[0] not in KNOWN:
+        raise ValueError(f"config.json: architectures={names} is not known. Known: {known}.")
+    return KNOWN[names[0]]
+
+
+def settings_of(config: Mapping[str, Any]) -> Settings:
+    """Return the settings of a model that computes what a config.json describes.
+
+    ValueError names every key whose value no setting can say.
+    """
+    kind, refusals = architecture_of(config), []
+    lacking = [key for key in _SIZES.values() if not isinstance(config.get(key), int)]
+    if lacking:
+        raise ValueError(f"config.json: {', '.join(lacking)} must be a whole number for {kind.name}.")
+    refusals += _unsupported(kind, config)
+    theta, trouble = _rope(config)
+    refusals += trouble
+    heads = config["num_attention_heads"]
+    if not config.get("head_dim") and config["hidden_size"] % heads:
+        refusals.append(
+            f"hidden_size={config['hidden_size']} is not a multiple of num_attention_heads={heads}, and there is no "
+            "head_dim"
+        )
+    windows, trouble = _windows(kind, config)
+    refusals += trouble
+    if refusals:
+        raise ValueError(f"config.json: {'; '.join(refusals)}.")
+    settings: Settings = {setting: config[key] for setting, key in _SIZES.items()}
+    return settings | {
+        "name": kind.model_type,
+        "feed_forward": _ACTIVATIONS[config["hidden_act"]].value,
+        "norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention.kv_heads": config.get("num_key_value_heads") or heads,
+        "attention.head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "attention.rope_theta": theta,
+        "attention.qk_norm": kind.qk_norm,
+        "attention.windows": windows,
+    }
+
+
+def config_of(model: Stack) -> dict[str, Any]:
+    """Return what a config.json says of a model; ValueError names every setting that no known architecture has."""
+    if refusals := _not_theirs(model):
+        raise ValueError(
+            f"no architecture of {', '.join(KNOWN)} has {'; '.join(refusals)}: this model stays in Valkyrie's form."
+        )
+    assert isinstance(model, Config)
+    attention, lists_windows = model.attention, any(w is not None for w in model.attention.windows)
+    name = "Qwen3ForCausalLM" if attention.qk_norm else "MistralForCausalLM" if lists_windows else "LlamaForCausalLM"
+    activations = {kind: key for key, kind in reversed(_ACTIVATIONS.items())}
+    config: dict[str, Any] = {"architectures": [name], "model_type": KNOWN[name].model_type}
+    values = {"vocab_size": model.vocab_size, "embed": model.embed, "layers": model.layers, "mlp": model.mlp}
+    values |= {"attention.heads": attention.heads, "context": model.context}
+    config |= {_SIZES[setting]: value for setting, value in values.items()}
+    config |= {
+        "hidden_act": activations[model.feed_forward],
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tie_embeddings,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "rope_theta": attention.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
+        "attention_bias": False,
+    }
+    if name == "LlamaForCausalLM":
+        config["mlp_bias"] = False
+    if KNOWN[name].windows:
+        config |= _as_sliding(name, model)
+    return config
+
+
+def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config.json that ask for what no setting says."""
+    refusals = []
+    if config.get("hidden_act") not in _ACTIVATIONS:
+        refusals.append(f"hidden_act={config.get('hidden_act')} is not one of {', '.join(_ACTIVATIONS)}")
+    refusals += [f"{key}=true adds biases that the model here does not have" for key in _BIASES if config.get(key)]
+    if config.get("quantization_config"):
+        refusals.append("quantization_config: weights are read as float32, bfloat16 or float16 alone")
+    epsilon = config.get("rms_norm_eps", 1e-6)
+    if kind.qk_norm and epsilon != _QK_NORM_EPSILON:
+        refusals.append(f"rms_norm_eps={epsilon:g}: norms of queries and keys have {_QK_NORM_EPSILON:g} here")
+    return refusals
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """Return the base of the rotary frequencies, and why they are none that a setting says."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    kind = given.get("rope_type", given.get("type", "default"))
+    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    refusals = []
+    if kind != "default":
+        refusals.append(f"{key}.rope_type={kind} is not supported: rotary frequencies are not stretched here")
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        refusals.append(f"partial_rotary_factor={partial}: whole heads are rotated here")
+    return float(theta), refusals
+
+
+def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
+    """Return the window of each layer, one for all where they are equal, and why that cannot be said."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    if not kind.windows or window is None or not config.get("use_sliding_window", True):
+        return [None], []
+    types = config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    by_type = {"full_attention": None, "sliding_attention": window}
+    if unknown := sorted({*types} - by_type.keys()):
+        return [None], [f"layer_types has {', '.join(unknown)}, and only {' and '.join(by_type)} are known"]
+    windows = [by_type[layer] for layer in types]
+    return (windows[:1] if len({*windows}) == 1 else windows), []
+
+
+def _as_sliding(name: str, model: Config) -> dict[str, Any]:
+    """Return the windows of a model's layers as a config.json says them."""
+    windows = [model.attention.windows[i % len(model.attention.windows)] for i in range(model.layers)]
+    lengths = {window for window in windows if window is not None}
+    if not lengths:
+        return {"sliding_window": None} | ({"use_sliding_window": False} if name != "MistralForCausalLM" else {})
+    if len(lengths) > 1 or (name == "MistralForCausalLM" and None in windows):
+        raise ValueError(
+            f"model.attention.windows={model.attention.windows}: {name} has one window for "
+            f"{'all layers' if name == 'MistralForCausalLM' else 'those layers that have one'}."
+        )
+    sliding: dict[str, Any] = {"sliding_window": lengths.pop()}
+    if name != "MistralForCausalLM":
+        types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        sliding |= {"use_sliding_window": True, "layer_types": types, "max_window_layers": windows.count(None)}
+    return sliding
+
+
+def _not_theirs(model: Stack) -> list[str]:
+    """Return the settings of a model that no known architecture has, as they are written."""
+    if type(model) is not Config:
+        return [f"model.family={model.family}"]
+    attention, theirs = model.attention, Config()
+    plain = ["residual", "embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern"]
+    refusals = [
+        f"model.{key}={_text(getattr(model, key))}" for key in plain if getattr(model, key) != getattr(theirs, key)
+    ]
+    ours = ["causal", "global_tokens", "soft_cap", "dilations"]
+    refusals += [
+        f"model.attention.{key}={_text(getattr(attention, key))}"
+        for key in ours
+        if getattr(attention, key) != getattr(theirs.attention, key)
+    ]
+    if model.feed_forward not in _ACTIVATIONS.values():
+        refusals.append(f"model.feed_forward={model.feed_forward.value}")
+    if attention.qk_norm and model.norm_epsilon != _QK_NORM_EPSILON:
+        refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} beside queries and keys normed by 1e-06")
+    return refusals
+
+
+def _text(value: Any) -> str:
+    return value.value if isinstance(value, Residual) else str(value)

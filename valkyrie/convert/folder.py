@@ -1,0 +1,185 @@
+"""A folder of Hugging Face: its config.json, its tensors in safetensors files, one read at a time. No JAX."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+
+from valkyrie.paths import write_whole, writing
+from valkyrie.units import sent
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
+BESIDE += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
+"""The files of a folder that are carried along as they are."""
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+"""The dtypes that tensors may have, by what the files call them."""
+
+
+class Weights:
+    """The tensors of a folder. Shapes and dtypes are known from the files' headers; `read` reads one tensor.
+
+    ValueError, when it is made, where the folder is none, or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder. Name one with {CONFIG} and {SINGLE}, as Hugging Face has it.")
+        self.folder = folder
+        self.config = _json(folder / CONFIG, folder)
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        for file in _files_of(folder):
+            self._open(file)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        for name, file in self._file_of.items():
+            part = self._files[file].get_slice(name)
+            self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor; ValueError where its file cannot be read to its end."""
+        try:
+            return self._files[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.folder / self._file_of[name]} is damaged at {name} ({error}).") from error
+
+    def dtype(self, names: Iterable[str]) -> np.dtype:
+        """Return the dtype that holds all of these tensors exactly."""
+        return np.result_type(*(DTYPES[self.dtypes[name]] for name in names))
+
+    def refuse_other(self, wanted: Mapping[str, tuple[int, ...]], derived: tuple[str, ...], kind: str) -> None:
+        """Raise ValueError where the tensors are not those wanted, by name and shape, or of a dtype that is not read.
+
+        `derived`: how names end that may be there beside them. `kind`: of what they are.
+        """
+        missing = [name for name in wanted if name not in self.shapes]
+        others = [
+            f"{n} is {list(self.shapes[n])}, not {list(s)}" for n, s in wanted.items() if s != self.shapes.get(n, s)
+        ]
+        more = [name for name in self.shapes if name not in wanted and not name.endswith(derived)]
+        narrow = [f"{name} is {dtype}" for name, dtype in self.dtypes.items() if dtype not in DTYPES and name in wanted]
+        told = {"has no tensor": missing, "has tensors of other shapes than its config.json says:": others}
+        told |= {f"has tensors that a {kind} has not:": more, f"has tensors that are not {', '.join(DTYPES)}:": narrow}
+        if problems := [f"{what} {_few(names)}" for what, names in told.items() if names]:
+            raise ValueError(f"{self.folder} {'; it '.join(problems)}.")
+
+    def _open(self, file: str) -> None:
+        path = self.folder / file
+        try:
+            self._files[file] = safe_open(path, "np")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no whole safetensors file ({error}). Copy it again.") from error
+        self._file_of |= dict.fromkeys(self._files[file].keys(), file)  # it is no mapping
+
+
+def _files_of(folder: Path) -> list[str]:
+    """Return the names of the files with tensors."""
+    if (folder / INDEX).is_file():
+        index = _json(folder / INDEX, folder)
+        files = sorted({*index.get("weight_map", {}).values()})
+        if missing := [file for file in files if not (folder / file).is_file()]:
+            raise ValueError(f"{folder} has no {_few(missing)}, which {INDEX} names. Copy {_it(missing)} there too.")
+        if files:
+            return files
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    other = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt*"))
+    remedy = f" {_few(other)} is read by transformers: save it anew with save_pretrained." if other else ""
+    raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}.{remedy}")
+
+
+def _json(path: Path, folder: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {path.name}: it is no model's folder as Hugging Face has it.")
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}). Copy it again.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged (no table). Copy it again.")
+    return values
+
+
+def copy_beside(source: Path, to: Path) -> list[str]:
+    """Copy what is carried along from one folder to another and return the names of the files."""
+    names = [name for name in BESIDE if (source / name).is_file()]
+    with writing(to):
+        for name in names:
+            shutil.copyfile(source / name, to / name)
+    return names
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensor: Callable[[str], np.ndarray],
+    file_bytes: int,
+) -> list[str]:
+    """Write config.json and the tensors, and return the names of the files with tensors.
+
+    `tensor` makes one by its name; no more of them are in memory than one file has, of about `file_bytes` bytes.
+    Several files get an index. DiskError where the disk does not take them.
+    """
+    parts = _parts({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes)
+    single = len(parts) == 1
+    names = [SINGLE if single else f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    with writing(folder):
+        for file, part in zip(names, parts, strict=True):
+            held = {name: np.ascontiguousarray(tensor(name), dtype) for name in part}
+            _write_file(folder / file, held)
+        if not single:
+            total = sum(int(np.prod(shape)) for shape in shapes.values())
+            index: dict[str, Any] = {"metadata": {"total_parameters": total, "total_size": total * dtype.itemsize}}
+            index["weight_map"] = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+            write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return names
+
+
+def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    specs = {
+        name: TensorSpec(dtype=a.dtype.name, shape=a.shape, data_ptr=a.ctypes.data, data_len=a.nbytes)
+        for name, a in tensors.items()
+    }
+    try:
+        serialize_file(specs, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written ({error})") from error
+
+
+def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Return the names in files of at most `most` bytes each, or of one tensor that is larger."""
+    parts: list[list[str]] = [[]]
+    room = most
+    for name, size in sizes.items():
+        if parts[-1] and size > room:
+            parts.append([])
+            room = most
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def described(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
+    """Return how many tensors, parameters and bytes these are."""
+    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    return f"{len(shapes)} tensors, {count:,} numbers in {dtype.name}, {sent(count * dtype.itemsize)}"
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

@@ -1,0 +1,146 @@
+"""From a folder of Hugging Face to a run folder whose checkpoint, of step 0, has its weights and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.convert.architectures import Settings, architecture_of, settings_of
+from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
+from valkyrie.convert.names import DERIVED, Piece, pieces
+from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
+from valkyrie.models.stack import Stack
+from valkyrie.paths import write_whole, writing
+from valkyrie.run import Run
+from valkyrie.train.arguments import run_of
+from valkyrie.train.folder import key_value, run_folder, versions, write_about
+from valkyrie.trees import as_written
+
+THEIRS = "huggingface"
+"""The folder of a run folder with the files that came beside the weights, for the way back."""
+_LONGEST = 2048
+"""Tokens of a sequence of the run, unless it is told: models take more than a laptop does."""
+
+
+def from_folder(
+    folder: Path,
+    name: str | None,
+    tokenizer: str | None,
+    overrides: Sequence[str],
+    say: Callable[[str], Any] = print,
+) -> Path:
+    """Return the run folder made of a folder of Hugging Face: `valkyrie-train resume=` goes on from it on any mesh.
+
+    `overrides` are settings of the run as valkyrie-train takes them. All tensors are in memory at once, in the dtype of
+    their files, and up to a gigabyte of them twice. ValueError where the folder cannot be converted, the tokenizer does
+    not fit, or the run folder exists.
+    """
+    weights = Weights(folder)
+    kind, settings = architecture_of(weights.config), settings_of(weights.config)
+    run = _run(folder, name, tokenizer, settings, overrides)
+    assert isinstance(run.model, Stack)
+    by_parameter = pieces(run.model)
+    wanted = {piece.name: piece.stored for parts in by_parameter.values() for piece in parts}
+    tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
+    weights.refuse_other(wanted, (*DERIVED, *tied), kind.name)
+    target = run_folder(run)
+    if target.exists():
+        raise ValueError(f"{target} is there already. Use another --name NAME, or delete it.")
+    _refuse_other_tokenizer(run)
+    say(f"{kind.name}: {described(wanted, weights.dtype(wanted))}")
+    with _made(target):
+        theirs = target / THEIRS
+        with writing(target):
+            theirs.mkdir(parents=True)
+        carried = copy_beside(folder, theirs)
+        write_whole(theirs / CONFIG, (folder / CONFIG).read_bytes())
+        if tokenizer is None and "tokenizer.json" in carried:
+            run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
+        _save(run, target, weights, by_parameter, folder)
+        write_about(run, target)
+    return target
+
+
+def _run(folder: Path, name: str | None, tokenizer: str | None, settings: Settings, overrides: Sequence[str]) -> Run:
+    """Return the run with these settings of its model; ValueError where it cannot be, or has no tokenizer."""
+    given = dict(key_value(override) for override in overrides)
+    name = name or given.get("name") or folder.resolve().name
+    beside = folder / "tokenizer.json"
+    if tokenizer is None and not beside.is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json. Say which tokenizer its ids are of: --tokenizer gpt2, or the path of a "
+            "tokenizer.json."
+        )
+    settings = {"tokenizer": tokenizer or str(beside), **settings}
+    own = ["model=gpt_schema", f"name={name}", f"seq={min(settings['context'], _LONGEST)}"]
+    own += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
+    run = run_of([*own, *(o for o in overrides if key_value(o)[0] != "name")])
+    if problems := run.model.problems():
+        raise ValueError("\n".join(problems))
+    return run
+
+
+def _with_tokenizer(run: Run, tokenizer: str) -> Run:
+    model = replace(run.config.model, tokenizer=tokenizer)
+    return Run(replace(run.config, model=model), model, run.arguments)
+
+
+def _refuse_other_tokenizer(run: Run) -> None:
+    ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
+    if ids > rows:
+        raise ValueError(
+            f"tokenizer={run.tokenizer} has {ids:,} ids, and config.json says vocab_size={rows}: it is of another "
+            "model. Name this one's: --tokenizer NAME."
+        )
+    load_tokenizer(run.tokenizer)
+
+
+@contextmanager
+def _made(target: Path) -> Iterator[None]:
+    """Around what fills a new folder: a failure takes the folder away again."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[Piece]], folder: Path) -> None:
+    """Write the checkpoint of step 0."""
+    from valkyrie.checkpoint.weights import WeightsTier
+    from valkyrie.team import ALONE
+    from valkyrie.train.state import TrainState
+
+    about = {"tier": "durable", "model": run.model.name, "layout": "converted", "tokenizer": identity_of(run.tokenizer)}
+    about |= {"versions": versions(), "converted_from": str(folder.resolve())}
+    parameters: dict[str, Any] = {}
+    for name, parts in by_parameter.items():
+        *path, last = name.split(".")
+        inside = parameters
+        for key in path:
+            inside = inside.setdefault(key, {})
+        inside[last] = _array(weights, parts)
+    state = TrainState(step=None, parameters=parameters, optimizer=None, ema=None, key=None)
+    with closing(WeightsTier(target, CheckpointConfig(), read_only=False, team=ALONE, about=about)) as tier:
+        failed = tier.save(0, state, {}) or tier.wait()
+    if failed:
+        raise ValueError(failed)
+
+
+def _array(weights: Weights, parts: Sequence[Piece]) -> Any:
+    """Return a parameter as an array of JAX on the host, its layers stacked, in a dtype that holds all of them."""
+    import jax
+    import numpy as np
+
+    if parts[0].layer is None:
+        value = parts[0].ours(weights.read(parts[0].name))
+    else:
+        value = np.empty((len(parts), *parts[0].shape), weights.dtype(piece.name for piece in parts))
+        for i, piece in enumerate(parts):
+            value[i] = piece.ours(weights.read(piece.name))
+    return jax.device_put(value, jax.local_devices(backend="cpu")[0])

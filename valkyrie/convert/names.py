@@ -1,0 +1,115 @@
+"""Where each parameter of a model lies among the tensors of a Hugging Face folder, and in which form. No JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from valkyrie.axes import Parameter
+from valkyrie.models.stack import Stack
+
+
+@dataclass(frozen=True)
+class Place:
+    """The tensor of a parameter, `{}` in its name the layer.
+
+    `transposed`: its first dimension is that of what it makes, where ours is that of what it reads, or the other way
+    round. `flat`: it has one dimension.
+    """
+
+    name: str
+    transposed: bool = False
+    flat: bool = False
+
+
+OUTSIDE = {
+    "embedding": Place("model.embed_tokens.weight"),
+    "unembedding": Place("lm_head.weight"),
+    "norm.scale": Place("model.norm.weight"),
+}
+LAYER = {
+    "norm.scale": Place("model.layers.{}.input_layernorm.weight"),
+    "feed_forward_norm.scale": Place("model.layers.{}.post_attention_layernorm.weight"),
+    "mixer.local.query": Place("model.layers.{}.self_attn.q_proj.weight", transposed=True),
+    "mixer.local.key": Place("model.layers.{}.self_attn.k_proj.weight", transposed=True),
+    "mixer.local.value": Place("model.layers.{}.self_attn.v_proj.weight", transposed=True),
+    "mixer.local.query_norm.scale": Place("model.layers.{}.self_attn.q_norm.weight"),
+    "mixer.local.key_norm.scale": Place("model.layers.{}.self_attn.k_norm.weight"),
+    "mixer.out": Place("model.layers.{}.self_attn.o_proj.weight"),
+    "feed_forward.up": Place("model.layers.{}.mlp.up_proj.weight", transposed=True),
+    "feed_forward.gate": Place("model.layers.{}.mlp.gate_proj.weight", transposed=True),
+    "feed_forward.down": Place("model.layers.{}.mlp.down_proj.weight"),
+}
+"""The names of Llama, which the others have too: of the model, and of each layer."""
+
+DERIVED = (".rotary_emb.inv_freq",)
+"""How names of tensors end that older files have and that follow from config.json."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a folder: the part of a parameter at `layer` of its leading axis (None: all of it).
+
+    `shape` is that of the part here, `rows` how many of its first dimension the tensor has: the rest is padding.
+    """
+
+    parameter: str
+    layer: int | None
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+    rows: int
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of the tensor in the folder."""
+        if len(self.shape) == 1 or self.place.flat:
+            return (math.prod(self.shape),)
+        matrix = (self.rows, math.prod(self.shape[1:]))
+        return matrix[::-1] if self.place.transposed else matrix
+
+    def ours(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the part of the parameter that a tensor of the folder is; padding is zero."""
+        laid = (tensor.T if self.place.transposed else tensor).reshape(self.rows, *self.shape[1:])
+        if self.rows == self.shape[0]:
+            return laid
+        return np.concatenate([laid, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), laid.dtype)])
+
+    def theirs(self, part: np.ndarray) -> np.ndarray:
+        """Return the tensor of the folder that a part of the parameter is."""
+        laid = part[: self.rows].reshape(self.stored[::-1] if self.place.transposed else self.stored)
+        return np.ascontiguousarray(laid.T if self.place.transposed else laid)
+
+
+def pieces(model: Stack) -> dict[str, list[Piece]]:
+    """Return the tensors of each parameter of a model, first layer first."""
+    by_parameter: dict[str, list[Piece]] = {}
+    layers = dict(_layers(model))
+    for name, parameter in model.parameters().items():
+        if name in OUTSIDE:
+            by_parameter[name] = [_whole(name, OUTSIDE[name], parameter, model)]
+            continue
+        segment, of_group, rest = name.split(".", 2)
+        place, numbers = LAYER[rest], layers[f"{segment}.{of_group}"]
+        shape = parameter.shape[1:]
+        by_parameter[name] = [
+            Piece(name, i, place.name.format(number), place, shape, shape[0]) for i, number in enumerate(numbers)
+        ]
+    return by_parameter
+
+
+def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
+    """Yield the prefix of each stacked block with the numbers of its layers."""
+    first = 0
+    for i, (group, repeats) in enumerate(model.segments()):
+        for j in range(len(group)):
+            yield f"segment_{i}.block_{j}", [first + repeat * len(group) + j for repeat in range(repeats)]
+        first += repeats * len(group)
+
+
+def _whole(name: str, place: Place, parameter: Parameter, model: Stack) -> Piece:
+    rows = model.vocab_size if parameter.axes[0] == "vocab" else parameter.shape[0]
+    return Piece(name, None, place.name, place, parameter.shape, rows)
