@@ -171,7 +171,7 @@ def _package(what: str) -> Any:
 
 def _without_possessives(pattern: str) -> str:
     """Return a pattern that every engine reads alike: `++`, `?+` and `$` mean other things to that of tokenizers."""
-    return re.sub(r"(?<=[+*?}])\+", "", pattern).replace("$", r"\z")
+    return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern).replace("$", r"\z")  # not the + of \p{L}+
 
 
 def _read(path: Path) -> dict[str, Any]:
