@@ -10,9 +10,10 @@ import pytest
 from helpers import names
 
 TOP = (
-    "Known: batch, batch_tokens, checkpoint, data, debug, device_batch, distributed, eval_batches, eval_every, force, "
-    "log_every, mesh, microbatches, mode, model, modules, name, optimizer, partition, precision, profile, prompt, "
-    "remat, resume, runs, sample_every, sample_tokens, seed, seq, steps, target, temperature, top_k, tracking, trial."
+    "Known: batch, batch_tokens, checkpoint, code_eval, code_eval_every, data, debug, device_batch, distributed, "
+    "eval_batches, eval_every, force, log_every, mesh, microbatches, mode, model, modules, name, optimizer, partition, "
+    "precision, profile, prompt, remat, resume, runs, sample_every, sample_tokens, seed, seq, steps, target, "
+    "temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
 
@@ -50,8 +51,8 @@ ONE_LINE = {
     ),
     "a mode that is none": (
         ["mode=shw"],
-        "mode=shw is not a choice. Did you mean mode=show? Choices: checkpoints, compile, eval, generate, measure, "
-        "show, train.",
+        "mode=shw is not a choice. Did you mean mode=show? Choices: checkpoints, code_eval, compile, eval, generate, "
+        "measure, show, train.",
     ),
     "an experiment that is none": (
         ["experiment=nix"],

@@ -289,7 +289,7 @@ def train(run: Run, *, quiet: bool = False) -> Trained:
 
     A run with `resume=` or the `name=` of an earlier one goes on from its newest checkpoint. Interrupting it (a
     notebook's stop button) raises KeyboardInterrupt; the checkpoints saved until then stay. ValueError where devices,
-    data or checkpoint do not fit; `valkyrie.train.trainer.DivergedError` where the loss is no longer finite.
+    data or checkpoint do not fit; `valkyrie.train.diverged.DivergedError` where the loss is no longer finite.
     """
     from valkyrie.train.folder import run_folder
     from valkyrie.train.prepare import prepare_run

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
 """The files of a run folder in which a compile, a measurement and a training leave their numbers."""
+CODE_EVAL = "code_eval.json"
+"""The file with the last completions of a run's problems, and what became of each."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
 """The optimised module of a compile, serialised and as text, and the folder of the profiler's trace."""
 
@@ -171,6 +173,12 @@ MODES = {
             name="generate",
             description="print the prompt and what a trained run makes of it",
             function="valkyrie.train.modes:generate",
+            reads_run=True,
+        ),
+        Mode(
+            name="code_eval",
+            description="let a trained run complete functions, compile and test them in a sandbox",
+            function="valkyrie.train.modes:code_eval",
             reads_run=True,
         ),
     )

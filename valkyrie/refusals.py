@@ -1,4 +1,4 @@
-"""What OmegaConf refuses of a configuration, in plain words: unknown keys and values of the wrong type."""
+"""What is refused of a configuration whatever it is for, in plain words: unknown keys, wrong types, huge numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from omegaconf.errors import (
     InterpolationResolutionError,
     OmegaConfBaseException,
 )
+
+from valkyrie.slices import shortened
+from valkyrie.trees import flat
 
 _ELSEWHERE = {
     "lr": "optimizer.learning_rate",
@@ -56,6 +59,11 @@ _ELSEWHERE = {
     "tokenizer": "data.tokenizer",
 }
 """Names that other frameworks have for a key, and where it is here."""
+LARGEST = 2**31 - 1
+"""The largest whole number of a setting: JAX counts in 32-bit integers."""
+_LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
+"""Settings of 64 bits, which JAX does not see."""
+_FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
 def refusal_of(error: OmegaConfBaseException) -> str:
@@ -119,3 +127,14 @@ def _wrong_value(key: str | None, told: str) -> str:
     if match := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", told):
         return f"{key}={match[1]}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
     return f"{key}: {told}." if key else f"{told}."
+
+
+def too_large(values: dict[str, Any]) -> list[str]:
+    """Return the refusal of every whole number that no program could take, so that nothing is computed with it."""
+    problems = []
+    for key, value in flat(values).items():
+        largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > largest:
+                problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
+    return problems

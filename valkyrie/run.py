@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import needs_disk
 from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.data.config import SEEDS, DataConfig, full_path
 from valkyrie.hardware import TargetConfig
 from valkyrie.models import (
@@ -39,19 +40,13 @@ from valkyrie.parallel.problems import Problem, nearest_legal
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
-from valkyrie.refusals import refusal_of
-from valkyrie.slices import shortened
+from valkyrie.refusals import refusal_of, too_large
 from valkyrie.tasks import task_of
 from valkyrie.tracking import TrackingConfig, profile_problems
 from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
-LARGEST = 2**31 - 1
-"""The largest whole number of a setting: JAX counts in 32-bit integers."""
-_LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
-"""Settings of 64 bits, which JAX does not see."""
-_FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
 class Debug(Enum):
@@ -93,6 +88,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    code_eval: CodeEvalConfig = field(default_factory=CodeEvalConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     name: str | None = None
     runs: str = "runs"
@@ -112,6 +108,7 @@ class RunConfig:
     prompt: str = "def "
     sample_tokens: int = 200
     sample_every: int | None = None
+    code_eval_every: int | None = None
     temperature: float = 0.8
     top_k: int | None = 40
     debug: Debug = Debug.none
@@ -248,10 +245,10 @@ class Run:
         With `advise=False` without the values that would do, which take longer to find than the problem.
         """
         c = self.config
-        if too_large := _too_large(asdict(c)):
-            return too_large
+        if huge := too_large(asdict(c)):
+            return huge
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
-        problems += [*c.distributed.problems(), *self._batches().problems]
+        problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
         of_target = target_problems(self.config.target, self.config.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
             if getattr(c, key) < 1:
@@ -309,6 +306,7 @@ class Run:
             self.config,
             distributed=anyone,
             data=self.config.data.anywhere(),
+            code_eval=self.config.code_eval.anywhere(),
             modules=list(map(full_path, self.config.modules)),
         )
         values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
@@ -357,6 +355,14 @@ class Run:
         least = value if key == "model.vocab_size" else 1  # the tokenizer's ids are not fewer
         return nearest_legal(value, problem.parts, legal, least)
 
+    def _writes(self) -> str | None:
+        """Return the setting for which the model must write text; None where none asks for it."""
+        mode, every = self.config.mode.name, self.config.code_eval_every
+        every = every if mode == "train" else None
+        if mode in ("generate", "code_eval"):
+            return f"mode={mode}"
+        return None if every is None else f"code_eval_every={every}"
+
     def _task_problems(self) -> list[str]:
         """Return why its task cannot train its model as asked."""
         try:
@@ -369,10 +375,10 @@ class Run:
                 "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
                 f"predict: the task {task.name} needs a causal model. Only mode=show takes this one."
             )
-        if self.config.mode.name == "generate" and not task.is_text:
+        if (why := self._writes()) and not task.is_text:
             problems.append(
-                f"mode=generate continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see "
-                "how many it solves."
+                f"{why} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see how many "
+                "it solves."
             )
         if microbatches > 1 and task.carry(self.config.batch, self.config.seq):
             problems.append(
@@ -380,14 +386,3 @@ class Run:
                 "step to the next, for the whole batch at once. Use microbatches=1."
             )
         return problems
-
-
-def _too_large(values: dict[str, Any]) -> list[str]:
-    """Return the refusal of every whole number that no program could take, so that nothing is computed with it."""
-    problems = []
-    for key, value in flat(values).items():
-        largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int) and abs(number) > largest:
-                problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
-    return problems

@@ -43,7 +43,7 @@ _NOT_OF_THE_TRAINING = {
     "log_every",
 }
 _NOT_OF_THE_TRAINING |= {"profile", "eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
-_NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers"}
+_NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers", "code_eval", "code_eval_every", "sample_every"}
 """The settings that a run may change from one training to the next without a word."""
 
 _FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}

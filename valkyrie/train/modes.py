@@ -1,4 +1,4 @@
-"""`mode=train`, `show`, `eval` and `generate`. JAX is imported only after everything cheaper has been tried."""
+"""`mode=train`, `show`, `eval`, `generate`, `code_eval`. JAX is imported only after what is cheaper has been tried."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import kept_checkpoints
 from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
+from valkyrie.modes import CODE_EVAL
 from valkyrie.run import Run, RunConfig
 from valkyrie.tracking import bytes_by_axes, sent_over
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.folder import command_name, run_folder
 from valkyrie.train.goodput import read_goodput
-from valkyrie.train.prepare import prepare_run, restore, tokenizer_of, trained_folder
+from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together
 from valkyrie.train.room import out_of_memory_in_plain_words
 from valkyrie.train.screen import make_console
@@ -41,7 +42,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
     console = make_console()
     prepared = prepare_run(run, console, team)
-    from valkyrie.train.trainer import DivergedError, FolderGoneError, NotSavedError, fit
+    from valkyrie.train.diverged import DivergedError
+    from valkyrie.train.trainer import FolderGoneError, NotSavedError, fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     if run.batch_note:
@@ -109,6 +111,33 @@ def _generate(run: Run, team: Team) -> int:
     with out_of_memory_in_plain_words(run, devices):
         _print_sample(run, program.assembly, parameters, tokenizer, devices)
     return 0
+
+
+def code_eval(run: Run) -> int:
+    """Let a trained run complete its problems, print what compiles and passes, leave `code_eval.json`; exit status."""
+    with together(run) as team:
+        return _code_eval(run, team)
+
+
+def _code_eval(run: Run, team: Team) -> int:
+    folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+    refuse_without_judge(run, team)
+    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
+    program, step, parameters = restore(run, devices, folder, team)
+    from valkyrie.train.code import CodeEvaluation, table
+
+    evaluation = CodeEvaluation(program, tokenizer)
+    if not console.is_terminal:
+        console.print(f"sampling and judging {len(evaluation.problems)} problems")
+    with out_of_memory_in_plain_words(run, devices), console.status("sampling and judging"):
+        rates, line = evaluation(parameters, step, folder)
+    if team.leads:
+        if rates:
+            console.print(table(evaluation.results, evaluation))
+        console.print(f"{folder.name} at {line}", highlight=False, markup=False)
+    if rates:
+        console.print(f"every completion: {folder / CODE_EVAL}", markup=False)
+    return int(team.leads and not rates)
 
 
 def list_checkpoints(run: Run) -> int:

@@ -45,6 +45,8 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     if problems:
         raise ValueError("\n".join(problems))
     refuse_other_data(run)
+    if run.config.mode.name == "train" and run.config.code_eval_every is not None:
+        refuse_without_judge(run, team)
     tokenizer = tokenizer_of(run) if task_of(run.model.task).is_text else None
     data = _prepared_together(run, console, team)
     console.print(data.describe(), highlight=False)
@@ -73,6 +75,14 @@ def refuse_other_data(run: Run) -> None:
             f"model={model} trains on puzzles, and data={data.name} is text. Use data=sudoku, data=sudoku_4x4, or your "
             "own by data=puzzles."
         )
+
+
+def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
+    """Raise ValueError where process 0, which judges code, has no problems, no compiler or no sandbox for it."""
+    from valkyrie.code_eval.config import not_possible
+
+    if problems := team.of_first("evaluation by code", lambda: not_possible(run.config.code_eval)):
+        raise ValueError("\n".join(problems))
 
 
 def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:

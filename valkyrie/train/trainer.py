@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shlex
 import time
 from dataclasses import dataclass, field
@@ -26,8 +25,10 @@ from valkyrie.paths import writing
 from valkyrie.run import Run
 from valkyrie.team import ALONE, Team
 from valkyrie.tracking import Silent, Tracker, config_of
+from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.compiled import CompiledStep, compile_step
 from valkyrie.train.devices import Devices
+from valkyrie.train.diverged import refuse_divergence
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.train.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
@@ -40,10 +41,6 @@ from valkyrie.train.saving import about, refuse_unknown_best, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, watchdog_of
-
-
-class DivergedError(RuntimeError):
-    """The loss or a gradient is no longer finite; the message says since when and where."""
 
 
 class FolderGoneError(RuntimeError):
@@ -122,6 +119,7 @@ def fit(
         if missed := window.missed(start):
             screen.say(missed, style="yellow")
         evaluate = Evaluator(program, prepared, tokenizer)
+        codes = None if tokenizer is None or config.code_eval_every is None else CodeEvaluation(program, tokenizer)
         loop = _Loop(
             program,
             step,
@@ -135,6 +133,7 @@ def fit(
             window,
             stack.enter_context(watchdog_of(run, team, folder, signals)),
             evaluate,
+            codes,
             start,
             state,
             {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None},
@@ -168,6 +167,7 @@ class _Loop:
     window: Window
     watchdog: Watchdog
     evaluate: Evaluator
+    codes: CodeEvaluation | None
     step: int
     state: TrainState
     facts: dict[str, Any]
@@ -204,7 +204,8 @@ class _Loop:
             durable = _is_due(config.checkpoint.every, step) or self.stopping or step == config.steps
             traced = self.window.closes(step)
             sample = _is_due(config.sample_every, step) and self.evaluate.writes and not self.stopping
-            if judge or fast or durable or traced or sample:
+            code = self.codes if _is_due(config.code_eval_every, step) and not self.stopping else None
+            if judge or fast or durable or traced or sample or code:
                 self._read(unread, step, start)
                 unread = None
                 with self.watchdog.resting():
@@ -213,6 +214,8 @@ class _Loop:
                     self._save(fast=fast, durable=durable, judge=judge)
                     if sample:
                         self._sample()
+                    if code:
+                        self._try_code(code)
             if self.stopping:
                 break
         self._end_trace()  # of a window that is cut short: after the save, for which a preemption leaves little time
@@ -252,7 +255,7 @@ class _Loop:
         values = jax.device_get(metrics)
         self.meter.finished()
         self.interrupt.worth_saving = True
-        _refuse_divergence(self.program, values, step, self.checkpoints.last_saved)
+        refuse_divergence(self.program, values, step, self.checkpoints.last_saved)
         record = _record(values, self.meter, config.log_every)
         log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
         self.ledger.at(step)
@@ -302,6 +305,13 @@ class _Loop:
             text = self.evaluate.sample(self.state.averaged)
         self._say(self.tracker.log({"sample": text}, self.step))
         self.screen.say(f"step {self.step}, sample: {escape(text)}")
+
+    def _try_code(self, code: CodeEvaluation) -> None:
+        with self.meter.paused("evaluation"):
+            rates, line = code(self.state.averaged, self.step, self.tracker.folder, lambda: self.interrupt.requested)
+        self.facts |= rates
+        self._say(self.tracker.log(rates, self.step) if rates else None)
+        self.screen.say(line)
 
 
 def _is_due(every: int | None, step: int) -> bool:
@@ -380,20 +390,3 @@ def _record(values: dict[str, Any], meter: Meter, window: int) -> dict[str, Any]
     known = ("loss", "grad_norm", "learning_rate", "tokens")
     own = sorted(name for name, value in values.items() if name not in known and np.ndim(value) == 0)
     return {name: float(values[name]) for name in (*known, *own)} | meter.rates(window)
-
-
-def _refuse_divergence(program: StepProgram, values: dict[str, Any], step: int, saved: int | None) -> None:
-    if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
-        return
-    bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
-    where = (
-        f"the first parameter whose gradient is not finite is {program.parameter_names[bad[0]]} ({len(bad)} of "
-        f"{len(program.parameter_names)} are not)"
-        if bad.size
-        else "every gradient is finite"
-    )
-    last = "no checkpoint was saved before it" if saved is None else f"the last good checkpoint is of step {saved}"
-    raise DivergedError(
-        f"step {step}: loss is {float(values['loss'])} and the gradient norm {float(values['grad_norm'])}; {where}; "
-        f"{last}. Lower optimizer.learning_rate, or find the operation with debug=nans."
-    )

@@ -1,0 +1,79 @@
+"""The configuration of the evaluation by code; imports little, so that it is checked before anything loads."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+from valkyrie.buckets import needs_disk
+
+
+@dataclass
+class CodeEvalConfig:
+    """What `mode=code_eval` and `code_eval_every` do.
+
+    `problems`: `cpp` or `python`, which come with the package, or the path of a .jsonl. `samples`: completions of each
+    problem, of up to `tokens` tokens, `batch` of them sampled at a time by `temperature` and `top_k`. `time_s`, in
+    seconds, and `memory_mib`, of a process, bound the tests of one; `workers` are judged at a time (null: one a CPU
+    core). `sandbox`: false runs what a model wrote as this user, with its files and its network.
+    """
+
+    problems: str = "cpp"
+    samples: int = 4
+    tokens: int = 256
+    batch: int = 32
+    temperature: float = 0.8
+    top_k: int | None = 40
+    time_s: float = 5.0
+    memory_mib: int = 512
+    workers: int | None = None
+    sandbox: bool = True
+
+    def refusals(self, every: int | None) -> list[str]:
+        """Return what is wrong with these values and with `code_eval_every`, in the words of the command line."""
+        problems = []
+        if every is not None and every < 1:
+            problems.append(f"code_eval_every={every}: at least 1 is needed, or null for none on the way.")
+        for key in ("samples", "tokens", "batch", "top_k", "workers"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                optional = ", or null" if key in ("top_k", "workers") else ""
+                problems.append(f"code_eval.{key}={value}: at least 1 is needed{optional}.")
+        if not 0 <= self.temperature < math.inf:
+            problems.append(f"code_eval.temperature={self.temperature}: must be 0 (greedy) or above.")
+        if self.temperature == 0 and self.samples > 1:
+            problems.append(
+                f"code_eval.temperature=0.0: all {self.samples} samples would be the same. Use code_eval.samples=1."
+            )
+        if not 0 < self.time_s < math.inf:
+            problems.append(f"code_eval.time_s={self.time_s:g}: must be above 0.")
+        if self.memory_mib < 16:
+            problems.append(f"code_eval.memory_mib={self.memory_mib}: no program starts with less than 16.")
+        return problems + needs_disk("code_eval.problems", self.problems)
+
+    def anywhere(self) -> CodeEvalConfig:
+        """Return this configuration with the path in full, which means the same from every directory."""
+        is_file = self.problems.endswith(".jsonl") or "/" in self.problems
+        path = os.path.abspath(os.path.expanduser(self.problems))
+        return replace(self, problems=path) if is_file else self
+
+
+def not_possible(config: CodeEvalConfig) -> list[str]:
+    """Return why this machine cannot do it: problems that are none, no compiler, no sandbox. Starts a program."""
+    from valkyrie.code_eval.languages import LANGUAGES
+    from valkyrie.code_eval.problems import languages_of, read_problems
+    from valkyrie.code_eval.sandbox import trouble
+
+    try:
+        languages = languages_of(read_problems(config.problems))
+    except ValueError as error:
+        return [str(error)]
+    found = [LANGUAGES[language].missing(config.sandbox) for language in languages]
+    problems = [f"code_eval.problems={config.problems}: {missing}." for missing in found if missing]
+    if config.sandbox and not problems and (why := trouble()):
+        problems.append(
+            f"What the model writes would be run, and there is no sandbox for it: {why}. Where its programs may read "
+            "your files and use the network, as in a container of their own: code_eval.sandbox=false."
+        )
+    return problems

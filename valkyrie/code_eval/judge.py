@@ -1,0 +1,150 @@
+"""Judges what a model wrote: compiles it and runs its tests in a sandbox, many at a time, and says how many pass."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from valkyrie.code_eval.languages import LANGUAGES
+from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of
+from valkyrie.code_eval.sandbox import Ended, run_steps
+
+AT = (1, 10, 100)
+"""The k of pass@k that are reported, as far as there are so many samples of a problem; and the number of samples."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may take: seconds, and MiB of a process. `isolated`: in a sandbox."""
+
+    time_s: float = 5.0
+    memory_mib: int = 512
+    isolated: bool = True
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one completion: whether it compiled, whether it passed, why not, and the seconds of its tests."""
+
+    problem: str
+    language: str
+    difficulty: str
+    completion: str
+    compiled: bool
+    passed: bool
+    reason: str
+    seconds: float
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self) | {"seconds": round(self.seconds, 4)}
+
+
+def cut(problem: Problem, text: str) -> str:
+    """Return a completion up to where the function ends; the whole of it where it does not end."""
+    return text[: LANGUAGES[problem.language].end(text)]
+
+
+def is_whole(problem: Problem, text: str) -> bool:
+    """Return whether the function ends in a completion."""
+    return LANGUAGES[problem.language].end(text) is not None
+
+
+def judge(problem: Problem, text: str, limits: Limits | None = None) -> Result:
+    """Return what becomes of a completion; SandboxError where no sandbox could be made."""
+    limits, completion, word = limits or Limits(), cut(problem, text), f"passed {secrets.token_hex(8)}"
+    about = (problem.name, problem.language, problem.difficulty, completion)
+    if not completion.strip():
+        return Result(*about, compiled=False, passed=False, reason="it wrote nothing", seconds=0.0)
+    files, steps = LANGUAGES[problem.language].build(
+        problem.prompt, completion, problem.tests, word, limits.time_s, limits.memory_mib, limits.isolated
+    )
+    ended = run_steps(files, steps, isolated=limits.isolated)
+    compiled = ended[0].ok
+    passed = compiled and ended[-1].ok and ended[-1].output.rstrip("\n").endswith(word)
+    reason = "passed" if passed else _why_not(ended, limits)
+    return Result(*about, compiled, passed, reason, ended[-1].seconds)
+
+
+def judge_all(
+    pairs: Sequence[tuple[Problem, str]],
+    limits: Limits,
+    workers: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Result] | None:
+    """Return the results of completions in their order, `workers` at a time (None: one a CPU core).
+
+    None where `stopped` says so on the way.
+    """
+
+    def one(pair: tuple[Problem, str]) -> Result | None:
+        return None if stopped() else judge(*pair, limits)
+
+    count = workers or len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(count, thread_name_prefix="judge")
+    try:
+        results = list(pool.map(one, pairs))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    whole = [result for result in results if result is not None]
+    return whole if len(whole) == len(results) else None
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the chance that one of `k` samples passes, estimated from `samples` of which `passed` did.
+
+    The unbiased estimator of the Codex paper (arXiv 2107.03374, equation 1): 1 - C(n-c, k) / C(n, k).
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs 1 <= k <= {samples} samples.")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def summary(problems: Sequence[Problem], results: Sequence[Result]) -> dict[str, float]:
+    """Return the rates by language: `cpp_compile_rate`, `cpp_pass_rate`, `cpp_pass_rate_easy`, `cpp_pass@1`, ...
+
+    Rates are shares of all samples; pass@k is the mean over problems.
+    """
+    rates: dict[str, float] = {}
+    for language in languages_of(problems):
+        own = [result for result in results if result.language == language]
+        rates[f"{language}_compile_rate"] = _share([result.compiled for result in own])
+        rates[f"{language}_pass_rate"] = _share([result.passed for result in own])
+        for difficulty in DIFFICULTIES:
+            if some := [result.passed for result in own if result.difficulty == difficulty]:
+                rates[f"{language}_pass_rate_{difficulty}"] = _share(some)
+        by_problem = [[r.passed for r in own if r.problem == p.name] for p in problems if p.language == language]
+        samples = min(map(len, by_problem))
+        for k in sorted({k for k in AT if k <= samples} | {samples}):
+            rates[f"{language}_pass@{k}"] = _share([pass_at_k(len(all_), sum(all_), k) for all_ in by_problem])
+    return rates
+
+
+def _share(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _why_not(ended: Sequence[Ended], limits: Limits) -> str:
+    """Return in a few words why a completion did not pass."""
+    last = ended[-1]
+    what = "the compiler" if len(ended) == 1 else "it"
+    if last.limit == "time":
+        return f"{what} took longer than {'its time' if len(ended) == 1 else f'{limits.time_s:g} s'}"
+    if last.limit == "output":
+        return f"{what} printed too much"
+    if len(ended) == 1:
+        lines = [line for line in last.output.splitlines() if "error" in line.lower()] or last.output.splitlines()
+        return f"does not compile: {lines[0].strip()[:200] if lines else f'status {last.status}'}"
+    if last.status == 0:
+        return "it ended before its tests did"
+    if last.status > 128:
+        with_name = {number.value: number.name for number in signal.Signals}
+        return f"it was ended by {with_name.get(last.status - 128, f'signal {last.status - 128}')}"
+    printed = last.output.strip().splitlines()
+    return f"its tests failed with status {last.status}{f': {printed[-1][:200]}' if printed else ''}"

@@ -1,0 +1,96 @@
+"""Problems for code: a prompt that begins a function, and tests that hold it to what its comment says.
+
+Read from JSON lines. Imports little, so that a bad file is refused before JAX loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from valkyrie.code_eval.languages import LANGUAGES
+
+DIFFICULTIES = ("easy", "medium", "hard")
+OWN = ("cpp", "python")
+"""The names of the problems that come with the package."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: the model continues `prompt`, up to the end of the function that it begins.
+
+    `language` is `cpp` or `python`. `tests` of C++ have a `main` that returns 0 where all is right, those of Python
+    raise where it is not. They come after the completion.
+    """
+
+    name: str
+    language: str
+    difficulty: str
+    prompt: str
+    tests: str
+
+
+def problems_path(name: str) -> Path:
+    """Return the file of the package's own problems (`cpp`, `python`), or the path of a user's."""
+    return Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
+
+
+def read_problems(name: str) -> tuple[Problem, ...]:
+    """Return the problems of a file; ValueError lists every line of it that is none."""
+    path = problems_path(name)
+    if not path.is_file():
+        known = ", ".join(OWN)
+        raise ValueError(f"code_eval.problems={name}: there is no such file. Use {known}, or the path of a .jsonl.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
+    read = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    troubles = [(number, why) for number, why in read if isinstance(why, str)]
+    problems = tuple(problem for _, problem in read if isinstance(problem, Problem))
+    twice = [one for one, count in Counter(problem.name for problem in problems).items() if count > 1]
+    numbers = {problem.name: number for number, problem in read if isinstance(problem, Problem)}
+    troubles += [(numbers[one], f"the name {one} was there before") for one in twice]
+    if troubles:
+        listed = "; ".join(f"line {number}: {why}" for number, why in sorted(troubles)[:5])
+        more = f"; and {len(troubles) - 5} more" if len(troubles) > 5 else ""
+        raise ValueError(f"code_eval.problems={name}: {listed}{more}.")
+    if not problems:
+        raise ValueError(f"code_eval.problems={name} has no problems.")
+    return problems
+
+
+def languages_of(problems: Sequence[Problem]) -> list[str]:
+    """Return the languages of problems, in the order in which they are known."""
+    return [name for name in LANGUAGES if any(problem.language == name for problem in problems)]
+
+
+def _problem(line: str) -> Problem | str:
+    """Return the problem on a line, or why there is none."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        return f"not JSON ({error})"
+    keys = [field.name for field in fields(Problem)]
+    if not isinstance(values, dict):
+        return f"not an object with {', '.join(keys)}"
+    if missing := [key for key in keys if key not in values and key != "tests"]:
+        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    wrong = [key for key in keys if key in values and not isinstance(values[key], str)]
+    if wrong:
+        return f"{', '.join(wrong)} must be text"
+    named = str(values["name"]).strip()
+    if not named:
+        return "name is empty"
+    if not str(values.get("tests", "")).strip():
+        return f"the problem {named} has no tests"
+    if values["language"] not in LANGUAGES:
+        return f"language {values['language']} of {named} is not known: use {', '.join(LANGUAGES)}"
+    if values["difficulty"] not in DIFFICULTIES:
+        return f"difficulty {values['difficulty']} of {named} is not known: use {', '.join(DIFFICULTIES)}"
+    problem = Problem(**{key: values[key] for key in keys})
+    trouble = LANGUAGES[problem.language].trouble(problem.prompt, problem.tests)
+    return f"{trouble} ({named})" if trouble else problem

@@ -1,0 +1,130 @@
+"""The shell script that makes a sandbox from inside its namespaces, and runs its steps one after the other.
+
+On its standard input, a socket, it tells that a step begins, waits for a line, and tells the status of the end.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+WORK_MIB = 128
+"""The size of the memory disk that programs write to."""
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_CLAMP = "echo 0 > /proc/sys/user/max_user_namespaces"
+
+
+class Limited(Protocol):
+    """A command with its limits."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words of the command."""
+        ...
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of wall clock."""
+        ...
+
+    @property
+    def memory_mib(self) -> int:
+        """MiB of address space of a process."""
+        ...
+
+    @property
+    def processes(self) -> int:
+        """How many processes and threads there may be."""
+        ...
+
+    @property
+    def file_mib(self) -> int:
+        """MiB of a file."""
+        ...
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How programs are kept apart: as `user` (None: in a user namespace, by somebody who is not root).
+
+    `nested`: a user without privileges could make a user namespace, and in it mount memory disks without a limit, so
+    they are put into one that allows no more. `limits_processes`: the kernel counts those of a sandbox by themselves.
+    """
+
+    user: int | None
+    nested: bool
+    limits_processes: bool
+
+
+def script(
+    steps: Sequence[Limited],
+    given: Path,
+    root: Path,
+    isolation: Isolation | None,
+    folders: Sequence[str],
+    python: str | None = None,
+) -> str:
+    """Return the script that runs steps on copies of the files in `given`: in a root of its own, or as it is (None)."""
+    lines = ["set -eu", "exec 3<&0 </dev/null", "umask 022"]
+    lines += ["ulimit -c 0"]
+    if isolation is None:
+        lines += [f"cd {shlex.quote(str(given))}"]
+    else:
+        lines += _own_root(given, root, isolation, folders, python)
+    for step in steps:
+        command = shlex.join(_limited(step, isolation))
+        lines += ["echo begins >&3", "read -r go <&3", "status=0", f"{command} 3<&- || status=$?", "echo $status >&3"]
+        lines += ["[ $status = 0 ] || exit 0"]
+    return "\n".join(lines) + "\n"
+
+
+def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None) -> list[str]:
+    """Return the lines that make the new root and go there, with the given files in /work."""
+    r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
+    lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
+    lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
+    shown = [(folder, folder.lstrip("/")) for folder in folders]
+    shown += [] if python is None else [(python, "python")]
+    for folder, place in shown:
+        source, target = shlex.quote(folder), shlex.quote(place)
+        if Path(folder).is_symlink() and python != folder:
+            lines.append(f"ln -s {shlex.quote(str(Path(folder).readlink()))} {target}")
+            continue
+        make = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
+        lines += [make, f"mount {bind} {source} {target}"]
+        lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}/{target}"]
+    lines += ["mkdir dev work proc", "ln -s work tmp"]
+    for device in _DEVICES:
+        lines += [f": > dev/{device}", f"mount --bind /dev/{device} dev/{device}"]
+    lines += [f"mount -t tmpfs -o size={WORK_MIB}m,nr_inodes=4k,mode=700,nosuid,nodev none work"]
+    lines += [f"cp {shlex.quote(str(given))}/* work/ 2>/dev/null || true"]
+    if isolation.user is not None:
+        lines += [f"chown -R {isolation.user}:{isolation.user} work"]
+        if isolation.nested:
+            lines += ["mount -t proc -o nosuid,nodev,noexec none proc"]
+    else:
+        lines += [f"{_CLAMP} || true"]
+    lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . .", "umount -l .", "cd /work"]
+    return [*lines, "export HOME=/work TMPDIR=/work"]
+
+
+def _limited(step: Limited, isolation: Isolation | None) -> list[str]:
+    """Return a step's command within its limits, without privileges."""
+    cpu = max(1, round(step.time_s + 0.5))
+    limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]
+    limits += ["--core=0:0", "--nofile=256:256"]
+    if isolation is None:
+        return ["prlimit", *limits, *step.command]
+    limits += [f"--nproc={step.processes if isolation.limits_processes else 4096}"]
+    drop = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all", "prlimit", *limits, *step.command]
+    if isolation.user is None:
+        return drop
+    user = str(isolation.user)
+    become = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--no-new-privs"]
+    if not isolation.nested:
+        return [*become, "--inh-caps=-all", "--bounding-set=-all", "prlimit", *limits, *step.command]
+    inside = f"{_CLAMP}; mount -t tmpfs -o ro,size=4k none /proc; exec {shlex.join(drop)}"
+    return [*become, "unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]

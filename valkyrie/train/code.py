@@ -1,0 +1,121 @@
+"""The evaluation by code of a model: functions that it completes, judged by process 0, as rates and as a table."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.table import Table
+
+from valkyrie.code_eval.judge import Limits, Result, is_whole, judge_all, summary
+from valkyrie.code_eval.problems import DIFFICULTIES, languages_of, read_problems
+from valkyrie.code_eval.sandbox import SandboxError
+from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.modes import CODE_EVAL
+from valkyrie.paths import DiskError, write_whole
+from valkyrie.train.generate import Completer
+from valkyrie.train.program import StepProgram
+
+
+class CodeEvaluation:
+    """Samples completions of a run's problems, judges them, and writes them with their results into a folder."""
+
+    def __init__(self, program: StepProgram, tokenizer: Tokenizer) -> None:
+        mesh, self.config, self._program = program.mesh, program.run.config.code_eval, program
+        assert isinstance(mesh, Mesh)
+        self.problems = read_problems(self.config.problems)
+        self._one = mesh.devices.flat[0] if program.backend == "cpu" and jax.process_count() == 1 else None
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._complete = Completer(
+            program.assembly,
+            tokenizer,
+            temperature=self.config.temperature,
+            top_k=self.config.top_k,
+            everywhere=lambda x: x if self._one is not None else jax.lax.with_sharding_constraint(x, replicated),
+        )
+        self.results: list[Result] = []
+        """What became of the last completions, each problem's samples together."""
+
+    def __call__(
+        self, parameters: Any, step: int, folder: Path, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[dict[str, float], str]:
+        """Return (rates, a line about them), and leave `code_eval.json` in the folder, with every completion.
+
+        No rates on processes that do not judge, and where `stopped` says so on the way or the sandbox fails.
+        """
+        if self._one is not None:  # one does it faster than many that share its cores
+            parameters = jax.device_put(parameters, self._one)
+        began, asked = time.monotonic(), [p for p in self.problems for _ in range(self.config.samples)]
+        texts = self._complete(
+            parameters,
+            [problem.prompt for problem in asked],
+            tokens=self.config.tokens,
+            batch=min(self.config.batch, len(asked)),
+            seed=self._program.run.config.seed,
+            ended=lambda number, text: is_whole(asked[number], text),
+            stopped=stopped if jax.process_count() == 1 else lambda: False,  # all processes sample together
+        )
+        sampled = time.monotonic()
+        if jax.process_index() != 0:
+            return {}, f"step {step}: process 0 judges the code"
+        config = self.config
+        limits = Limits(config.time_s, config.memory_mib, config.sandbox)
+        try:
+            pairs = None if texts is None else list(zip(asked, texts, strict=True))
+            results = None if pairs is None else judge_all(pairs, limits, config.workers, stopped)
+        except SandboxError as error:
+            return {}, f"step {step}: code was not judged: {error}"
+        if results is None:
+            return {}, f"step {step}: code was not judged, for the training stops"
+        self.results = results
+        seconds = {"sampling_s": sampled - began, "judging_s": time.monotonic() - sampled}
+        rates = summary(self.problems, self.results)
+        unwritten = self._write(folder, step, rates, seconds)
+        return rates, f"step {step}: {describe(rates)}{unwritten}"
+
+    def _write(self, folder: Path, step: int, rates: dict[str, float], seconds: dict[str, float]) -> str:
+        """Write the file; return what to say where the disk does not take it."""
+        settings = {key: getattr(self.config, key) for key in ("problems", "samples", "tokens", "temperature", "top_k")}
+        values = {"step": step, **settings, **seconds, "rates": rates}
+        values["completions"] = [result.record() for result in self.results]
+        try:
+            write_whole(folder / CODE_EVAL, json.dumps(values, indent=1) + "\n")
+        except DiskError as error:
+            return f" ({error})"
+        return ""
+
+
+def describe(rates: dict[str, float]) -> str:
+    """Return the rates in a line: `cpp 12% compile, 0% pass, pass@1 0%`."""
+    parts = []
+    for language in [key.removesuffix("_compile_rate") for key in rates if key.endswith("_compile_rate")]:
+        at = [f"pass@{k} {100 * rates[f'{language}_pass@{k}']:.1f}%" for k in _numbers(rates, language)]
+        compiled, passed = rates[f"{language}_compile_rate"], rates[f"{language}_pass_rate"]
+        shares = f"{100 * compiled:.1f}% of completions compile, {100 * passed:.1f}% pass their tests"
+        parts.append(f"{language}: {shares}, {', '.join(at)}")
+    return "; ".join(parts)
+
+
+def table(results: Sequence[Result], evaluation: CodeEvaluation) -> Table:
+    """Return what compiled and what passed, by language and difficulty."""
+    shown = Table()
+    for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):
+        shown.add_column(column, justify="left" if column in ("language", "difficulty") else "right")
+    for language in languages_of(evaluation.problems):
+        for difficulty in DIFFICULTIES:
+            some = [r for r in results if (r.language, r.difficulty) == (language, difficulty)]
+            if not some:
+                continue
+            problems, solved = {r.problem for r in some}, {r.problem for r in some if r.passed}
+            counts = (len(problems), len(some), sum(r.compiled for r in some), sum(r.passed for r in some), len(solved))
+            shown.add_row(language, difficulty, *map(str, counts))
+    return shown
+
+
+def _numbers(rates: dict[str, float], language: str) -> list[int]:
+    return sorted(int(key.rpartition("@")[2]) for key in rates if key.startswith(f"{language}_pass@"))
