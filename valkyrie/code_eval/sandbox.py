@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from valkyrie.code_eval.sandbox_script import Isolation, script
+from valkyrie.code_eval.sandbox_script import Isolation, Step, script
 
 TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
 """The programs that a sandbox is made of."""
@@ -38,21 +38,6 @@ _FIRST_USER, _USERS = 1_900_000_000, 100_000
 _SETUP_S = 20.0
 """Seconds that the namespaces may take on a busy machine."""
 _numbers = itertools.count(os.getpid() * 64)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command in the work folder, and its limits.
-
-    Seconds of wall clock and, per process, of processor time; MiB of address space of a process and of a file; and how
-    many processes and threads it may have at once.
-    """
-
-    command: tuple[str, ...]
-    time_s: float
-    memory_mib: int
-    processes: int = 16
-    file_mib: int = 64
 
 
 @dataclass(frozen=True)
@@ -149,7 +134,7 @@ def python_inside() -> tuple[str, str] | None:
     One under /usr is seen as it is, any other as /python.
     """
     prefix, name = Path(sys.base_prefix).resolve(), f"python{sys.version_info.major}.{sys.version_info.minor}"
-    if not (prefix / "bin" / name).exists() or Path.home().resolve().is_relative_to(prefix):
+    if not os.access(prefix / "bin" / name, os.X_OK) or Path.home().resolve().is_relative_to(prefix):
         return None
     return str(prefix), f"{prefix if prefix.is_relative_to('/usr') else '/python'}/bin/{name}"
 

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 WORK_MIB = 128
 """The size of the memory disk that programs write to."""
@@ -17,33 +16,19 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 _CLAMP = "echo 0 > /proc/sys/user/max_user_namespaces"
 
 
-class Limited(Protocol):
-    """A command with its limits."""
+@dataclass(frozen=True)
+class Step:
+    """A command in the work folder, and its limits.
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        """The words of the command."""
-        ...
+    Seconds of wall clock and, per process, of processor time; MiB of address space of a process and of a file; and how
+    many processes and threads it may have at once.
+    """
 
-    @property
-    def time_s(self) -> float:
-        """Seconds of wall clock."""
-        ...
-
-    @property
-    def memory_mib(self) -> int:
-        """MiB of address space of a process."""
-        ...
-
-    @property
-    def processes(self) -> int:
-        """How many processes and threads there may be."""
-        ...
-
-    @property
-    def file_mib(self) -> int:
-        """MiB of a file."""
-        ...
+    command: tuple[str, ...]
+    time_s: float
+    memory_mib: int
+    processes: int = 16
+    file_mib: int = 64
 
 
 @dataclass(frozen=True)
@@ -60,7 +45,7 @@ class Isolation:
 
 
 def script(
-    steps: Sequence[Limited],
+    steps: Sequence[Step],
     given: Path,
     root: Path,
     isolation: Isolation | None,
@@ -75,7 +60,7 @@ def script(
     else:
         lines += _own_root(given, root, isolation, folders, python)
     for step in steps:
-        command = shlex.join(_limited(step, isolation))
+        command = shlex.join(_within_limits(step, isolation))
         lines += ["echo begins >&3", "read -r go <&3", "status=0", f"{command} 3<&- || status=$?", "echo $status >&3"]
         lines += ["[ $status = 0 ] || exit 0"]
     return "\n".join(lines) + "\n"
@@ -96,22 +81,23 @@ def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[s
         make = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
         lines += [make, f"mount {bind} {source} {target}"]
         lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}/{target}"]
-    lines += ["mkdir dev work proc", "ln -s work tmp"]
+    lines += ["mkdir dev old proc work", "ln -s work tmp"]
     for device in _DEVICES:
         lines += [f": > dev/{device}", f"mount --bind /dev/{device} dev/{device}"]
     lines += [f"mount -t tmpfs -o size={WORK_MIB}m,nr_inodes=4k,mode=700,nosuid,nodev none work"]
     lines += [f"cp {shlex.quote(str(given))}/* work/ 2>/dev/null || true"]
     if isolation.user is not None:
         lines += [f"chown -R {isolation.user}:{isolation.user} work"]
-        if isolation.nested:
-            lines += ["mount -t proc -o nosuid,nodev,noexec none proc"]
     else:
         lines += [f"{_CLAMP} || true"]
-    lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . .", "umount -l .", "cd /work"]
+    own_proc = isolation.user is not None and isolation.nested
+    lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if own_proc else "mount --rbind /proc proc"]
+    lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /work", "umount -l /old"]
+    lines += [] if own_proc else ["umount -l /proc"]  # umount itself has needed it
     return [*lines, "export HOME=/work TMPDIR=/work"]
 
 
-def _limited(step: Limited, isolation: Isolation | None) -> list[str]:
+def _within_limits(step: Step, isolation: Isolation | None) -> list[str]:
     """Return a step's command within its limits, without privileges."""
     cpu = max(1, round(step.time_s + 0.5))
     limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]

@@ -1,0 +1,220 @@
+"""Hostile programs in the sandbox: each ends within its limits and is judged failed; the machine stays as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from valkyrie.code_eval import sandbox
+from valkyrie.code_eval.judge import Limits, Result, judge
+from valkyrie.code_eval.problems import Problem, read_problems
+from valkyrie.code_eval.sandbox import Ended, Step, run_steps, trouble
+
+pytestmark = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+MARK = "98765.4321"
+"""The seconds that programs of these tests sleep, by which they are found among all processes."""
+
+
+def asleep() -> list[str]:
+    """The processes of these tests that are left."""
+    left = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        left += [str(file)] if MARK.encode() in words else []
+    return left
+
+
+def none_left() -> bool:
+    """Whether all of them end, which the kernel does as soon as it comes to it."""
+    until = time.monotonic() + 20
+    while asleep() and time.monotonic() < until:
+        time.sleep(0.05)
+    return not asleep()
+
+
+def shell(command: str, time_s: float = 20.0, **limits: int) -> Ended:
+    return run_steps({}, [Step(("sh", "-c", command), time_s, 256, **limits)])[0]
+
+
+def judged(body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True) -> Result:
+    """What becomes of a function `f` with this body, under a test."""
+    problem = Problem("f", "python", "easy", "def f():\n", f"{test}\n")
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    return judge(problem, lines, Limits(time_s, 256, isolated))
+
+
+def test_what_does_as_it_is_told_passes() -> None:
+    assert judged("return True").passed
+    ended = shell("echo one && echo two >&2")
+    assert ended.ok and ended.output == "one\ntwo\n"
+
+
+def test_an_endless_loop_ends_with_its_time() -> None:
+    began = time.monotonic()
+    result = judged("while True: pass", time_s=1.0)
+    assert (result.passed, result.reason) == (False, "it took longer than 1 s")
+    assert time.monotonic() - began < 30
+
+
+def test_what_sleeps_ends_with_its_time_and_all_its_children() -> None:
+    ended = shell(f"setsid sleep {MARK} & sleep {MARK} & trap '' TERM INT HUP; sleep {MARK}", time_s=1.0)
+    assert (ended.status, ended.limit) == (137, "time") and none_left()
+
+
+def test_children_end_with_the_program_that_left_them() -> None:
+    assert shell(f"setsid sleep {MARK} & echo ok").output == "ok\n" and none_left()
+
+
+def test_a_fork_bomb_has_few_processes_and_ends() -> None:
+    before = len(list(Path("/proc").glob("[0-9]*")))
+    bomb = "import os\nmost = 0\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        most += 1"
+    assert judged(bomb, time_s=2.0).reason == "it took longer than 2 s"
+    assert len(list(Path("/proc").glob("[0-9]*"))) < before + 50  # others live on this machine too
+    count = "import os\nn = 0\ntry:\n    while os.fork():\n        n += 1\nexcept OSError:\n    return n\nos._exit(0)"
+    assert judged(count, "assert 1 <= f() < 16").passed
+
+
+def test_endless_output_is_cut_and_ends_the_program() -> None:
+    result = judged("while True: print('x' * 1000)")
+    assert (result.passed, result.reason) == (False, "it printed too much")
+    assert len(shell("yes").output) <= 2 * sandbox.OUTPUT_BYTES
+
+
+def test_much_memory_is_refused() -> None:
+    result = judged("return bool(bytearray(1 << 30))")
+    assert not result.passed and "MemoryError" in result.reason
+    assert judged("return bool(bytearray(1 << 20))").passed
+
+
+def test_a_large_file_is_refused() -> None:
+    big = "with open('big', 'wb') as file:\n    for _ in range(400): file.write(bytes(1 << 20))\nreturn True"
+    assert not judged(big).passed
+    several = "for i in range(9):\n    with open(f'{i}', 'wb') as file: file.write(bytes(60 << 20))\nreturn True"
+    assert "No space left" in judged(several).reason
+
+
+@pytest.mark.parametrize("place", ["tests", "home"])
+def test_files_of_the_machine_are_not_there(tmp_path: Path, place: str) -> None:
+    folder = tmp_path if place == "tests" else Path.home()
+    secret = folder / f".valkyrie-secret-{os.getpid()}"
+    secret.write_text("a secret")
+    try:
+        body = f"return open({str(secret)!r}).read() == 'a secret'"
+        assert "No such file" in judged(body).reason
+        assert judged(body, isolated=False).passed, "without a sandbox it is read: the test could fail"
+    finally:
+        secret.unlink()
+    assert judged(f"import os\nreturn not os.path.exists({str(Path.home())!r})").passed
+
+
+def test_nothing_of_the_system_can_be_written() -> None:
+    ended = shell("for f in / /usr /usr/bin /dev /etc; do echo x > $f/valkyrie-x; done; ls /; id -G; touch /work/own")
+    assert ended.status == 0 and ended.output.count("cannot create") == 5
+    assert not any(Path(folder, "valkyrie-x").exists() for folder in ("/", "/usr", "/usr/bin", "/dev", "/etc"))
+
+
+def test_no_connection_is_made() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        body = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5).close()\nreturn True"
+        result = judged(body)
+        assert not result.passed and ("refused" in result.reason or "unreachable" in result.reason)
+        with pytest.raises(TimeoutError):
+            server.accept()
+        assert judged(body, isolated=False).passed, "without a sandbox it connects: the test could fail"
+
+
+def test_no_privileges_are_gained() -> None:
+    assert shell("unshare --user true").status != 0
+    assert shell("mount -t tmpfs none /work").status != 0
+    assert shell("mknod /work/disk b 8 0").status != 0
+    assert shell("kill -9 1; sleep 0.2").ok, "the first process of the sandbox is out of reach"
+
+
+def test_who_ends_himself_before_the_tests_does_not_pass() -> None:
+    assert judged("import os\nos._exit(0)").reason == "it ended before its tests did"
+    (problem, *_) = read_problems("cpp")
+    assert judge(problem, "    __builtin_exit(0);\n}\n").reason == "it ended before its tests did"
+    assert judge(problem, "    __builtin_trap();\n}\n").reason.startswith("it was ended by SIG")
+
+
+def test_a_step_that_fails_is_the_last() -> None:
+    done = run_steps({}, [Step((word,), 20.0, 256) for word in ("true", "false", "true")])
+    assert [ended.status for ended in done] == [0, 1]
+
+
+def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
+    script = (
+        "from valkyrie.code_eval.sandbox import *\n"
+        f"run_steps({{}}, [Step(('sh', '-c', 'setsid sleep {MARK} & sleep {MARK}'), 100.0, 256)])"
+    )
+    job = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    until = time.monotonic() + 30
+    while len(asleep()) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(asleep()) >= 2
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    assert none_left()
+
+
+UNPRIVILEGED = """
+import os, sys
+from valkyrie.code_eval import sandbox
+from valkyrie.code_eval.sandbox import Step, run_steps, trouble
+if os.geteuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+assert trouble() is None, trouble()
+assert sandbox.isolation_of().user is None
+command = "ls -d /home /root; unshare --user true || mount -t tmpfs none /work || echo x > /x || echo kept apart"
+print(run_steps({}, [Step(("sh", "-c", command), 20.0, 256)])[0].output)
+"""
+
+
+def test_a_user_without_privileges_has_the_same_sandbox() -> None:
+    if os.geteuid() == 0 and not sandbox._nests():
+        pytest.skip("this machine has no user namespaces for users")
+    environment = {**os.environ, "TMPDIR": "/tmp"}
+    done = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("No such file") == 2 and done.stdout.strip().endswith("kept apart")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="for root")
+def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_nests", lambda: False)
+    ended = shell("id -u; ls -d /root /home /proc/1; touch /work/own && echo wrote")
+    assert int(ended.output.split()[0]) > 1000 and ended.output.count("No such file") == 3
+    assert ended.output.endswith("wrote\n")
+
+
+def test_users_of_two_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "_nests", lambda: False)
+    monkeypatch.setattr(sandbox, "_is_mapped", lambda user: True)
+    assert sandbox.isolation_of().user != sandbox.isolation_of().user
+    monkeypatch.setattr(sandbox, "_is_mapped", lambda user: False)
+    assert sandbox.isolation_of().user == 65534
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.shutil, "which", lambda tool: None if tool == "unshare" else f"/bin/{tool}")
+    assert trouble.__wrapped__() == "unshare of util-linux is not installed"
+    monkeypatch.setattr(sandbox.platform, "system", lambda: "Darwin")
+    assert trouble.__wrapped__() == "a sandbox needs Linux, and this is Darwin"
+
+
+def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_outside", lambda isolation: ["sh", "-c", "echo no namespaces here; exit 1", "--"])
+    assert trouble.__wrapped__() == "no sandbox was made: no namespaces here"
