@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from helpers import assembly_of, compose_run, small
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.assembly import Assembly
+from valkyrie.train.continued import Text, begin, load, save
 from valkyrie.train.generate import generate, sample
 
 BYTES = load_tokenizer("bytes")
@@ -65,9 +67,9 @@ def recite(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(Assembly, "__init__", lambda self, said: setattr(self, "said", said))
     monkeypatch.setattr(Assembly, "module", lambda self, parameters: Recital(self.said))
 
-    def call(said: bytes, tokens: int) -> list[str]:
+    def call(said: bytes, tokens: int, text: Text | str = "x") -> list[str]:
         assembly = Assembly(list(said))  # pyright: ignore[reportCallIssue]
-        return list(generate(assembly, {}, BYTES, "x", tokens=tokens, temperature=0.0, top_k=None, seed=0))
+        return list(generate(assembly, {}, BYTES, text, tokens=tokens, temperature=0.0, top_k=None, seed=0))
 
     return call
 
@@ -140,3 +142,56 @@ def test_a_late_token_takes_no_longer_than_an_early_one() -> None:
     assert len(taken) > 500, "the document ended early"
     # The least of fifty: other processes only ever make a token later.
     assert min(taken[450:500]) < 2 * min(taken[50:100])
+
+
+def words(model: str, text: Text | str, tokens: int, **options: Any) -> str:
+    assembly, parameters = tiny_model(model)
+    how = {"temperature": 0.9, "top_k": 40, "seed": 3, **options}
+    return "".join(generate(assembly, parameters, BYTES, text, tokens=tokens, **how))
+
+
+@pytest.mark.parametrize("model", ["valkyrie_tiny", "gpt_tiny", "nanochat_tiny"])
+def test_a_kept_text_goes_on_as_if_it_had_not_been_interrupted(model: str, tmp_path: Path) -> None:
+    assembly, parameters = tiny_model(model)
+    whole, part = begin(BYTES, "def f"), begin(BYTES, "def f")
+    words(model, whole, 40)
+    assert len(whole.ids) > 27, "the document ended early"
+    for tokens in (7, 1, 12, 20):
+        words(model, part, tokens)
+        save(part, tmp_path / "texts" / "a.npz")
+        part = load(
+            tmp_path / "texts" / "a.npz", jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters)
+        )
+    assert part.ids == whole.ids and part.read == whole.read and part.ended == whole.ended
+    for one, two in zip(jax.tree.leaves(whole.state), jax.tree.leaves(part.state), strict=True):
+        exactly = 0 if model == "valkyrie_tiny" else 1e-3  # a longer cache is summed in another order
+        np.testing.assert_allclose(np.asarray(one), np.asarray(two), rtol=exactly, atol=exactly)
+
+
+def test_a_prompt_in_the_middle_is_read_after_the_state() -> None:
+    split, whole = begin(BYTES, "ab"), begin(BYTES, "ab")
+    words("valkyrie_tiny", split, 5, temperature=0.0)
+    whole.ids += split.ids[3:]
+    for text in (split, whole):
+        text.add(BYTES, "xyz")
+    assert words("valkyrie_tiny", split, 8, temperature=0.0) == words("valkyrie_tiny", whole, 8, temperature=0.0)
+    assert split.ids == whole.ids
+
+
+def test_an_ended_text_goes_on_with_a_prompt_only(recite: Any) -> None:
+    text = begin(BYTES, "a")
+    assert recite(b"bc", 9, text) == ["b", "c"] and text.ended
+    assert recite(b"bc", 9, text) == []
+    text.add(BYTES, "d")
+    assert not text.ended
+
+
+def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    save(begin(BYTES, "a"), path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"a\.npz is damaged .*Delete it to begin that text anew"):
+        load(path, None)
+    save(begin(BYTES, "a"), path)
+    with pytest.raises(ValueError, match="made by another model"):
+        load(path, [np.zeros(3)])

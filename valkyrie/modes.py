@@ -46,6 +46,8 @@ class ModeConfig:
     For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
     leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
+    For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
+    the next time.
     """
 
     name: str = "train"
@@ -56,6 +58,7 @@ class ModeConfig:
     repeats: int = 10
     data: MeasuredData = MeasuredData.random
     trace: bool = False
+    keep: str | None = None
 
 
 class Needs(Enum):
@@ -173,6 +176,7 @@ MODES = {
             name="generate",
             description="print the prompt and what a trained run makes of it",
             function="valkyrie.train.modes:generate",
+            keys=("keep",),
             reads_run=True,
         ),
         Mode(

@@ -103,6 +103,13 @@ def run_folder(run: Run) -> Path:
     return unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
+def kept_text(folder: Path, name: str) -> Path:
+    """Return the file of a run folder in which `mode.keep` keeps a text; ValueError for a name that is no file's."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"mode.keep={name} is no name of a file. Use a word, such as mode.keep=story.")
+    return folder / "texts" / f"{name}.npz"
+
+
 def write_about(run: Run, folder: Path) -> None:
     """Write `run.yaml` and `versions.json` into the run folder."""
     with writing(folder):

@@ -13,6 +13,7 @@ import numpy as np
 
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.models.assembly import Assembly
+from valkyrie.train.continued import Text, begin, grown
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
@@ -30,7 +31,7 @@ def generate(
     assembly: Assembly,
     parameters: Any,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Text,
     *,
     tokens: int,
     temperature: float,
@@ -39,31 +40,33 @@ def generate(
 ) -> Iterator[str]:
     """Yield the text that follows `prompt`, as it is sampled, until `tokens` tokens or the end of the document.
 
-    The prompt is read after a BOS. Bytes of a character that is not complete yet are held back.
+    The prompt is read after a BOS. A `Text` goes on from its state, to the tokens that it would have had in one go (but
+    for rounding where attention is unbounded: a longer cache is summed in another order); it has the new tokens and the
+    state after them at every moment. Bytes of a character that is not complete yet are held back.
     """
-    if tokens == 0:
+    text = begin(tokenizer, prompt) if isinstance(prompt, str) else prompt
+    if tokens == 0 or text.ended:
         return
-    ids = [tokenizer.bos_id, *(int(i) for i in tokenizer.encode_ordinary(prompt))]
-    known = tokenizer.vocab_size
+    known, key = tokenizer.vocab_size, jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=2)
-    def advance(parameters: Any, token: jax.Array, state: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+    def advance(parameters: Any, token: jax.Array, state: Any, key: jax.Array, at: Any) -> tuple[jax.Array, Any]:
         logits, state = assembly.module(parameters).step(token, state)
-        return sample(logits[:, :known], key, temperature, top_k), state
+        return sample(logits[:, :known], jax.random.fold_in(key, at), temperature, top_k), state
 
-    state = jax.jit(lambda p: assembly.module(p).init_state(1, len(ids) + tokens))(parameters)
-    keys = jax.random.split(jax.random.key(seed), len(ids) + tokens)
-    token = jnp.zeros((1,), jnp.int32)
-    for i, read in enumerate(ids):
-        token, state = advance(parameters, jnp.full((1,), read, jnp.int32), state, keys[i])
+    last = len(text.ids) + tokens
+    empty = jax.jit(lambda p: assembly.module(p).init_state(1, last))
+    text.state = empty(parameters) if text.state is None else grown(text.state, jax.eval_shape(empty, parameters))
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for i in range(tokens):
-        drawn = int(np.asarray(token)[0])
-        if drawn == tokenizer.bos_id:
-            return
-        yield decoder.decode(tokenizer.decode_bytes([drawn]))
-        if i + 1 < tokens:
-            token, state = advance(parameters, token, state, keys[len(ids) + i])
+    decoder.decode(text.bytes(tokenizer))
+    while len(text.ids) < last:
+        token = jnp.full((1,), text.ids[text.read], jnp.int32)
+        drawn, text.state = advance(parameters, token, text.state, key, np.int32(text.read))
+        text.read += 1
+        if text.read == len(text.ids):
+            if not text.take(int(np.asarray(drawn)[0]), tokenizer):
+                return
+            yield decoder.decode(tokenizer.decode_bytes(text.ids[-1:]))
     yield decoder.decode(b"", final=True)
 
 

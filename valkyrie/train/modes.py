@@ -16,7 +16,7 @@ from valkyrie.modes import CODE_EVAL
 from valkyrie.run import Run, RunConfig
 from valkyrie.tracking import bytes_by_axes, sent_over
 from valkyrie.train.devices import configure_jax, prepare_devices
-from valkyrie.train.folder import command_name, run_folder
+from valkyrie.train.folder import command_name, kept_text, run_folder
 from valkyrie.train.goodput import read_goodput
 from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from valkyrie.data.tokenizer import Tokenizer
+    from valkyrie.train.continued import Text
     from valkyrie.train.devices import Devices
 
 
@@ -105,11 +106,16 @@ def generate(run: Run) -> int:
 
 def _generate(run: Run, team: Team) -> int:
     folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+    keep = run.config.mode.keep
+    path = None if keep is None else kept_text(folder, keep)
     tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
     program, step, parameters = restore(run, devices, folder, team)
     console.print(f"{folder.name} at step {step}", style="dim")
     with out_of_memory_in_plain_words(run, devices):
-        _print_sample(run, program.assembly, parameters, tokenizer, devices)
+        if path is None:
+            _print_sample(run, program.assembly, parameters, tokenizer, devices)
+        else:
+            _go_on(run, path, step, program.assembly, parameters, tokenizer, devices, team)
     return 0
 
 
@@ -170,6 +176,50 @@ def _to_stderr(line: str) -> None:
 
 
 def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer, devices: Devices) -> None:
+    sys.stdout.write(run.config.prompt)
+    _print_what_follows(run, run.config.prompt, assembly, parameters, tokenizer, devices)
+
+
+def _go_on(
+    run: Run,
+    path: Path,
+    step: int,
+    assembly: Any,
+    parameters: Any,
+    tokenizer: Tokenizer,
+    devices: Devices,
+    team: Team,
+) -> None:
+    """Print the text kept as `mode.keep` and what follows it; keep that, and the state after it, also at Ctrl-C."""
+    import jax
+
+    from valkyrie.train.continued import begin, load, save
+
+    prompt = run.config.prompt
+    text = begin(tokenizer, prompt, step)
+    if team.of_first("kept text", path.exists):
+        kept = load(path, jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters))
+        if kept.step != step:
+            _to_stderr(f"{path.stem} was made at step {kept.step}; the model of step {step} reads it again.")
+            kept = kept.unread(step)
+        if prompt != kept.prompt:
+            kept.add(tokenizer, prompt)
+        text = kept
+    sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
+    try:
+        _print_what_follows(run, text, assembly, parameters, tokenizer, devices)
+    except KeyboardInterrupt:
+        if team.count == 1:
+            save(text, path)
+        raise
+    save(text, path, writes=team.leads)
+    over = " It has ended: give it a prompt to go on." if text.ended else ""
+    _to_stderr(f"kept in {path}, {len(text.ids) - 1:,} tokens.{over}")
+
+
+def _print_what_follows(
+    run: Run, text: str | Text, assembly: Any, parameters: Any, tokenizer: Tokenizer, devices: Devices
+) -> None:
     import jax
 
     from valkyrie.train.generate import generate as stream
@@ -177,12 +227,11 @@ def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer
     config = run.config
     if devices.simulated and jax.process_count() == 1:  # one CPU device does it faster than many that share its cores
         parameters = jax.device_put(parameters, devices.devices[0])
-    sys.stdout.write(config.prompt)
     for piece in stream(
         assembly,
         parameters,
         tokenizer,
-        config.prompt,
+        text,
         tokens=config.sample_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
