@@ -126,7 +126,7 @@ def summary(problems: Sequence[Problem], results: Sequence[Result]) -> dict[str,
     return rates
 
 
-def _share(values: Sequence[float]) -> float:
+def _share(values: Sequence[float | bool]) -> float:
     return sum(values) / len(values)
 
 

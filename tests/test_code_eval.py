@@ -1,0 +1,323 @@
+"""Evaluation by code: problems and bad ones, where a function ends, what is judged, pass@k, and the whole of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from runs import SINGLE, command, copied, records, tiny, trained
+from valkyrie.code_eval import config as of_config
+from valkyrie.code_eval import languages
+from valkyrie.code_eval.config import CodeEvalConfig, not_possible
+from valkyrie.code_eval.judge import Limits, Result, cut, is_whole, judge, judge_all, pass_at_k, summary
+from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
+from valkyrie.code_eval.problems import OWN, Problem, read_problems
+from valkyrie.code_eval.sandbox import SandboxError, trouble
+from valkyrie.tracking import read_metrics
+
+SOLUTIONS = Path(__file__).parent / "goldens"
+needs_sandbox = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+CODE = ("code_eval.problems=python", "code_eval.samples=2", "code_eval.tokens=6", "code_eval.batch=4")
+ADD = {"name": "add", "language": "python", "difficulty": "easy", "prompt": "def f():\n", "tests": "assert f()\n"}
+
+
+@lru_cache
+def solutions(name: str) -> dict[str, str]:
+    lines = (SOLUTIONS / f"{name}_solutions.jsonl").read_text().splitlines()
+    return {values["name"]: values["completion"] for values in map(json.loads, lines)}
+
+
+def test_the_problems_of_the_package() -> None:
+    cpp = read_problems("cpp")
+    count = [sum(problem.difficulty == difficulty for problem in cpp) for difficulty in ("easy", "medium", "hard")]
+    assert count == [7, 6, 4] and {problem.language for problem in cpp} == {"cpp"}
+    assert len(read_problems("python")) >= 5
+    for name in OWN:
+        assert solutions(name).keys() == {problem.name for problem in read_problems(name)}
+
+
+@needs_sandbox
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_every_problem_can_be_solved_and_a_wrong_answer_fails(name: str) -> None:
+    problems = read_problems(name)
+    more = {"cpp": "\nint later() { return 1; }", "python": "\ndef later():\n    return 1"}[name]
+    right = judge_all([(problem, solutions(name)[problem.name] + more) for problem in problems], Limits(30.0))
+    assert right is not None and [result.reason for result in right] == ["passed"] * len(problems)
+    empty = {"cpp": "    return {};\n}\n", "python": "    return None\n"}[name]
+    wrong = judge_all([(problem, empty) for problem in problems], Limits(30.0)) or []
+    assert all(result.compiled and not result.passed for result in wrong)
+    assert all(result.reason.startswith("its tests failed with status ") for result in wrong)
+
+
+@needs_sandbox
+@needs_compiler
+def test_a_completion_compiles_or_not_and_passes_or_not() -> None:
+    (problem, *_) = read_problems("cpp")
+    results = [judge(problem, text) for text in ("    return a + b;\n}", "return a - b; }", "return a +; }", "  \n")]
+    assert [(result.compiled, result.passed) for result in results] == [
+        (True, True),
+        (True, False),
+        *[(False,) * 2] * 2,
+    ]
+    assert results[1].reason == "its tests failed with status 1"
+    assert results[2].reason.startswith("does not compile: program.cpp:3:") and "error" in results[2].reason
+    assert results[3].reason == "it wrote nothing"
+    slow = judge(problem, "    for (volatile int i = 0;; i = i + 1) {}\n}", Limits(1.0))
+    assert slow.compiled and slow.reason == "it took longer than 1 s"
+
+
+@needs_sandbox
+def test_any_text_may_be_written() -> None:
+    (problem, *_) = read_problems("python")
+    for text in ("    return '\x00'", "    return '\ud800'", "    \N{PILE OF POO}", "    return (" * 300):
+        assert not judge(problem, text).passed
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("return 1; }\nint g();", "\nint g();"),
+        ("if (a) { b(); } }x", "x"),
+        ('s = "}"; c = \'}\'; t = "\\"}"; }x', "x"),
+        ("// }\n /* } */ }x", "x"),
+        ('r = R"(} ")" } )"; }x', ' )"; }x'),
+        ('r = R"a(} )" } )a"; }x', "x"),
+        ("n = 1'000'000; }x", "x"),
+        ("c = '\\''; }x", "x"),
+    ],
+)
+def test_a_function_ends_with_its_brace(text: str, rest: str) -> None:
+    end = closing_brace(text)
+    assert end is not None and text[end:] == rest
+
+
+@pytest.mark.parametrize("text", ["return 1;", "if (a) { }", '"}', "/* }", "// }", 'R"(}'])
+def test_a_function_that_stays_open_has_no_end(text: str) -> None:
+    assert closing_brace(text) is None
+
+
+def test_a_function_of_python_ends_with_its_indentation() -> None:
+    problem = Problem(**ADD)
+    assert cut(problem, "    return 1\n\n    # and\nprint(2)\n    3") == "    return 1\n\n    # and\n"
+    assert cut(problem, "print(1)") == "" and not is_whole(problem, "    return 1\n\n") and is_whole(problem, "  1\nx")
+
+
+def test_pass_at_k_is_the_share_of_choices_with_one_that_passes() -> None:
+    for samples, k in ((4, 1), (5, 2), (6, 6)):
+        for passed in range(samples + 1):
+            choices = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
+            assert math.isclose(pass_at_k(samples, passed, k), sum(map(any, choices)) / len(choices))
+    assert pass_at_k(200, 3, 100) == pytest.approx(1 - math.comb(197, 100) / math.comb(200, 100))
+    with pytest.raises(ValueError, match="pass@5 needs 1 <= k <= 4 samples"):
+        pass_at_k(4, 1, 5)
+
+
+def test_rates_are_of_all_samples_and_pass_at_k_of_problems() -> None:
+    problems = [Problem(name, "cpp", difficulty, "{", "") for name, difficulty in (("a", "easy"), ("b", "hard"))]
+    outcomes = {"a": [(True, True), (True, False)], "b": [(False, False), (True, False)]}
+    results = [
+        Result(problem.name, "cpp", problem.difficulty, "", compiled, passed, "", 0.0)
+        for problem in problems
+        for compiled, passed in outcomes[problem.name]
+    ]
+    rates = {"compile_rate": 0.75, "pass_rate": 0.25, "pass_rate_easy": 0.5, "pass_rate_hard": 0.0}
+    assert summary(problems, results) == {f"cpp_{k}": v for k, v in (rates | {"pass@1": 0.25, "pass@2": 0.5}).items()}
+
+
+@needs_sandbox
+def test_judging_stops_when_it_is_told_to() -> None:
+    problem = Problem(**ADD)
+    seen: list[None] = []
+    assert judge_all([(problem, "    return 1\n")] * 6, Limits(), 1, lambda: seen.append(None) or len(seen) > 2) is None
+    assert len(seen) == 6
+
+
+BAD = {
+    "no tests": ({"tests": ""}, "line 1: the problem add has no tests."),
+    "no tests at all": ({"tests": None}, "line 1: tests must be text."),
+    "no prompt": ({"prompt": ...}, "line 1: prompt is missing."),
+    "two keys": ({"name": ..., "language": ...}, "line 1: name, language are missing."),
+    "language": ({"language": "rust"}, "line 1: language rust of add is not known: use cpp, python."),
+    "difficulty": ({"difficulty": "x"}, "line 1: difficulty x of add is not known: use easy, medium, hard."),
+    "name": ({"name": " "}, "line 1: name is empty."),
+    "prompt": ({"prompt": "def f():"}, "line 1: the prompt of Python must end with a line break (add)."),
+    "main": (
+        {"language": "cpp"},
+        "line 1: tests of C++ must have one `int main() {...}`, which returns 0 where all is right (add).",
+    ),
+    "brace": (
+        {"language": "cpp", "tests": "int main() { return 0; }"},
+        "line 1: the prompt of C++ must end with the { of its function (add).",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_a_bad_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    values = {key: value for key, value in (ADD | change).items() if value is not ...}
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps(values) + "\n\n")
+    assert not_possible(CodeEvalConfig(problems=str(path))) == [f"code_eval.problems={path}: {message}"]
+
+
+def test_bad_lines_are_told_together(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join([json.dumps(ADD), "{", json.dumps(ADD), "[]", *["{}"] * 4]))
+    with pytest.raises(ValueError) as refused:
+        read_problems(str(path))
+    message = str(refused.value)
+    assert "line 2: not JSON (" in message and "line 3: the name add was there before; line 4: not an object" in message
+    assert "line 6: name, language, difficulty, prompt are missing; and 2 more." in message
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no problems"):
+        read_problems(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("code_eval_every=0", "code_eval_every=0: at least 1 is needed, or null for none on the way."),
+        ("code_eval.samples=0", "code_eval.samples=0: at least 1 is needed."),
+        ("code_eval.workers=0", "code_eval.workers=0: at least 1 is needed, or null."),
+        ("code_eval.temperature=-1", "code_eval.temperature=-1.0: must be 0 (greedy) or above."),
+        (
+            "code_eval.temperature=0",
+            "code_eval.temperature=0.0: all 4 samples would be the same. Use code_eval.samples=1.",
+        ),
+        ("code_eval.time_s=0", "code_eval.time_s=0: must be above 0."),
+        ("code_eval.memory_mib=1", "code_eval.memory_mib=1: no program starts with less than 16."),
+        (
+            "code_eval_every=5 model=trm_tiny data=sudoku_4x4",
+            "code_eval_every=5 continues a text, and model=trm_tiny answers puzzles. Use mode=eval to see how many it "
+            "solves.",
+        ),
+        (
+            "code_eval_every=5 code_eval.problems=mine.jsonl",
+            "code_eval.problems=mine.jsonl: there is no such file. Use cpp, python, or the path of a .jsonl.",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(*SINGLE, *change.split()) == 2
+    assert capfd.readouterr().err == f"valkyrie-train: {message}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(tmp_path: Path, *arguments: str, **environment: str) -> tuple[str, float]:
+    """What a command refuses without JAX, and the seconds that it takes."""
+    script = "import sys; from valkyrie.cli.train import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
+    words = [sys.executable, "-c", script, *SINGLE, f"runs={tmp_path / 'runs'}", *arguments]
+    taken = []
+    for _ in range(2):  # once more where the machine was busy
+        began = time.monotonic()
+        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True)
+        taken.append(time.monotonic() - began)
+        assert done.returncode == 2 and not (tmp_path / "runs").exists(), done.stderr
+        if taken[-1] < 5:
+            break
+    return done.stderr, min(taken)
+
+
+def test_no_compiler_is_refused_before_jax(tmp_path: Path) -> None:
+    said, seconds = refused(tmp_path, "code_eval_every=5", PATH=str(tmp_path))
+    where = "in /usr or /bin, which a sandbox shows"
+    assert said == (
+        f"valkyrie-train: code_eval.problems=cpp: no C++ compiler was found ({where}): g++, clang++, c++. Install one: "
+        "apt install g++.\n"
+    )
+    assert seconds < 5
+
+
+def test_no_sandbox_is_refused_before_jax_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, seconds = refused(tmp_path, "code_eval_every=5", "code_eval.problems=python", PATH=str(tmp_path))
+    assert "there is no sandbox for it: unshare, setpriv, prlimit, pivot_root, mount, umount, sh of util-linux" in said
+    assert said.endswith("container of their own: code_eval.sandbox=false.\n") and seconds < 5
+    monkeypatch.setattr("valkyrie.code_eval.sandbox.trouble", lambda: "no namespaces")
+    assert not_possible(CodeEvalConfig(problems="python", sandbox=False)) == []
+    assert len(not_possible(CodeEvalConfig(problems="python"))) == 1
+
+
+def test_a_compiler_that_a_sandbox_does_not_show_is_none() -> None:
+    at_home = {"g++": "/home/me/bin/g++", "clang++": None, "c++": None}.get
+    assert languages.compiler.__wrapped__(True, at_home) is None
+    assert languages.compiler.__wrapped__(False, at_home) == "/home/me/bin/g++"
+
+
+def test_the_path_of_own_problems_is_kept_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert CodeEvalConfig(problems="own.jsonl").anywhere().problems == str(tmp_path / "own.jsonl")
+    assert CodeEvalConfig().anywhere() == CodeEvalConfig() and LANGUAGES.keys() == {"cpp", "python"}
+
+
+@needs_sandbox
+def test_a_training_and_its_mode_leave_every_completion_and_the_rates(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*tiny(tmp_path, "steps=4", "code_eval_every=2", *CODE)) == 0
+    out, folder = capfd.readouterr().out, tmp_path / "run"
+    rates = [r for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r]
+    assert [r["step"] for r in rates] == [2, 4] and all(0 <= r["python_compile_rate"] <= 1 for r in rates)
+    assert "step 2: python: " in out and "step 4: python: " in out
+    last = read_metrics(folder / "metrics.jsonl")[-1]["summary"]
+    assert last["python_pass@2"] == rates[-1]["python_pass@2"]
+    trained_file = json.loads((folder / "code_eval.json").read_text())
+
+    assert command("mode=code_eval", f"resume={folder}") == 0
+    out = capfd.readouterr().out
+    file = json.loads((folder / "code_eval.json").read_text())
+    names = [problem.name for problem in read_problems("python") for _ in range(2)]
+    assert [completion["problem"] for completion in file["completions"]] == names
+    assert file["step"] == 4 and file["completions"] == [
+        completion | {"seconds": own["seconds"]}
+        for completion, own in zip(trained_file["completions"], file["completions"], strict=True)
+    ], "the same parameters and seed write the same"
+    assert "run at step 4: python: " in out and "every completion: " in out and "difficulty" in out
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_it_changes_no_loss(tmp_path: Path) -> None:
+    plain = records(trained())
+    assert command(*tiny(tmp_path, "steps=6", "code_eval_every=3", *CODE)) == 0
+    found = records(tmp_path / "run")
+    assert [found[step]["loss"] for step in sorted(found)] == [plain[step]["loss"] for step in sorted(plain)]
+
+
+@pytest.mark.slow
+def test_a_sandbox_that_fails_on_the_way_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise SandboxError("no sandbox was made: all is used up")
+
+    monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
+    monkeypatch.setattr(of_config, "not_possible", lambda config: [])
+    assert command(*tiny(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
+    assert "step 1: code was not judged: no sandbox was made: all is used up" in capfd.readouterr().out
+
+
+def test_the_mode_needs_a_run_and_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("mode=code_eval", f"runs={tmp_path}") == 2
+    assert "resume=latest found no run with a checkpoint" in capfd.readouterr().err
+    folder = copied(trained(), tmp_path)
+    capfd.readouterr()
+    assert command("mode=code_eval", f"resume={folder}", "code_eval.problems=none.jsonl") == 2
+    assert "code_eval.problems=none.jsonl: there is no such file." in capfd.readouterr().err
+    assert not (folder / "code_eval.json").exists()
