@@ -27,7 +27,7 @@ from valkyrie.train.arguments import run_in, run_of
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
-CASES = ["llama", "mistral", "qwen3"]
+CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3"]
 VOCAB = 300
 
 
@@ -166,7 +166,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "config.json: architectures=['MambaForCausalLM'] is not known. Known: ",
         ),
         ({"hidden_act": "relu6"}, "config.json: hidden_act=relu6 is not one of silu, gelu_pytorch_tanh, gelu_new."),
-        ({"mlp_bias": True}, "config.json: mlp_bias=true adds biases that the model here does not have."),
+        ({"mlp_bias": True}, "config.json: mlp_bias=true adds biases that the feed-forward here does not have."),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             "config.json: rope_parameters.rope_type=yarn is not supported",

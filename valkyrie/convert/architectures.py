@@ -9,6 +9,7 @@ from typing import Any
 from valkyrie.models.families.gpt import Config
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.stack import Residual, Stack
+from valkyrie.ops.choices import Bias, RopeStretch
 
 Settings = dict[str, Any]
 """Settings of a model by dotted key, without `model.`."""
@@ -16,20 +17,26 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model that transformers has: its class and the name of the kind, and what tells it from the others."""
+    """A kind of model that transformers has: its class and the name of the kind, and what tells it from the others.
+
+    `bias`: the products of its attention that always have one; all have where the key `biases_key` is true.
+    """
 
     name: str
     model_type: str
     qk_norm: bool = False
     windows: bool = False
+    bias: Bias = Bias.none
+    biases_key: str | None = None
 
 
 KNOWN = {
     kind.name: kind
     for kind in (
-        Architecture("LlamaForCausalLM", "llama"),
+        Architecture("LlamaForCausalLM", "llama", biases_key="attention_bias"),
         Architecture("MistralForCausalLM", "mistral", windows=True),
-        Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True),
+        Architecture("Qwen2ForCausalLM", "qwen2", windows=True, bias=Bias.qkv),
+        Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True, biases_key="attention_bias"),
     )
 }
 """The architectures that can be converted."""
@@ -68,7 +75,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
     if lacking:
         raise ValueError(f"config.json: {', '.join(lacking)} must be a whole number for {kind.name}.")
     refusals += _unsupported(kind, config)
-    theta, trouble = _rope(config)
+    theta, stretch, trouble = _rope(config)
     refusals += trouble
     heads = config["num_attention_heads"]
     if not config.get("head_dim") and config["hidden_size"] % heads:
@@ -89,8 +96,10 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
         "attention.kv_heads": config.get("num_key_value_heads") or heads,
         "attention.head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         "attention.rope_theta": theta,
+        "attention.bias": _bias(kind, config).value,
         "attention.qk_norm": kind.qk_norm,
         "attention.windows": windows,
+        **stretch,
     }
 
 
@@ -102,7 +111,7 @@ def config_of(model: Stack) -> dict[str, Any]:
         )
     assert isinstance(model, Config)
     attention, lists_windows = model.attention, any(w is not None for w in model.attention.windows)
-    name = "Qwen3ForCausalLM" if attention.qk_norm else "MistralForCausalLM" if lists_windows else "LlamaForCausalLM"
+    name = _name_of(attention.qk_norm, attention.bias, lists_windows)
     activations = {kind: key for key, kind in reversed(_ACTIVATIONS.items())}
     config: dict[str, Any] = {"architectures": [name], "model_type": KNOWN[name].model_type}
     values = {"vocab_size": model.vocab_size, "embed": model.embed, "layers": model.layers, "mlp": model.mlp}
@@ -115,9 +124,12 @@ def config_of(model: Stack) -> dict[str, Any]:
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_dim,
         "rope_theta": attention.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
-        "attention_bias": False,
+        "rope_scaling": _as_scaling(attention.rope_stretch),
+        "rope_parameters": {"rope_theta": attention.rope_theta}
+        | (_as_scaling(attention.rope_stretch) or {"rope_type": "default"}),
     }
+    if KNOWN[name].biases_key:
+        config["attention_bias"] = attention.bias is Bias.all
     if name == "LlamaForCausalLM":
         config["mlp_bias"] = False
     if KNOWN[name].windows:
@@ -130,7 +142,8 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
     refusals = []
     if config.get("hidden_act") not in _ACTIVATIONS:
         refusals.append(f"hidden_act={config.get('hidden_act')} is not one of {', '.join(_ACTIVATIONS)}")
-    refusals += [f"{key}=true adds biases that the model here does not have" for key in _BIASES if config.get(key)]
+    if config.get("mlp_bias"):
+        refusals.append("mlp_bias=true adds biases that the feed-forward here does not have")
     if config.get("quantization_config"):
         refusals.append("quantization_config: weights are read as float32, bfloat16 or float16 alone")
     epsilon = config.get("rms_norm_eps", 1e-6)
@@ -139,22 +152,52 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
     return refusals
 
 
-_BIASES = ("attention_bias", "mlp_bias")
+def _bias(kind: Architecture, config: Mapping[str, Any]) -> Bias:
+    return Bias.all if kind.biases_key and config.get(kind.biases_key) else kind.bias
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Return the base of the rotary frequencies, and why they are none that a setting says."""
+def _name_of(qk_norm: bool, bias: Bias, windows: bool) -> str:
+    """Return the architecture with these parts."""
+    if qk_norm:
+        return "Qwen3ForCausalLM"
+    if bias is Bias.qkv:
+        return "Qwen2ForCausalLM"
+    return "MistralForCausalLM" if windows else "LlamaForCausalLM"
+
+
+_STRETCH = {
+    "factor": "factor",
+    "low_freq_factor": "low",
+    "high_freq_factor": "high",
+    "original_max_position_embeddings": "context",
+}
+"""The keys of Llama 3's rope_scaling, and what they are here."""
+
+
+def _as_scaling(stretch: RopeStretch) -> dict[str, Any] | None:
+    if stretch.factor == 1:
+        return None
+    return {"rope_type": "llama3"} | {theirs: getattr(stretch, ours) for theirs, ours in _STRETCH.items()}
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Settings, list[str]]:
+    """Return the base of the rotary frequencies, how they are stretched, and why they are none that a setting says."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     kind = given.get("rope_type", given.get("type", "default"))
     theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
     refusals = []
-    if kind != "default":
-        refusals.append(f"{key}.rope_type={kind} is not supported: rotary frequencies are not stretched here")
+    stretch = {}
+    if kind == "llama3" and (lacking := [name for name in _STRETCH if name not in given]):
+        refusals.append(f"{key} has no {', '.join(lacking)}, which rope_type=llama3 needs")
+    elif kind == "llama3":
+        stretch = {f"attention.rope_stretch.{ours}": given[theirs] for theirs, ours in _STRETCH.items()}
+    elif kind != "default":
+        refusals.append(f"{key}.rope_type={kind} is not supported. Known: default, llama3")
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         refusals.append(f"partial_rotary_factor={partial}: whole heads are rotated here")
-    return float(theta), refusals
+    return float(theta), stretch, refusals
 
 
 def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
@@ -208,6 +251,12 @@ def _not_theirs(model: Stack) -> list[str]:
     ]
     if model.feed_forward not in _ACTIVATIONS.values():
         refusals.append(f"model.feed_forward={model.feed_forward.value}")
+    if attention.rope_theta is None:
+        refusals.append("model.attention.rope_theta=null")
+    if attention.bias is Bias.qkv and attention.qk_norm:
+        refusals.append("model.attention.bias=qkv beside qk_norm=true")
+    if attention.bias is Bias.all and any(window is not None for window in attention.windows) and not attention.qk_norm:
+        refusals.append("model.attention.bias=all beside windows")
     if attention.qk_norm and model.norm_epsilon != _QK_NORM_EPSILON:
         refusals.append(f"model.norm_epsilon={model.norm_epsilon:g} beside queries and keys normed by 1e-06")
     return refusals

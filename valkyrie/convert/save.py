@@ -101,12 +101,9 @@ def _config(trained: Path, run: Run, dtype: str | None) -> dict[str, Any]:
     assert isinstance(run.model, Stack)
     now = config_of(run.model)
     if before.get("architectures") == now["architectures"]:
-        now = {key: value for key, value in now.items() if key in before or key in _ALWAYS}
+        guessed = now["hidden_size"] // now["num_attention_heads"]
+        now = {key: value for key, value in now.items() if key in before or (key == "head_dim" and value != guessed)}
     return before | now | {"dtype": dtype or (known if known in NAMES else "float32")}
-
-
-_ALWAYS = {"head_dim", "tie_word_embeddings", "num_key_value_heads"}
-"""Keys whose value transformers would guess otherwise."""
 
 
 def _carry(trained: Path, run: Run, folder: Path) -> None:

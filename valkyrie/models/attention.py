@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
 from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
-from valkyrie.ops.choices import CONTEXT, AttentionImpl
+from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -23,7 +23,8 @@ class Attention(Block):
     A window counts keys including the token itself (`valkyrie.ops.attention` defines it); null is full attention.
     `global_tokens` is how many leading positions of a sequence are global, with projections of their own. `qk_norm`
     normalises each query and key before rotation, with a learned scale (Qwen 3, OLMo 2 and Gemma 3 do); `soft_cap` c
-    replaces logits l by c * tanh(l / c) (Gemma 2: 50).
+    replaces logits l by c * tanh(l / c) (Gemma 2: 50). `rope_theta` null: queries and keys are not rotated. `bias`
+    says which products have one.
     """
 
     heads: int = 4
@@ -33,7 +34,9 @@ class Attention(Block):
     windows: list[int | None] = field(default_factory=lambda: [128])
     dilations: list[int] = field(default_factory=lambda: [1])
     global_tokens: int = 0
-    rope_theta: float = 10000.0
+    rope_theta: float | None = 10000.0
+    rope_stretch: RopeStretch = field(default_factory=RopeStretch)
+    bias: Bias = Bias.none
     qk_norm: bool = False
     soft_cap: float | None = None
     impl: AttentionImpl = AttentionImpl.auto
@@ -68,8 +71,14 @@ class Attention(Block):
             refusals.append(f"{key}.dilations={self.dilations}: each must be at least 1.")
         if self.global_tokens < 0:
             refusals.append(f"{key}.global_tokens={self.global_tokens}: at least 0 is needed.")
-        if not self.rope_theta > 0:
-            refusals.append(f"{key}.rope_theta={self.rope_theta:g}: must be above 0.")
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            refusals.append(f"{key}.rope_theta={self.rope_theta:g}: must be above 0, or null for no rotation.")
+        stretch = self.rope_stretch
+        if not (stretch.factor >= 1 and 0 < stretch.low < stretch.high and stretch.context > 0):
+            refusals.append(
+                f"{key}.rope_stretch: factor={stretch.factor:g} must be at least 1, context={stretch.context} above 0, "
+                f"and low={stretch.low:g} above 0 and below high={stretch.high:g}."
+            )
         if self.soft_cap is not None and not self.soft_cap > 0:
             refusals.append(f"{key}.soft_cap={self.soft_cap:g}: must be above 0, or null for none.")
         return refusals
@@ -82,9 +91,15 @@ class Attention(Block):
         """Return the projections, a second set of them where there are global tokens, and that of the output."""
         query, of_key = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
+        if self.bias is Bias.all:
+            weights["out_bias"] = weight("embed", group="vector")
         for projections in ("local", "globals")[: 1 + bool(self.global_tokens)]:
             weights |= {f"{projections}.query": query}
             weights |= {f"{projections}.{name}": of_key for name in ("key", "value")}
+            if self.bias is not Bias.none:
+                weights |= {f"{projections}.query_bias": weight("heads", "head_dim", group="vector")}
+                of_keys = weight("kv_heads", "head_dim", group="vector")
+                weights |= {f"{projections}.{name}_bias": of_keys for name in ("key", "value")}
             if self.qk_norm:
                 scale = weight("head_dim", group="vector")
                 weights |= {f"{projections}.{name}_norm.scale": scale for name in ("query", "key")}

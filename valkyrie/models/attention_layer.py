@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard
 from valkyrie.models.attention import Attention
 from valkyrie.models.block import Site
-from valkyrie.models.layers import Boundaries, RMSNorm, normal, parameter, project
+from valkyrie.models.layers import Boundaries, RMSNorm, biased, normal, parameter, project
 from valkyrie.ops.attention import (
     GlobalStep,
     GlobalTokens,
@@ -23,7 +23,7 @@ from valkyrie.ops.attention import (
     init_cache,
     sharded_attention,
 )
-from valkyrie.ops.choices import CONTEXT
+from valkyrie.ops.choices import CONTEXT, Bias
 from valkyrie.ops.linear import Numerics
 from valkyrie.ops.rotary import rotate
 
@@ -35,14 +35,20 @@ class Projections(nnx.Module):
     """Query, key and value projections; queries and keys are normalised where the block says so, and rotated."""
 
     def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
-        keys, self.theta, self.numerics = jax.random.split(key, 3), block.rope_theta, numerics
+        keys, self.numerics = jax.random.split(key, 3), numerics
+        self.theta, self.stretch = block.rope_theta, block.rope_stretch
 
         def made(name: str, key: Array) -> nnx.Param:
             shape = specs[name].shape
             return parameter(specs[name], normal(key, shape, shape[0] ** -0.5), numerics)
 
         self.query, self.key, self.value = made("query", keys[0]), made("key", keys[1]), made("value", keys[2])
-        self.normalised = block.qk_norm
+        self.biased, self.normalised = block.bias is not Bias.none, block.qk_norm
+        if self.biased:
+            self.query_bias, self.key_bias, self.value_bias = (
+                parameter(specs[name], jnp.zeros(specs[name].shape), numerics)
+                for name in ("query_bias", "key_bias", "value_bias")
+            )
         if block.qk_norm:
             norm = partial(RMSNorm, block.head_dim, QK_NORM_EPSILON, numerics=numerics, axis="head_dim")
             self.query_norm, self.key_norm = norm(), norm()
@@ -53,8 +59,9 @@ class Projections(nnx.Module):
         """Return rotated queries."""
         with jax.named_scope("query"):
             q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
+            q = biased(q, self.query_bias, shard) if self.biased else q
             q = self.query_norm(q) if self.normalised else q
-            return rotate(q, positions, self.theta, shard.backend)
+            return self._rotated(q, positions, shard)
 
     def keys_values(
         self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
@@ -62,10 +69,15 @@ class Projections(nnx.Module):
         """Return rotated keys, and values."""
         with jax.named_scope("value"):
             v = project("bse,ehd->bshd", x, self.value, shard=shard, numerics=self.numerics)
+            v = biased(v, self.value_bias, shard) if self.biased else v
         with jax.named_scope("key"):
             k = project("bse,ehd->bshd", x, self.key, shard=shard, numerics=self.numerics)
+            k = biased(k, self.key_bias, shard) if self.biased else k
             k = self.key_norm(k) if self.normalised else k
-            return rotate(k, positions, self.theta, shard.backend), v
+            return self._rotated(k, positions, shard), v
+
+    def _rotated(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
+        return x if self.theta is None else rotate(x, positions, self.theta, shard.backend, self.stretch)
 
 
 class AttentionLayer(nnx.Module):
@@ -84,6 +96,8 @@ class AttentionLayer(nnx.Module):
         weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
         # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
         self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
+        if block.bias is Bias.all:
+            self.out_bias = parameter(specs["out_bias"], jnp.zeros((site.embed,)), numerics)
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
@@ -108,7 +122,8 @@ class AttentionLayer(nnx.Module):
             axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
         with jax.named_scope(CONTEXT):
             mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
-        return project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
+        out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
+        return biased(out, self.out_bias, shard) if self.config.bias is Bias.all else out
 
     def _keys_values(
         self,
@@ -171,7 +186,7 @@ class AttentionLayer(nnx.Module):
             beside = GlobalStep(self.globals.queries(wide, position, UNSHARDED)[:, 0], k_global, v_global)
         mixed, state = attention_step(q, k, v, state, global_step=beside, soft_cap=self.config.soft_cap)
         out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
-        return out, state
+        return biased(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state
 
 
 def _within(prefix: str, specs: dict[str, Parameter]) -> dict[str, Parameter]:

@@ -32,10 +32,14 @@ class Nonlinearity(Enum):
 
 @dataclass
 class FeedForward(Block):
-    """A product up to `mlp`, its nonlinearity, and a product down again; gated ones as in arXiv 2002.05202."""
+    """A product up to `mlp`, its nonlinearity, and a product down again; gated ones as in arXiv 2002.05202.
+
+    `biases`: each product has one (GPT-2).
+    """
 
     kind: Nonlinearity = Nonlinearity.swiglu
     mlp: int = 512
+    biases: bool = False
 
     axes = {"mlp": "the hidden side of a feed-forward or gating product"}
     activations = (("batch", "seq", "mlp"),)
@@ -51,7 +55,11 @@ class FeedForward(Block):
     def weights(self, site: Site) -> dict[str, Weight]:
         """Return the matrices, embed first: what a fully sharded partition gathers is then contiguous."""
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
-        return {name: weight("embed", "mlp", output_first=name == "down") for name in names}
+        weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
+        if self.biases:
+            sides = {name: "embed" if name == "down" else "mlp" for name in names}
+            weights |= {f"{name}_bias": weight(side, group="vector") for name, side in sides.items()}
+        return weights
 
     def flops(self, site: Site, seq: int) -> float:
         """Return forward FLOPs per token."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from valkyrie.axes import Shard
 from valkyrie.models.block import Site
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
-from valkyrie.models.layers import normal, parameter, project
+from valkyrie.models.layers import biased, normal, parameter, project
 from valkyrie.ops.linear import Numerics, made_once
 
 _NONLINEAR = {
@@ -37,15 +37,25 @@ class FeedForwardLayer(nnx.Module):
             self.gate = parameter(specs["gate"], normal(keys[1], shape, deviation), numerics)
         last = 1 / math.sqrt(2 * site.layers * block.mlp)
         self.down = parameter(specs["down"], normal(keys[2], shape[::-1], last).T, numerics)
+        self.biases = block.biases
+        for name in [name for name in specs if name.endswith("_bias")]:
+            setattr(self, name, parameter(specs[name], jnp.zeros(specs[name].shape), numerics))
 
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the product of each position."""
-        up = project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up")
+        up = self._biased(
+            project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard
+        )
         if self.kind.gated:
             gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
+            gate = self._biased(gate, "gate", shard)
             up, gate = made_once(up, gate)
             hidden = _NONLINEAR[self.kind](gate) * up
         else:
             hidden = _NONLINEAR[self.kind](up)
         hidden = shard(hidden, "batch", "seq", "mlp")
-        return project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")
+        down = project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")
+        return self._biased(down, "down", shard)
+
+    def _biased(self, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
+        return biased(x, getattr(self, f"{name}_bias"), shard) if self.biases else x

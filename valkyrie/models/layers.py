@@ -75,6 +75,16 @@ def project(
         return checkpoint_name(linear(equation, x, weights[...], axes=axes, shard=shard, numerics=numerics), name)
 
 
+def biased(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array, "..."]:
+    """Return an activation, whose last dimensions are those of a bias, with the bias added, in x's dtype.
+
+    The sum is float32, and so is the gradient of the bias, a sum over all positions.
+    """
+    axes = bias.get_metadata()["logical_axes"]
+    added = shard.computed(shard.stored(bias[...], *axes).astype(jnp.float32), *axes)
+    return (x.astype(jnp.float32) + added).astype(x.dtype)
+
+
 def normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float[Array, "..."]:
     """Return float32 normal numbers of this deviation."""
     return deviation * jax.random.normal(key, shape, jnp.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 CONTEXT, STATES = "context", "states"
@@ -35,6 +36,28 @@ class CInit(Enum):
     trunc_standard_normal = "trunc_standard_normal"
     lecun_normal = "lecun_normal"
     complex_normal = "complex_normal"
+
+
+class Bias(Enum):
+    """Which products of attention have a bias: none, queries, keys and values (Qwen 2), or the output too (GPT-2)."""
+
+    none = "none"
+    qkv = "qkv"
+    all = "all"
+
+
+@dataclass
+class RopeStretch:
+    """Slower rotary frequencies for contexts longer than the `context` that a model was first trained on (Llama 3.1).
+
+    With a `factor` of 1 they are as they were. A pair that turns less than `low` times over that context turns `factor`
+    times slower, one that turns more than `high` times as before, and those between by parts of both.
+    """
+
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    context: int = 8192
 
 
 class AttentionImpl(Enum):

@@ -15,27 +15,42 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from valkyrie.ops.choices import RopeStretch
+
+UNSTRETCHED = RopeStretch()
+"""Frequencies as they are."""
+
 
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     positions: Int[Array, "batch seq"] | Int[Array, " seq"],
     theta: float,
     backend: str | None = None,
+    stretch: RopeStretch = UNSTRETCHED,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Return queries or keys rotated by their positions, in x's dtype; angles and products are float32.
 
-    `backend` (cpu, gpu, tpu) is where it will run, by default where JAX runs now. Raises ValueError for an odd
-    head_dim.
+    `stretch` makes low frequencies slower (arXiv 2407.21783). `backend` (cpu, gpu, tpu) is where it will run, by
+    default where JAX runs now. Raises ValueError for an odd head_dim.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} is odd: rotary embedding turns pairs of channels. Use {head_dim + 1}.")
     half = head_dim // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if stretch.factor != 1:
+        frequencies = _stretched(frequencies, stretch)
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[..., None, :]
     cos, sin = (jnp.concatenate([f(angles)] * 2, axis=-1) for f in (jnp.cos, jnp.sin))
     by_product = (jax.default_backend() if backend is None else backend) == "tpu"
     return _turned(_quarter_by_product if by_product else _quarter, x, cos, sin)
+
+
+def _stretched(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
+    """Return frequencies in radians a position, slower below `high` turns over the first context."""
+    turns = stretch.context * frequencies / (2 * jnp.pi)
+    kept = jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
+    return frequencies * (kept + (1 - kept) / stretch.factor)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

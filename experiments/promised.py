@@ -1,0 +1,170 @@
+"""Prints what was promised for each experiment beside what its chips' peak allows and what its step is predicted at.
+
+    python experiments/promised.py            # compiles what is not in the cache: some minutes each the first time
+    python experiments/promised.py --kept     # the table of the kept results (promised.json), without a compile
+    python experiments/promised.py --only llama trm
+
+Each is compiled twice where a layout was asked for that is not the experiment's own: as asked, and as the experiment's
+file has it, which is the fastest one found. It needs libtpu (`uv sync --extra tpu`) and no TPU. Possible is the chips'
+peak in bfloat16 over the model's FLOPs: no layout exceeds it, and published trainings reach 40 to 70% of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import valkyrie
+from valkyrie.paths import write_whole
+from valkyrie.run import Run
+from valkyrie.tasks import task_of
+
+KEPT = Path(__file__).with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What was promised of an experiment: a rate in words, None where none was, and the layout that was asked for.
+
+    `asked` are the overrides that make it of the experiment, none where its layout was left open.
+    """
+
+    experiment: str
+    rate: str | None = None
+    asked: tuple[str, ...] = ()
+    layout: str | None = None
+
+
+PROMISES = [
+    Promise(
+        "valkyrie_1b_v4_64",
+        None,
+        ("partition=2d_tp", "microbatches=4", "remat=full"),
+        "4x4x2, weights in two dimensions",
+    ),
+    Promise("nanochat_v5e8", "175,000 tokens/s"),
+    Promise("nanochat_v6e4", "320,000 tokens/s"),
+    Promise("nanochat_v6e4_16k", "470,000 to 630,000 tokens/s"),
+    Promise("trm_sudoku_v4_64", "360,000 puzzles/s"),
+    Promise(
+        "llama_7b_v4_64",
+        None,
+        ("partition=data_model_fsdp", "microbatches=2", "remat=full", "remat.save=[]"),
+        "data x model x fsdp = 4x4x2",
+    ),
+    Promise(
+        "gpt_16b_v4_64",
+        "42.5% MFU (Pax, measured)",
+        ("mesh=4x2x4", "partition=fsdp_tp", "remat=full", "remat.save=[]"),
+        "data 16 by model 2",
+    ),
+    Promise(
+        "multihost_v5p_128",
+        None,
+        ("mesh=8x16x1", "partition=data_model_fsdp", "remat=full"),
+        "data x model = 8x16",
+    ),
+]
+"""The rates are those published or promised by who runs these systems; gpt_16b's is google/paxml's own."""
+ELSEWHERE = {"multihost_v5p_128": ("target=v5p-256",)}
+"""What an asked layout is compiled with where its own slice has not as many chips."""
+
+
+def main() -> None:
+    """Compile what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description="What was promised, what is possible, what is predicted.")
+    parser.add_argument("--kept", action="store_true", help="compile nothing: the table of the kept results")
+    parser.add_argument("--only", nargs="*", default=[], help="only experiments whose name holds one of these words")
+    asked = parser.parse_args()
+    kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    for promise in [] if asked.kept else PROMISES:
+        if not asked.only or any(word in promise.experiment for word in asked.only):
+            kept[promise.experiment] = results_of(promise)
+            write_whole(KEPT, json.dumps(kept, indent=1) + "\n")
+    print(table(kept))
+
+
+def results_of(promise: Promise) -> dict[str, Any]:
+    """Return the predictions of an experiment's own layout and, where another was asked for, of that one."""
+    results = {"best": predicted(promise, ())}
+    if promise.asked:
+        results["asked"] = predicted(promise, promise.asked)
+    return results
+
+
+def predicted(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what a compile says of an experiment under some overrides; a refusal is a result with its reason."""
+    try:
+        run, refused = composed(promise, overrides), None
+    except ValueError as error:
+        if not overrides or promise.experiment not in ELSEWHERE:
+            raise
+        overrides = (*overrides, *ELSEWHERE[promise.experiment])
+        run, refused = composed(promise, overrides), str(error)
+    print(f"{promise.experiment} {' '.join(overrides)}", flush=True)
+    result = valkyrie.predict(run, quiet=True)
+    target = run.config.target
+    assert target.chip is not None and target.chips is not None
+    peak = target.chips * target.slices * target.chip.peak_flops(run.config.precision.compute)
+    count = run.config.batch * (run.config.seq if task_of(run.model.task).is_text else 1)
+    return {
+        "overrides": list(overrides),
+        "refused": refused,
+        "target": target.name,
+        "layout": run.layout.name,
+        "chips": target.chips * target.slices,
+        "unit": "tokens/s" if task_of(run.model.task).is_text else "puzzles/s",
+        "count": count,
+        "possible": count * peak / run.step_flops,
+        "status": result.status,
+        "reason": result.reason,
+        "step_s": result.step_s,
+        "interval_s": result.interval_s,
+        "mfu": result.mfu,
+        "peak_gib": result.peak_gib,
+        "usable_gib": target.chip.usable_hbm_gib,
+        "libtpu": version("libtpu"),
+    }
+
+
+def composed(promise: Promise, overrides: Sequence[str]) -> Run:
+    """Return the legal run of an experiment under some overrides."""
+    return valkyrie.compose(f"experiment={promise.experiment}", *overrides, "mode=compile")
+
+
+def table(kept: dict[str, dict[str, Any]]) -> str:
+    """Return the table in Markdown."""
+    titles = ("promised", "possible by the chips' peak", "the layout asked for, predicted", "best layout, predicted")
+    lines = [f"| `+experiment=` | {' | '.join(titles)} |", "|---|---|---:|---|---|"]
+    for promise in PROMISES:
+        results = kept.get(promise.experiment)
+        if results is None:
+            continue
+        best, asked = results["best"], results.get("asked")
+        promised = "; ".join(text for text in (promise.rate, promise.layout) if text)
+        cells = [promised, f"{best['possible']:,.0f} {best['unit']}"]
+        cells += ["left open" if asked is None else described(asked, best), described(best, best)]
+        lines.append(f"| `{promise.experiment}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def described(result: dict[str, Any], best: dict[str, Any]) -> str:
+    """Return one prediction in a cell: rate, step, MFU, memory, and where it is not on the experiment's slice."""
+    where = "" if result["target"] == best["target"] else f" on {result['target']}"
+    if result["refused"]:
+        where = f"refused: {best['chips']} chips;{where}"
+    if result["status"] != "ok":
+        return f"{where} {result['reason']}".strip()
+    rate = f"{result['count'] / result['step_s']:,.0f} {result['unit']}"
+    facts = [rate, f"{1e3 * result['step_s']:,.0f} ms", f"MFU {100 * result['mfu']:.1f}%"]
+    facts.append(f"{result['peak_gib']:.1f} of {result['usable_gib']:.1f} GiB")
+    return f"{where} {', '.join(facts)} (`{result['layout']}`)".strip()
+
+
+if __name__ == "__main__":
+    main()
