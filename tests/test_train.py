@@ -225,15 +225,15 @@ def test_time_that_data_takes_is_part_of_a_step_but_evaluation_is_not(
             time.sleep(0.5)
             return super().__call__(*arguments)
 
-    from valkyrie.data.loader import Loader
+    from valkyrie.data.loader import PreparedLoader
 
-    give = Loader.__next__
+    give = PreparedLoader.__next__
 
-    def late(self: Loader) -> Any:
+    def late(self: PreparedLoader) -> Any:
         time.sleep(0.05)
         return give(self)
 
-    monkeypatch.setattr(Loader, "__next__", late)
+    monkeypatch.setattr(PreparedLoader, "__next__", late)
     monkeypatch.setattr(trainer, "Evaluator", Slow)
     assert command(*tiny(tmp_path, "steps=12", "eval_every=4")) == 0
     summary = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["summary"]
