@@ -26,6 +26,7 @@ def test_it_is_legal_at_both_sizes_with_a_tiny_model_of_its_kind(experiment):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_it_trains_at_size_tiny(experiment, tmp_path):
     command = [sys.executable, "-m", "valkyrie.cli.train", f"experiment={experiment}", "size=tiny"]

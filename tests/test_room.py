@@ -213,3 +213,10 @@ def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_l
     on_tpu, gathered = activations("partition=fsdp", "target=v5e-4")
     assert on_tpu < simulated and gathered > 0
     assert activations("partition=dp", "target=v5e-4")[1] == 0
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "nanochat_tiny", "trm_tiny", "valkyrie_tiny"])
+def test_every_model_of_a_family_can_be_named_instead(model: str) -> None:
+    run = compose_run(f"model={model}", *(["data=sudoku"] if model == "trm_tiny" else []))
+    sizes = room._family(run)  # pyright: ignore[reportPrivateUsage]
+    assert sizes[model] == run.model.parameter_count() and len(sizes) >= 2
