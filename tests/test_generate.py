@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assembly_of, compose_run, small
+from helpers import assembly_of, compose_run, small, some_quick
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.models.assembly import Assembly
 from valkyrie.train.continued import Text, begin, load, save
-from valkyrie.train.generate import generate, sample
+from valkyrie.train.generate import Completer, generate, sample
 
 BYTES = load_tokenizer("bytes")
 LOGITS = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
@@ -195,3 +195,65 @@ def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
     save(begin(BYTES, "a"), path)
     with pytest.raises(ValueError, match="made by another model"):
         load(path, [np.zeros(3)])
+
+
+PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]
+
+
+def completed(name: str, batch: int, tokens: int = 24, **how: Any) -> list[str] | None:
+    assembly, parameters = tiny_model(name)
+    settings = {"temperature": 0.0, "top_k": None} | {
+        key: how.pop(key) for key in ("temperature", "top_k") if key in how
+    }
+    complete = Completer(assembly, BYTES, **settings)
+    return complete(parameters, PROMPTS, tokens=tokens, batch=batch, **{"seed": 0, **how})
+
+
+@pytest.mark.parametrize("name", some_quick(["valkyrie_tiny", "nanochat_tiny"], ["s5_tiny", "longformer_tiny"]))
+def test_many_prompts_at_once_are_continued_as_each_alone(name: str) -> None:
+    assembly, parameters = tiny_model(name)
+    how: Any = {"tokens": 24, "temperature": 0.0, "top_k": None, "seed": 0}
+    alone = ["".join(generate(assembly, parameters, BYTES, prompt, **how)) for prompt in PROMPTS]
+    assert completed(name, batch=3) == alone and len(set(alone)) > 2
+
+
+def test_a_sampled_text_depends_on_its_number_and_seed_alone() -> None:
+    texts = completed("s5_tiny", 5, temperature=1.0, top_k=40, seed=1)
+    assert texts == completed("s5_tiny", 2, temperature=1.0, top_k=40, seed=1)
+    assert texts != completed("s5_tiny", 5, temperature=1.0, top_k=40, seed=2)
+
+
+def test_sampling_ends_when_all_texts_have_and_when_it_is_told_to() -> None:
+    whole = completed("s5_tiny", 5, tokens=100) or []
+    assert any(len(text) > 40 for text in whole)
+    seen: list[int] = []
+
+    def ended(number: int, text: str) -> bool:
+        seen.append(number)
+        return len(text) >= 8
+
+    cut = completed("s5_tiny", 5, tokens=100, ended=ended) or []
+    assert [text[:8] for text in cut] == [text[:8] for text in whole] and set(seen) == set(range(5))
+    assert sum(map(len, cut)) < sum(map(len, whole))
+    assert completed("s5_tiny", 5, stopped=lambda: True) is None
+
+
+@pytest.mark.slow
+def test_parameters_that_lie_on_many_devices_write_the_same() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    assembly, parameters = tiny_model("s5_tiny")
+    replicated = jax.NamedSharding(mesh, jax.P())
+
+    def split(x: jax.Array) -> jax.Array:
+        divides = x.ndim and x.shape[-1] % 8 == 0
+        return jax.device_put(x, jax.NamedSharding(mesh, jax.P(*[None] * (x.ndim - 1), "x")) if divides else replicated)
+
+    complete = Completer(
+        assembly,
+        BYTES,
+        temperature=0.0,
+        top_k=None,
+        everywhere=lambda tokens: jax.lax.with_sharding_constraint(tokens, replicated),
+    )
+    found = complete(jax.tree.map(split, parameters), PROMPTS, tokens=16, batch=5, seed=0)
+    assert found == completed("s5_tiny", 5, tokens=16)

@@ -65,7 +65,7 @@ def generate(
         text.read += 1
         if text.read == len(text.ids):
             if not text.take(int(np.asarray(drawn)[0]), tokenizer):
-                return
+                break
             yield decoder.decode(tokenizer.decode_bytes(text.ids[-1:]))
     yield decoder.decode(b"", final=True)
 
