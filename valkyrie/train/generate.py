@@ -67,7 +67,8 @@ def generate(
             if not text.take(int(np.asarray(drawn)[0]), tokenizer):
                 break
             yield decoder.decode(tokenizer.decode_bytes(text.ids[-1:]))
-    yield decoder.decode(b"", final=True)
+    if (rest := decoder.decode(b"", final=True)) or not text.ended:
+        yield rest
 
 
 _CHUNK = 16
