@@ -20,6 +20,7 @@ import pytest
 from helpers import compose_run
 from processes import ended, free_address, meet, several
 from runs import TINY, start
+from valkyrie.code_eval.sandbox import trouble
 from valkyrie.interrupt import PREEMPTED
 from valkyrie.locks import only_writer
 from valkyrie.parallel.distributed import DistributedConfig, find_place
@@ -321,6 +322,21 @@ def test_several_processes_measure_and_evaluate(tmp_path: Path):
         first, second = ended(several(2, "resume=run", mode, "sample_tokens=3", cwd=tmp_path))
         assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
         assert "run at step 2" in first[1] + first[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+def test_one_of_several_processes_judges_code(tmp_path: Path):
+    code = ("code_eval.problems=python", "code_eval.samples=1", "code_eval.tokens=4", "code_eval_every=1")
+    asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]
+    results = ended(several(2, *asked, cwd=tmp_path))
+    assert [status for status, _, _ in results] == [0, 0], results
+    folder = tmp_path / "runs/run"
+    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl") if "python_pass_rate" in r] == [1, 2]
+    assert (folder / "code_eval.json").is_file()
+    first, second = ended(several(2, "resume=run", "mode=code_eval", cwd=tmp_path))
+    assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
+    assert "run at step 2: python: " in first[1]
 
 
 FULL_DISK = textwrap.dedent("""

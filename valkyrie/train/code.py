@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from valkyrie.code_eval.judge import Limits, Result, is_whole, judge_all, summary
-from valkyrie.code_eval.problems import DIFFICULTIES, languages_of, read_problems
+from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.modes import CODE_EVAL
@@ -60,10 +61,22 @@ class CodeEvaluation:
             ended=lambda number, text: is_whole(asked[number], text),
             stopped=stopped if jax.process_count() == 1 else lambda: False,  # all processes sample together
         )
-        sampled = time.monotonic()
-        if jax.process_index() != 0:
-            return {}, f"step {step}: process 0 judges the code"
-        config = self.config
+        rates, line = ({}, "") if jax.process_index() != 0 else self._judged(asked, texts, step, folder, began, stopped)
+        if jax.process_count() > 1:  # the others would wait in their next step, which the watchdog times
+            sync_global_devices("code evaluation")
+        return rates, line
+
+    def _judged(
+        self,
+        asked: list[Problem],
+        texts: list[str] | None,
+        step: int,
+        folder: Path,
+        began: float,
+        stopped: Callable[[], bool],
+    ) -> tuple[dict[str, float], str]:
+        """Return (rates, a line about them) of completions whose sampling began at `began`."""
+        sampled, config = time.monotonic(), self.config
         limits = Limits(config.time_s, config.memory_mib, config.sandbox)
         try:
             pairs = None if texts is None else list(zip(asked, texts, strict=True))
