@@ -8,8 +8,9 @@
 `--rows` is any CSV with the columns of rows.csv (`row`, `experiment`, `overrides` and `step_s` are needed),
 `--config-dir` a folder of your own YAMLs as valkyrie-train takes it: an `experiment` may lie in its `experiment/`. It
 needs libtpu (`uv sync --extra tpu`) and no TPU. A row that cannot be composed, compiled or that does not fit is
-reported with its reason. Results are kept (`--json`): begun again, it does what is missing, and what other sources or
-another compiler made. `--ship` writes the errors that every report of a compile holds its prediction to.
+reported with its reason. Results are kept (`--json`): begun again, it does what is missing, and what another program,
+replay or compiler made; where sources have changed, each row is lowered (seconds) to see whether its program has.
+`--ship` writes the errors that every report of a compile holds its prediction to.
 
 The prediction is the replay of the compiled step, as `valkyrie-train mode=compile` prints it, corrected by published
 runs: a factor for the chip, and one for every doubling of slices (valkyrie/search/trust.py). No row is fitted to
@@ -44,6 +45,7 @@ from valkyrie.train.arguments import run_of
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from guesses import row_of  # noqa: E402  # beside this script
+from programs import program_of, still_of  # noqa: E402
 from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
 
 NEEDED = ("row", "experiment", "overrides", "step_s")
@@ -63,6 +65,9 @@ def main() -> None:
         except ValueError as error:
             results[line["row"]] = {"status": "refused", "reason": " ".join(str(error).split())}
     made_by, kept = {name: made_by_now(run) for name, run in runs.items()}, read_kept(asked.json)
+    for name, result in kept.items():
+        if name in runs and "made_by" in result and still_of(result, made_by[name], libtpu(), runs[name]):
+            result["made_by"] = made_by[name]
     for line in lines:
         name = line["row"]
         if name in runs and not asked.kept:
@@ -163,6 +168,7 @@ def kept_or_predicted(
     except ValueError as error:
         return {"status": "refused", "reason": str(error), "made_by": made_by}
     result = {"status": compiled.status, "reason": found.get("reason"), "made_by": made_by, "libtpu": libtpu()}
+    result["program"] = program_of(run)
     if "step" in found:
         result["replayed_s"] = found["step"]["replayed_s"]
         by = found["step"]["replayed_s"] / found["step"]["step_s"]

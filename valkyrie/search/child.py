@@ -64,7 +64,7 @@ def _end_with(parent: int, folder: Path) -> None:
 def _outcome(folder: Path) -> dict[str, Any]:
     run = Run.from_config(saved_config(folder))
     try:
-        devices = _devices(run)
+        devices = devices_to_compile_for(run)
     except ValueError as error:
         return {"status": "refused", "reason": str(error)}
     from valkyrie.train.options import OptionRefused
@@ -81,7 +81,7 @@ def _outcome(folder: Path) -> dict[str, Any]:
         return _too_large(run, parse_out_of_memory(text))
 
 
-def _devices(run: Run) -> list[Any]:
+def devices_to_compile_for(run: Run) -> list[Any]:
     """Return the devices to compile for; ValueError says what this machine lacks."""
     target, size = run.config.target, run.config.mesh.size
     if target.platform is Platform.tpu:

@@ -1,0 +1,32 @@
+"""Which program a row compiles, so that a result outlives a change of sources that leaves its program as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from valkyrie.run import Run
+
+
+def program_of(run: Run) -> str:
+    """Return a digest of what the compiler of a run is given: the lowered step and the options."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips compiled for are described, none is asked for
+    from valkyrie.parallel.mesh import build_mesh
+    from valkyrie.search.child import devices_to_compile_for
+    from valkyrie.train.program import StepProgram
+
+    devices = devices_to_compile_for(run)
+    program = StepProgram(run, build_mesh(run.config.mesh, devices), backend=devices[0].platform)
+    digest = hashlib.sha256(program.lower_step().as_text().encode())
+    digest.update(repr(sorted(map(repr, program.options))).encode())
+    return digest.hexdigest()[:32]
+
+
+def still_of(result: dict[str, Any], made_by: str, libtpu: str, run: Run) -> bool:
+    """Return whether a kept result is what `made_by`, the sources and settings of today, would give: by its program."""
+    if result.get("made_by") == made_by:
+        return True
+    replay = made_by.rpartition(" ")[2]
+    known = result.get("program") is not None and result["libtpu"] == libtpu
+    return known and result["made_by"].rpartition(" ")[2] == replay and result["program"] == program_of(run)
