@@ -29,7 +29,19 @@ from valkyrie.run import Run
 from valkyrie.search.child import KEYS, OUTCOME
 from valkyrie.train.folder import versions
 
-SHAPING = ("data", "models", "ops", "parallel", "tasks", "train", "axes.py", "buckets.py", "checkpoint", "checksums.py")
+SHAPING = (
+    "code_eval",
+    "data",
+    "models",
+    "ops",
+    "parallel",
+    "tasks",
+    "train",
+    "axes.py",
+    "buckets.py",
+    "checkpoint",
+    "checksums.py",
+)
 SHAPING += ("hardware.py", "hub.py", "modes.py", "optim", "paths.py", "precision.py", "refusals.py", "run.py")
 SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "__init__.py", "search/__init__.py")
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
