@@ -192,9 +192,12 @@ def reference(model: str, *overrides: str) -> Steps:
 
 
 def assert_same_steps(found: Steps, expected: Steps, rtol: float = 2e-5) -> None:
-    """Hold loss, gradient norm and every parameter's gradient norm of each step against those of other steps."""
+    """Hold loss, gradient norm and every parameter's gradient norm of each step against those of other steps.
+
+    A bias of keys that are not rotated has none: what stands there is rounding, 1e-9 of the whole.
+    """
     for step, (new, old) in enumerate(zip(found.metrics, expected.metrics, strict=True)):
         for key in ("loss", "grad_norm", "tokens"):
             np.testing.assert_allclose(new[key], old[key], rtol=rtol, err_msg=f"{key} of step {step}")
         norms = np.sqrt(new["leaf_norms"]), np.sqrt(old["leaf_norms"])
-        np.testing.assert_allclose(*norms, rtol=rtol, err_msg=f"gradient norms by parameter, step {step}")
+        np.testing.assert_allclose(*norms, rtol=rtol, atol=1e-8, err_msg=f"gradient norms by parameter, step {step}")

@@ -27,7 +27,7 @@ from valkyrie.train.arguments import run_in, run_of
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")
-CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3"]
+CASES = ["llama", "llama3", "mistral", "qwen2", "qwen2_windows", "qwen3", "gpt2"]
 VOCAB = 300
 
 
@@ -92,6 +92,17 @@ def test_logits_are_those_of_transformers_and_the_way_back_ends_where_it_began(c
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
+def test_gpt2_without_its_prefix_comes_back_without_it(tmp_path):
+    source = published(tmp_path / "model", "gpt2")
+    short = {name.removeprefix("transformer."): value for name, value in tensors_in(source).items()}
+    save_file(short | {"h.0.attn.bias": np.ones((1, 1, 64, 64), np.float32)}, source / "model.safetensors")
+    back = to_folder(made(source, tmp_path / "runs"), tmp_path / "back", say=lambda line: None)
+    after = tensors_in(back)
+    assert after.keys() == short.keys()
+    for name, value in short.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
 def test_bfloat16_and_several_files_there_and_back_with_the_tokenizer(tmp_path):
     source = published(tmp_path / "model", "llama", ml_dtypes.bfloat16)
     (source / "tokenizer_config.json").write_text('{"a": 1}')
@@ -110,6 +121,17 @@ def test_bfloat16_and_several_files_there_and_back_with_the_tokenizer(tmp_path):
         np.testing.assert_array_equal(tensors_in(back)[name], value, err_msg=name)
         np.testing.assert_array_equal(tensors_in(wide)[name], value.astype(np.float32), err_msg=name)
     assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_gpt2_that_no_setting_says_is_refused_by_its_key():
+    config = json.loads(str(GOLDEN["gpt2_config"]))
+    changed = {"activation_function": "gelu", "scale_attn_by_inverse_layer_idx": True, "n_embd": 30}
+    with pytest.raises(ValueError) as error:
+        settings_of(config | changed)
+    assert str(error.value) == (
+        "config.json: activation_function=gelu is not one of gelu_new, gelu_pytorch_tanh, relu; "
+        "scale_attn_by_inverse_layer_idx=true is not supported; n_embd=30 is not a multiple of n_head=4."
+    )
 
 
 @pytest.mark.parametrize("layout", [("mesh=2x2x2", "partition=2d_tp_fsdp"), ("mesh=4x2x1", "partition=fsdp")])
@@ -254,6 +276,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path, capsys, monkeypatch
     ("settings", "message"),
     [
         (["model=valkyrie_tiny"], "model.family=valkyrie"),
+        (["model=gpt2_tiny", "model.attention.windows=[8]"], "model.attention.windows=[8]"),
         (["model=gpt_tiny", "model.embedding_scale=2"], "model.embedding_scale=2.0"),
         (["model=gpt_tiny", "model.residual=parallel"], "model.residual=parallel"),
         (["model=gpt_tiny", "model.attention.soft_cap=50"], "model.attention.soft_cap=50.0"),

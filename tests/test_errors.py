@@ -101,8 +101,9 @@ ONE_LINE = {
     ),
     "a key of a model": (
         ["model.attention.head=3"],
-        "model.attention.head is not a key. Did you mean model.attention.heads? Known in model.attention: causal, "
-        "dilations, global_tokens, head_dim, heads, impl, kv_heads, qk_norm, rope_theta, soft_cap, windows.",
+        "model.attention.head is not a key. Did you mean model.attention.heads? Known in model.attention: bias, "
+        "causal, dilations, global_tokens, head_dim, heads, impl, kv_heads, qk_norm, rope_stretch, rope_theta, "
+        "soft_cap, windows.",
     ),
     "a word for a number": (["steps=abc"], "steps=abc: a whole number is needed."),
     "a number for a list": (

@@ -1,4 +1,4 @@
-"""What a config.json of Hugging Face says, as settings of a model of the gpt family, and back. Imports no JAX."""
+"""What a config.json of Hugging Face says, as settings of a model, and back. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from valkyrie.convert import gpt2
 from valkyrie.models.families.gpt import Config
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.stack import Residual, Stack
@@ -28,6 +29,12 @@ class Architecture:
     windows: bool = False
     bias: Bias = Bias.none
     biases_key: str | None = None
+    family: str = "gpt"
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether it is of the family gpt2, whose config.json has other keys."""
+        return self.family == "gpt2"
 
 
 KNOWN = {
@@ -37,6 +44,7 @@ KNOWN = {
         Architecture("MistralForCausalLM", "mistral", windows=True),
         Architecture("Qwen2ForCausalLM", "qwen2", windows=True, bias=Bias.qkv),
         Architecture("Qwen3ForCausalLM", "qwen3", qk_norm=True, windows=True, biases_key="attention_bias"),
+        Architecture("GPT2LMHeadModel", "gpt2", family="gpt2"),
     )
 }
 """The architectures that can be converted."""
@@ -70,11 +78,18 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
     ValueError names every key whose value no setting can say.
     """
-    kind, refusals = architecture_of(config), []
-    lacking = [key for key in _SIZES.values() if not isinstance(config.get(key), int)]
+    kind = architecture_of(config)
+    sizes = gpt2.SIZES if kind.is_gpt2 else _SIZES
+    lacking = [key for key in sizes.values() if not isinstance(config.get(key), int)]
     if lacking:
         raise ValueError(f"config.json: {', '.join(lacking)} must be a whole number for {kind.name}.")
-    refusals += _unsupported(kind, config)
+    refusals = [_QUANTISED] if config.get("quantization_config") else []
+    refusals += gpt2.refusals_of(config) if kind.is_gpt2 else _unsupported(kind, config)
+    if refusals and kind.is_gpt2:
+        raise ValueError(f"config.json: {'; '.join(refusals)}.")
+    settings: Settings = {setting: config[key] for setting, key in sizes.items()}
+    if kind.is_gpt2:
+        return settings | gpt2.settings_of(config)
     theta, stretch, trouble = _rope(config)
     refusals += trouble
     heads = config["num_attention_heads"]
@@ -87,7 +102,6 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
     refusals += trouble
     if refusals:
         raise ValueError(f"config.json: {'; '.join(refusals)}.")
-    settings: Settings = {setting: config[key] for setting, key in _SIZES.items()}
     return settings | {
         "name": kind.model_type,
         "feed_forward": _ACTIVATIONS[config["hidden_act"]].value,
@@ -105,10 +119,13 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 def config_of(model: Stack) -> dict[str, Any]:
     """Return what a config.json says of a model; ValueError names every setting that no known architecture has."""
-    if refusals := _not_theirs(model):
+    is_gpt2 = isinstance(model, gpt2.Config)
+    if refusals := gpt2.not_theirs(model) if is_gpt2 else _not_theirs(model):
         raise ValueError(
             f"no architecture of {', '.join(KNOWN)} has {'; '.join(refusals)}: this model stays in Valkyrie's form."
         )
+    if is_gpt2:
+        return gpt2.config_of(model)
     assert isinstance(model, Config)
     attention, lists_windows = model.attention, any(w is not None for w in model.attention.windows)
     name = _name_of(attention.qk_norm, attention.bias, lists_windows)
@@ -137,6 +154,9 @@ def config_of(model: Stack) -> dict[str, Any]:
     return config
 
 
+_QUANTISED = "quantization_config: weights are read as float32, bfloat16 or float16 alone"
+
+
 def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config.json that ask for what no setting says."""
     refusals = []
@@ -144,8 +164,6 @@ def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
         refusals.append(f"hidden_act={config.get('hidden_act')} is not one of {', '.join(_ACTIVATIONS)}")
     if config.get("mlp_bias"):
         refusals.append("mlp_bias=true adds biases that the feed-forward here does not have")
-    if config.get("quantization_config"):
-        refusals.append("quantization_config: weights are read as float32, bfloat16 or float16 alone")
     epsilon = config.get("rms_norm_eps", 1e-6)
     if kind.qk_norm and epsilon != _QK_NORM_EPSILON:
         refusals.append(f"rms_norm_eps={epsilon:g}: norms of queries and keys have {_QK_NORM_EPSILON:g} here")

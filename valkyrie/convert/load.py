@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint import CheckpointConfig
-from valkyrie.convert.architectures import Settings, architecture_of, settings_of
+from valkyrie.convert.architectures import Architecture, Settings, architecture_of, settings_of
 from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
-from valkyrie.convert.names import DERIVED, Piece, pieces
+from valkyrie.convert.names import DERIVED, GPT2_PREFIX, Piece, pieces
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import write_whole, writing
@@ -23,6 +23,8 @@ from valkyrie.trees import as_written
 
 THEIRS = "huggingface"
 """The folder of a run folder with the files that came beside the weights, for the way back."""
+PREFIX = "prefix"
+"""The file in it with what the names of GPT-2's tensors began with: `transformer.`, or nothing."""
 _LONGEST = 2048
 """Tokens of a sequence of the run, unless it is told: models take more than a laptop does."""
 
@@ -42,9 +44,10 @@ def from_folder(
     """
     weights = Weights(folder)
     kind, settings = architecture_of(weights.config), settings_of(weights.config)
-    run = _run(folder, name, tokenizer, settings, overrides)
+    run = _run(folder, name, tokenizer, settings, overrides, f"{kind.family}_schema")
     assert isinstance(run.model, Stack)
-    by_parameter = pieces(run.model)
+    prefix = _prefix(kind, weights)
+    by_parameter = pieces(run.model, prefix)
     wanted = {piece.name: piece.stored for parts in by_parameter.values() for piece in parts}
     tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
     weights.refuse_other(wanted, (*DERIVED, *tied), kind.name)
@@ -59,6 +62,8 @@ def from_folder(
             theirs.mkdir(parents=True)
         carried = copy_beside(folder, theirs)
         write_whole(theirs / CONFIG, (folder / CONFIG).read_bytes())
+        if kind.is_gpt2:
+            write_whole(theirs / PREFIX, prefix)
         if tokenizer is None and "tokenizer.json" in carried:
             run = _with_tokenizer(run, str((theirs / "tokenizer.json").absolute()))
         _save(run, target, weights, by_parameter, folder)
@@ -66,7 +71,19 @@ def from_folder(
     return target
 
 
-def _run(folder: Path, name: str | None, tokenizer: str | None, settings: Settings, overrides: Sequence[str]) -> Run:
+def _prefix(kind: Architecture, weights: Weights) -> str:
+    named = any(name.startswith(GPT2_PREFIX) for name in weights.shapes)
+    return GPT2_PREFIX if kind.is_gpt2 and named else ""
+
+
+def _run(
+    folder: Path,
+    name: str | None,
+    tokenizer: str | None,
+    settings: Settings,
+    overrides: Sequence[str],
+    schema: str,
+) -> Run:
     """Return the run with these settings of its model; ValueError where it cannot be, or has no tokenizer."""
     given = dict(key_value(override) for override in overrides)
     name = name or given.get("name") or folder.resolve().name
@@ -77,7 +94,7 @@ def _run(folder: Path, name: str | None, tokenizer: str | None, settings: Settin
             "tokenizer.json."
         )
     settings = {"tokenizer": tokenizer or str(beside), **settings}
-    own = ["model=gpt_schema", f"name={name}", f"seq={min(settings['context'], _LONGEST)}"]
+    own = [f"model={schema}", f"name={name}", f"seq={min(settings['context'], _LONGEST)}"]
     own += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
     run = run_of([*own, *(o for o in overrides if key_value(o)[0] != "name")])
     if problems := run.model.problems():

@@ -17,12 +17,13 @@ class Place:
     """The tensor of a parameter, `{}` in its name the layer.
 
     `transposed`: its first dimension is that of what it makes, where ours is that of what it reads, or the other way
-    round. `flat`: it has one dimension.
+    round. `flat`: it has one dimension. `third`: which third of the tensor's last dimension it is; None for all.
     """
 
     name: str
     transposed: bool = False
     flat: bool = False
+    third: int | None = None
 
 
 OUTSIDE = {
@@ -49,7 +50,38 @@ LAYER = {
 }
 """The names of Llama, which the others have too: of the model, and of each layer."""
 
-DERIVED = (".rotary_emb.inv_freq",)
+GPT2_OUTSIDE = {
+    "embedding": Place("wte.weight"),
+    "positions": Place("wpe.weight"),
+    "norm.scale": Place("ln_f.weight"),
+    "norm.bias": Place("ln_f.bias"),
+    "unembedding": Place("lm_head.weight"),
+}
+GPT2_LAYER = {
+    "norm.scale": Place("h.{}.ln_1.weight"),
+    "norm.bias": Place("h.{}.ln_1.bias"),
+    "feed_forward_norm.scale": Place("h.{}.ln_2.weight"),
+    "feed_forward_norm.bias": Place("h.{}.ln_2.bias"),
+    "mixer.out": Place("h.{}.attn.c_proj.weight", transposed=True),
+    "mixer.out_bias": Place("h.{}.attn.c_proj.bias"),
+    "feed_forward.up": Place("h.{}.mlp.c_fc.weight"),
+    "feed_forward.up_bias": Place("h.{}.mlp.c_fc.bias"),
+    "feed_forward.down": Place("h.{}.mlp.c_proj.weight", transposed=True),
+    "feed_forward.down_bias": Place("h.{}.mlp.c_proj.bias"),
+}
+GPT2_LAYER |= {
+    f"mixer.local.{name}": Place("h.{}.attn.c_attn.weight", third=third)
+    for third, name in enumerate(("query", "key", "value"))
+}
+GPT2_LAYER |= {
+    f"mixer.local.{name}_bias": Place("h.{}.attn.c_attn.bias", flat=True, third=third)
+    for third, name in enumerate(("query", "key", "value"))
+}
+"""The names of GPT-2, whose matrices have what they read first, and queries, keys and values in one."""
+GPT2_PREFIX = "transformer."
+"""What stands before them in files that were saved with the head."""
+
+DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """How names of tensors end that older files have and that follow from config.json."""
 
 
@@ -69,7 +101,12 @@ class Piece:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the tensor in the folder."""
+        """The shape of the tensor in the folder, the other thirds among it."""
+        *ahead, last = self._own
+        return (*ahead, last * (1 if self.place.third is None else 3))
+
+    @property
+    def _own(self) -> tuple[int, ...]:
         if len(self.shape) == 1 or self.place.flat:
             return (math.prod(self.shape),)
         matrix = (self.rows, math.prod(self.shape[1:]))
@@ -77,30 +114,34 @@ class Piece:
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
         """Return the part of the parameter that a tensor of the folder is; padding is zero."""
+        if self.place.third is not None:
+            tensor = np.split(tensor, 3, axis=-1)[self.place.third]
         laid = (tensor.T if self.place.transposed else tensor).reshape(self.rows, *self.shape[1:])
         if self.rows == self.shape[0]:
             return laid
         return np.concatenate([laid, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), laid.dtype)])
 
     def theirs(self, part: np.ndarray) -> np.ndarray:
-        """Return the tensor of the folder that a part of the parameter is."""
-        laid = part[: self.rows].reshape(self.stored[::-1] if self.place.transposed else self.stored)
+        """Return the tensor of the folder, or the third of it, that a part of the parameter is."""
+        laid = part[: self.rows].reshape(self._own[::-1] if self.place.transposed else self._own)
         return np.ascontiguousarray(laid.T if self.place.transposed else laid)
 
 
-def pieces(model: Stack) -> dict[str, list[Piece]]:
-    """Return the tensors of each parameter of a model, first layer first."""
+def pieces(model: Stack, prefix: str = "") -> dict[str, list[Piece]]:
+    """Return the tensors of each parameter of a model, first layer first; their names begin with `prefix`."""
     by_parameter: dict[str, list[Piece]] = {}
     layers = dict(_layers(model))
+    outside, of_layer = (GPT2_OUTSIDE, GPT2_LAYER) if model.family == "gpt2" else (OUTSIDE, LAYER)
     for name, parameter in model.parameters().items():
-        if name in OUTSIDE:
-            by_parameter[name] = [_whole(name, OUTSIDE[name], parameter, model)]
+        if name in outside:
+            by_parameter[name] = [_whole(name, outside[name], parameter, model, prefix)]
             continue
         segment, of_group, rest = name.split(".", 2)
-        place, numbers = LAYER[rest], layers[f"{segment}.{of_group}"]
+        place, numbers = of_layer[rest], layers[f"{segment}.{of_group}"]
         shape = parameter.shape[1:]
         by_parameter[name] = [
-            Piece(name, i, place.name.format(number), place, shape, shape[0]) for i, number in enumerate(numbers)
+            Piece(name, i, prefix + place.name.format(number), place, shape, shape[0])
+            for i, number in enumerate(numbers)
         ]
     return by_parameter
 
@@ -114,6 +155,7 @@ def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
         first += repeats * len(group)
 
 
-def _whole(name: str, place: Place, parameter: Parameter, model: Stack) -> Piece:
+def _whole(name: str, place: Place, parameter: Parameter, model: Stack, prefix: str) -> Piece:
     rows = model.vocab_size if parameter.axes[0] == "vocab" else parameter.shape[0]
-    return Piece(name, None, place.name, place, parameter.shape, rows)
+    at = place.name if place.name.startswith("lm_head.") else prefix + place.name
+    return Piece(name, None, at, place, parameter.shape, rows)

@@ -15,8 +15,8 @@ from valkyrie.checkpoint.contents import damage_of, holds_parameters_alone
 from valkyrie.checkpoint.weights import read_array
 from valkyrie.convert.architectures import config_of
 from valkyrie.convert.folder import CONFIG, DTYPES, copy_beside, described, write_folder
-from valkyrie.convert.load import THEIRS
-from valkyrie.convert.names import Piece, pieces
+from valkyrie.convert.load import PREFIX, THEIRS
+from valkyrie.convert.names import GPT2_PREFIX, Piece, pieces
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import writing
@@ -52,10 +52,10 @@ def to_folder(
     if damage := damage_of(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
     field = "ema" if _averages(run, path) else "parameters"
-    every = [piece for parts in pieces(run.model).values() for piece in parts]
-    every.sort(key=lambda piece: (piece.parameter, piece.layer or 0))
-    by_name = {piece.name: piece for piece in every}
-    shapes = {name: piece.stored for name, piece in by_name.items()}
+    by_name: dict[str, list[Piece]] = {}
+    for piece in (piece for parts in pieces(run.model, _prefix(trained, run)).values() for piece in parts):
+        by_name.setdefault(piece.name, []).append(piece)
+    shapes = {name: thirds[0].stored for name, thirds in by_name.items()}
     say(f"{config['architectures'][0]} of step {step}: {described(shapes, kind)}")
     reader = _Reader(path, field)
     with writing(folder):
@@ -66,17 +66,33 @@ def to_folder(
 
 
 class _Reader:
-    """Reads parameters of a checkpoint; the one read last is kept, for its other layers."""
+    """Reads parameters of a checkpoint; those read last are kept, for their other layers."""
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field
-        self._name, self._array = "", np.zeros(0)
+        self._kept: dict[str, np.ndarray] = {}
 
-    def read(self, piece: Piece) -> np.ndarray:
-        if piece.parameter != self._name:
-            self._array = np.zeros(0)  # before the next one comes
-            self._array, self._name = read_array(self._path, self._field, piece.parameter), piece.parameter
-        return piece.theirs(self._array if piece.layer is None else self._array[piece.layer])
+    def read(self, thirds: list[Piece]) -> np.ndarray:
+        """Return the tensor of these pieces: one, or the thirds of one."""
+        thirds = sorted(thirds, key=lambda piece: piece.place.third or 0)
+        names = {piece.parameter for piece in thirds}
+        self._kept = {name: array for name, array in self._kept.items() if name in names}
+        for name in names - self._kept.keys():
+            self._kept[name] = read_array(self._path, self._field, name)
+        parts = [piece.theirs(_part(self._kept[piece.parameter], piece)) for piece in thirds]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _part(array: np.ndarray, piece: Piece) -> np.ndarray:
+    return array if piece.layer is None else array[piece.layer]
+
+
+def _prefix(trained: Path, run: Run) -> str:
+    """Return what the names of GPT-2's tensors began with when they came."""
+    came = trained / THEIRS / PREFIX
+    if run.model.family != "gpt2":
+        return ""
+    return came.read_text() if came.is_file() else GPT2_PREFIX
 
 
 def _checkpoint(trained: Path, step: int | None) -> tuple[int, Any]:
@@ -101,7 +117,7 @@ def _config(trained: Path, run: Run, dtype: str | None) -> dict[str, Any]:
     assert isinstance(run.model, Stack)
     now = config_of(run.model)
     if before.get("architectures") == now["architectures"]:
-        guessed = now["hidden_size"] // now["num_attention_heads"]
+        guessed = now.get("hidden_size", 0) // now.get("num_attention_heads", 1)
         now = {key: value for key, value in now.items() if key in before or (key == "head_dim" and value != guessed)}
     return before | now | {"dtype": dtype or (known if known in NAMES else "float32")}
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, Shard
 from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, RMSNorm, dropout, normal, parameter
+from valkyrie.models.layers import Boundaries, Checkpoint, LayerNorm, PlainRMSNorm, RMSNorm, dropout, normal, parameter
 from valkyrie.models.stack import Boundary, Layer, Residual, Stack
 from valkyrie.ops.attention.pattern import capped
 from valkyrie.ops.cross_entropy import cross_entropy
@@ -40,7 +40,7 @@ class Losses(NamedTuple):
 class ResidualBlock(nnx.Module):
     """Norm, mixer and residual sum; then norm, feed-forward and residual sum where the layer has one."""
 
-    norm_kind: type[RMSNorm | PlainRMSNorm] = RMSNorm
+    norm_kind: type[RMSNorm | PlainRMSNorm | LayerNorm] = RMSNorm
 
     def __init__(self, config: Stack, layer: Layer, *, numerics: Numerics, key: Array) -> None:
         keys = jax.random.split(key, 2)
@@ -222,7 +222,10 @@ class LanguageModel(nnx.Module):
 
     def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
         """Return the logits after one more token and the state that follows it."""
-        x = self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens])
+        return self._stepped(self._scaled(self.embedding[...].astype(self.numerics.compute)[tokens]), state)
+
+    def _stepped(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Return the logits after one more embedded token and the state that follows it."""
         after = []
 
         def body(x: Array, scanned: tuple[BlockGroup, Any]) -> tuple[Array, Any]:

@@ -122,6 +122,22 @@ class PlainRMSNorm(nnx.Module):
         return unit_mean_square(x, self.epsilon).astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Normalisation to mean 0 and variance 1 with a learned scale and bias (arXiv 1607.06450), computed in float32."""
+
+    def __init__(self, width: int, epsilon: float, *, numerics: Numerics) -> None:
+        self.scale = nnx.Param(jnp.ones((width,), numerics.parameter), logical_axes=("embed",))
+        self.bias = nnx.Param(jnp.zeros((width,), numerics.parameter), logical_axes=("embed",))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """Return `x` normalised over its last axis, scaled and moved, in x's dtype."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale, bias = (parameter[...].astype(jnp.float32) for parameter in (self.scale, self.bias))
+        return (unit_mean_square(centred, self.epsilon) * scale + bias).astype(x.dtype)
+
+
 def unit_mean_square(x: Float[Array, "*rows width"], epsilon: float) -> Float[Array, "*rows width"]:
     """Return `x` with unit mean square over its last axis, in float32."""
     wide = x.astype(jnp.float32)

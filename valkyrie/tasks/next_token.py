@@ -51,8 +51,11 @@ class Task:
         return self
 
     def problems(self, model: Any, seq: int) -> list[str]:
-        """Return nothing: a document is cut to any length."""
-        return []
+        """Return why sequences are too long: for a model with a table of positions; others take any."""
+        longest = getattr(model, "longest", seq)
+        if seq <= longest:
+            return []
+        return [f"seq={seq}: model={model.name} has {longest} positions. Use seq={longest}, or model.context={seq}."]
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch, each (batch, seq)."""

@@ -1,0 +1,36 @@
+"""README's table of what was promised: what the script prints of the kept results, of runs that are still the same."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "experiments"))
+import promised  # noqa: E402
+
+KEPT = json.loads(promised.KEPT.read_text())
+
+
+def test_readme_has_the_table_that_the_script_prints():
+    assert len(KEPT) >= 5 and {*KEPT} <= {promise.experiment for promise in promised.PROMISES}
+    assert promised.table(KEPT) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "promise", [p for p in promised.PROMISES if p.experiment in KEPT], ids=lambda promise: promise.experiment
+)
+def test_the_kept_results_are_of_the_layouts_that_the_experiments_have(promise):
+    for overrides, which in ((), "best"), (promise.asked, "asked"):
+        if which not in KEPT[promise.experiment]:
+            assert not promise.asked
+            continue
+        kept = KEPT[promise.experiment][which]
+        run = promised.composed(promise, kept["overrides"])
+        assert tuple(kept["overrides"])[: len(overrides)] == overrides
+        assert (kept["layout"], kept["target"]) == (run.layout.name, run.config.target.name)
+        assert kept["count"] == run.config.batch * (run.config.seq if kept["unit"] == "tokens/s" else 1)
+        assert 0 < kept["mfu"] == pytest.approx(kept["count"] / kept["step_s"] / kept["possible"], rel=1e-6)

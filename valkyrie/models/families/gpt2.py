@@ -1,0 +1,80 @@
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, biases everywhere, the embedding as its head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.axes import Arrays, Parameter, Tensor
+from valkyrie.models.attention import Attention
+from valkyrie.models.feed_forward import FeedForward, Nonlinearity
+from valkyrie.models.stack import Layer, Residual, Stack
+from valkyrie.ops.choices import Bias
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from valkyrie.ops.linear import Numerics
+
+
+class GPT2Layer(Layer):
+    """A layer whose norms have a bias beside their scale."""
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return its parameters by dotted name."""
+        parameters = super().parameters()
+        norms = ("norm", "feed_forward_norm")
+        return parameters | {f"{n}.bias": parameters[f"{n}.scale"] for n in norms if f"{n}.scale" in parameters}
+
+
+@dataclass
+class Config(Stack):
+    """GPT-2. It has a table of `context` positions, the most that a sequence may have."""
+
+    family: str = "gpt2"
+    name: str = "gpt2"
+    block_pattern: list[str] = field(default_factory=lambda: ["attention"])
+    feed_forward: Nonlinearity = Nonlinearity.gelu
+    attention: Attention = field(default_factory=lambda: Attention(windows=[None], rope_theta=None, bias=Bias.all))
+
+    def problems(self) -> list[str]:
+        """Return every reason why this shape cannot be built."""
+        refusals = []
+        if self.residual is not Residual.sequential:
+            refusals.append("model.residual=parallel: GPT-2's feed-forward stands after its attention.")
+        return refusals or super().problems()
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence: it has so many positions."""
+        return self.context
+
+    def stack(self) -> list[Layer]:
+        """Return the layers first to last."""
+        return [GPT2Layer(**vars(layer)) for layer in super().stack()]
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return every parameter by dotted name."""
+        parameters = super().parameters()
+        own = {"norm.bias": parameters["norm.scale"], "positions": self._positions()}
+        return dict(sorted((parameters | own).items(), key=lambda item: item[0].split(".")))
+
+    def arrays(self) -> Arrays:
+        """Return what a layout splits, the table of positions among it."""
+        arrays, p = super().arrays(), self._positions()
+        arrays.parameters.setdefault(Tensor(p.axes, p.shape, p.keys), []).append("positions")
+        return arrays
+
+    def build(self, *, numerics: Numerics, key: Array) -> Any:
+        """Return the module."""
+        from valkyrie.models.gpt2_model import GPT2Model
+
+        return GPT2Model(self, numerics=numerics, key=key)
+
+    def _positions(self) -> Parameter:
+        keys = ("model.context", "model.embed")
+        return Parameter((None, "embed"), (self.context, self.embed), keys, group="embedding")
+
+    @property
+    def _feed_forward(self) -> FeedForward:
+        return FeedForward(self.feed_forward, self.mlp, biases=True)

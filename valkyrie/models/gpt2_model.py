@@ -1,0 +1,55 @@
+"""The module of GPT-2: a language model of LayerNorms that adds a learned embedding of each position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from valkyrie.axes import UNSHARDED, Shard
+from valkyrie.models.language_model import LanguageModel, ResidualBlock
+from valkyrie.models.layers import LayerNorm, normal, parameter
+from valkyrie.ops.linear import Numerics
+
+if TYPE_CHECKING:
+    from valkyrie.models.families.gpt2 import Config
+
+DEVIATION = 0.01
+"""What positions begin with: half of what the embedding does."""
+
+
+class GPT2Block(ResidualBlock):
+    """A block of LayerNorms."""
+
+    norm_kind = LayerNorm
+
+
+class GPT2Model(LanguageModel):
+    """Embedding and positions, blocks, norm and head."""
+
+    block_kind = GPT2Block
+
+    def __init__(self, config: Config, *, numerics: Numerics, key: Array) -> None:
+        super().__init__(config, numerics=numerics, key=key)
+        table = normal(jax.random.fold_in(key, 1), (config.context, config.embed), DEVIATION)
+        self.positions = parameter(config.parameters()["positions"], table, numerics)
+
+    def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
+        """Return embeddings of tokens and of their positions in the row, summed."""
+        x, axes = super().embed(tokens, shard=shard), (None, "embed")
+        table = shard.computed(shard.stored(self.positions[...], *axes).astype(jnp.float32), *axes)
+        return shard((x.astype(jnp.float32) + table[: x.shape[1]]).astype(x.dtype), "batch", "seq", "embed")
+
+    def init_state(self, batch: int, max_len: int) -> Any:
+        """Return the state of generation before the first token: that of the blocks, and the position."""
+        return super().init_state(batch, max_len), jnp.zeros((), jnp.int32)
+
+    def step(self, tokens: Int[Array, " batch"], state: Any) -> tuple[Float[Array, "batch vocab"], Any]:
+        """Return the logits after one more token, and the state that follows it; the last position is not passed."""
+        of_blocks, position = state
+        x = self.embedding[...].astype(self.numerics.compute)[tokens]
+        added = self.positions[...].astype(jnp.float32)[position]
+        logits, after = self._stepped((self._scaled(x).astype(jnp.float32) + added).astype(x.dtype), of_blocks)
+        return logits, (after, position + 1)
