@@ -65,10 +65,9 @@ class BestFit:
     def __init__(self, lane: Lane, seq: int, pool: int, state: dict[str, Any] | None) -> None:
         self._capacity, self._size, self._number = seq + 1, pool, 0
         self._next = Place(*state["next"]) if state else Place(0, 0, 0)
-        self._documents = lane.documents(self._next, self._capacity)
+        self._documents = lane.documents(self._next)
         self._pool: list[tuple[int, int, Tokens]] = []
-        waiting = [Place(*place) for place in state["pool"]] if state else []
-        for document in lane.fetch(waiting, self._capacity):
+        for document in lane.fetch([Place(*place) for place in state["pool"]]) if state else ():
             self._add(document)
 
     def row(self) -> np.ndarray:
@@ -98,7 +97,9 @@ class BestFit:
         return bool(self._pool)
 
     def _add(self, document: Tokens) -> None:
-        insort(self._pool, (document[1].size, self._number, document), key=lambda entry: entry[:2])
+        place, ids = document
+        ids = ids[: self._capacity]
+        insort(self._pool, (ids.size, self._number, (place, ids)), key=lambda entry: entry[:2])
         self._number += 1
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from valkyrie.data.config import DataConfig
-from valkyrie.data.cut import PIECE_CHARS, pieces
+from valkyrie.data.cut import pieces
 from valkyrie.data.readers import File, read, row_groups
 from valkyrie.data.source import list_source
 from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
@@ -33,7 +33,6 @@ from valkyrie.team import ALONE, Team
 MOST_LANES = 16
 _FOOTERS_AT_ONCE = 32
 _TEXTS_AHEAD = 64
-_CHARS_A_TOKEN = 4
 
 
 class Unit(NamedTuple):
@@ -167,14 +166,11 @@ class Lane:
     seed: int | None
     threads: int = 1
 
-    def documents(self, start: Place, most: int | None = None) -> Iterator[Tokens]:
-        """Yield the documents from a place on, or no more than their first `most` ids.
+    def documents(self, start: Place) -> Iterator[Tokens]:
+        """Yield the documents from a place on; ValueError where an epoch of the lane has none."""
+        yield from self._tokens(self._texts(start))
 
-        ValueError where an epoch of the lane has none.
-        """
-        yield from self._tokens(self._texts(start), most)
-
-    def fetch(self, places: list[Place], most: int | None = None) -> list[Tokens]:
+    def fetch(self, places: list[Place]) -> list[Tokens]:
         """Return the documents at places, in that order: each unit is read once."""
         texts: dict[Place, str] = {}
         wanted = set(places)
@@ -183,7 +179,7 @@ class Lane:
             for number, text in enumerate(islice(self._unit(epoch, unit), last + 1)):
                 if (place := Place(epoch, unit, number)) in wanted:
                     texts[place] = text
-        return [*self._tokens(iter([(place, texts[place]) for place in places]), most)]
+        return [*self._tokens(iter([(place, texts[place]) for place in places]))]
 
     def _texts(self, start: Place) -> Iterator[tuple[Place, str]]:
         epoch, first, document = start
@@ -203,9 +199,9 @@ class Lane:
                 )
             epoch, first = epoch + 1, 0
 
-    def _tokens(self, texts: Iterator[tuple[Place, str]], most: int | None) -> Iterator[Tokens]:
+    def _tokens(self, texts: Iterator[tuple[Place, str]]) -> Iterator[Tokens]:
         """Encode texts, of which a thread reads some ahead, with `threads` more to encode."""
-        encode = _encoder(self.tokenizer, most)
+        encode = _encoder(self.tokenizer)
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
             take = lambda: [*islice(texts, _TEXTS_AHEAD)]  # noqa: E731
             ahead = reader.submit(take)
@@ -236,19 +232,13 @@ def _order(units: int, seed: int | None, epoch: int) -> list[int]:
 
 
 @cache
-def _encoder(name: str, most: int | None) -> Any:
-    """Return a function from a text to its int32 ids, BOS first, or to no more than its first `most`."""
+def _encoder(name: str) -> Any:
+    """Return a function from a text to its int32 ids, BOS first."""
     tokenizer = load_tokenizer(name)
     bos = np.array([tokenizer.bos_id], np.int32)
-    size = PIECE_CHARS if most is None else min(PIECE_CHARS, _CHARS_A_TOKEN * most)
 
     def encode(text: str) -> np.ndarray:
-        parts, known = [bos], 1
-        for piece in pieces(text, "", size):
-            parts.append(tokenizer.encode_ordinary(str(piece.content)))
-            known += parts[-1].size
-            if most is not None and known >= most:
-                break
-        return np.concatenate(parts, dtype=np.int32, casting="unsafe")[:most]  # ids are below 2**31
+        parts = [tokenizer.encode_ordinary(str(piece.content)) for piece in pieces(text, "")]
+        return np.concatenate([bos, *parts], dtype=np.int32, casting="unsafe")  # ids are below 2**31
 
     return encode
