@@ -34,22 +34,20 @@ class Weights:
             raise ValueError(f"{folder} is not a folder. Name one with {CONFIG} and {SINGLE}, as Hugging Face has it.")
         self.folder = folder
         self.config = _json(folder / CONFIG, folder)
-        self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        for file in _files_of(folder):
-            self._open(file)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        for name, file in self._file_of.items():
-            part = self._files[file].get_slice(name)
-            self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+        for name in _files_of(folder):
+            self._look_into(name)
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor; ValueError where its file cannot be read to its end."""
+        path = self.folder / self._file_of[name]
         try:
-            return self._files[self._file_of[name]].get_tensor(name)
+            with safe_open(path, "np") as file:  # anew each time: pages of a file that stays open count as memory
+                return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.folder / self._file_of[name]} is damaged at {name} ({error}).") from error
+            raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
 
     def dtype(self, names: Iterable[str]) -> np.dtype:
         """Return the dtype that holds all of these tensors exactly."""
@@ -71,13 +69,17 @@ class Weights:
         if problems := [f"{what} {_few(names)}" for what, names in told.items() if names]:
             raise ValueError(f"{self.folder} {'; it '.join(problems)}.")
 
-    def _open(self, file: str) -> None:
-        path = self.folder / file
+    def _look_into(self, name: str) -> None:
+        """Note the tensors of a file by its header."""
+        path = self.folder / name
         try:
-            self._files[file] = safe_open(path, "np")
+            with safe_open(path, "np") as file:
+                for tensor in file.keys():  # noqa: SIM118  # it is no mapping
+                    part = file.get_slice(tensor)
+                    self._file_of[tensor] = name
+                    self.shapes[tensor], self.dtypes[tensor] = tuple(part.get_shape()), part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is no whole safetensors file ({error}). Copy it again.") from error
-        self._file_of |= dict.fromkeys(self._files[file].keys(), file)  # it is no mapping
 
 
 def _files_of(folder: Path) -> list[str]:
@@ -155,6 +157,7 @@ def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         serialize_file(specs, path, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written ({error})") from error
+    path.chmod(0o644)  # it is made for its owner alone
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
