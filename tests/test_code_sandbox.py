@@ -159,7 +159,7 @@ def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
         "from valkyrie.code_eval.sandbox import *\n"
         f"run_steps({{}}, [Step(('sh', '-c', 'setsid sleep {MARK} & sleep {MARK}'), 100.0, 256)])"
     )
-    job = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path)
+    job = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     until = time.monotonic() + 30
     while len(asleep()) < 2 and time.monotonic() < until:
         time.sleep(0.05)
