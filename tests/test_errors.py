@@ -146,8 +146,8 @@ ONE_LINE = {
     "an argument that is no pair": (["steps"], "steps has no value. Write steps=VALUE, with = and without blanks."),
     "a family that is none": (
         ["model.family=x"],
-        "model.family=x is not known. Known: gpt, nanochat, trm, valkyrie, or the name of a module of yours beside the "
-        "YAMLs of --config-dir.",
+        "model.family=x is not known. Known: gpt, gpt2, nanochat, trm, valkyrie, or the name of a module of yours "
+        "beside the YAMLs of --config-dir.",
     ),
     "a variable that is not set": (
         ["runs=${oc.env:NOT_SET}"],
