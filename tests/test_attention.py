@@ -225,6 +225,35 @@ def test_splash_kernel_equals_dense(monkeypatch, window, causal, dilation, segme
     assert_close(kernel, dense, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("window", "dilation", "segments"),
+    [(40, 1, True), (None, 1, True), pytest.param(100, 2, True, marks=pytest.mark.slow), (64, 1, False)],
+)
+def test_triton_kernel_equals_dense(monkeypatch, window, dilation, segments):
+    """The GPU's kernel in Pallas' interpreter, with groups of heads and a length between blocks."""
+    from valkyrie.ops import attention as module
+
+    q, k, v, ids, _ = make(200, batch=2, heads=4, kv_heads=2, head_dim=16, segments=segments)
+    options = {"window": window, "causal": True, "dilation": dilation, "ids": ids}
+    dense = run(AttentionImpl.dense, q, k, v, None, **options)
+    monkeypatch.setattr(module, "Method", partial(Method, interpret=True))
+    assert_close(run(AttentionImpl.kernel, q, k, v, None, backend="gpu", **options), dense, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_triton_kernel_lowers_for_cuda(dtype):
+    """Both passes become Triton kernels, without a GPU: three of them."""
+    q, k, v, ids, _ = (None if x is None else x.astype(dtype) for x in make(256, batch=1, head_dim=64))
+    ids = jnp.zeros((1, 256), jnp.int32)
+
+    def loss(q, k, v):
+        out = attention(q, k, v, window=100, segment_ids=ids, impl=AttentionImpl.kernel, backend="gpu")
+        return jnp.sum(out.astype(jnp.float32))
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 3
+
+
 # window, causal, dilation, segments, global tokens; a shard has 5 positions, so the halo takes 1, 2, 3 or all 7 hops
 SHARDED = [
     (4, True, 1, False, 0),
@@ -361,14 +390,19 @@ def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
     assert choose(AttentionImpl.auto, backend, seq, asked) is chosen
 
 
+@pytest.mark.parametrize("asked", [request(segments=True), request(dtype=jnp.float32, window=None)])
+def test_a_gpu_has_a_kernel_with_documents_for_those_who_ask(asked):
+    assert choose(AttentionImpl.kernel, "gpu", 4096, asked) is AttentionImpl.kernel
+
+
 @pytest.mark.parametrize(
     ("backend", "asked", "reason"),
     [
         ("cpu", request(), "no attention kernel for cpu"),
-        ("gpu", request(dtype=jnp.float32), "bfloat16 or float16, not float32"),
-        ("gpu", request(causal=False), "bidirectional"),
-        ("gpu", request(segments=True), "segment ids"),
-        ("gpu", request(global_tokens=True), "global tokens"),
+        ("gpu", request(dtype=jnp.float32, head_dim=48), "bfloat16 or float16, not float32.*16, 32, 64, 128, not 48"),
+        ("gpu", request(causal=False), "bidirectional.*the other kernel is causal"),
+        ("gpu", request(segments=True, head_dim=80), "segment ids.*not 80"),
+        ("gpu", request(global_tokens=True), "global tokens.*neither global tokens"),
         ("gpu", request(head_dim=136), "up to 128, not 136"),
     ],
 )

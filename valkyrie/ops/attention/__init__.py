@@ -1,8 +1,9 @@
 """Softmax attention over a sliding window, dilated or full, with segments and global tokens.
 
 `reference.py` is the whole mask written out, which the others equal to float32 rounding; `local.py` takes chunks of
-queries or the platform's kernel (`splash.py` for a TPU); `sharded.py` is for a sequence split over devices, and
-`streaming.py` for one token at a time. What a window, a segment and a global token mean is in `pattern.py`.
+queries or the platform's kernel (`splash.py` for a TPU, `triton.py` where cuDNN has none for a GPU); `sharded.py` is
+for a sequence split over devices, and `streaming.py` for one token at a time. What a window, a segment and a global
+token mean is in `pattern.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ __all__ = [
 
 ALWAYS_DENSE = 128
 """The length up to which the whole mask is the fastest."""
+HEAD_DIMS = (16, 32, 64, 128)
+"""What the kernel in `triton.py` takes: tiles are as wide as powers of two, and products need 16."""
 
 
 def attention(
@@ -96,7 +99,7 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     `auto` is dense where one chunk would be the whole sequence, and otherwise the kernel before chunks.
     Raises ValueError for `kernel` where the backend's kernel does not support the request, with the reason.
     """
-    problem = _kernel_problem(backend, request)
+    problem = _kernel_problem(backend, request, asked=impl is AttentionImpl.kernel)
     if impl is AttentionImpl.kernel and problem is not None:
         raise ValueError(
             f"attention=kernel was asked for, but {problem}. Use attention=chunked (memory linear in length), or auto."
@@ -111,16 +114,25 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
 
 
-def _kernel_problem(platform: str, request: Request) -> str | None:
+def _kernel_problem(platform: str, request: Request, asked: bool) -> str | None:
     """Return why the kernel of a platform does not support a request, or None when it does.
 
-    TPU: splash attention, always. GPU: cuDNN's left window, for causal float16 and bfloat16 without segments or global
-    tokens.
+    TPU: splash attention, always. GPU: cuDNN's, and where it has none this package's own, that only where it is `asked`
+    for: it has been run in Pallas' interpreter and lowered for CUDA, and timed nowhere.
     """
     if platform == "tpu":
         return None
     if platform != "gpu":
         return f"there is no attention kernel for {platform}"
+    problem = _cudnn_problem(request)
+    if problem is None or not asked:
+        return problem
+    own = _triton_problem(request)
+    return own and f"{problem}, and {own}"
+
+
+def _cudnn_problem(request: Request) -> str | None:
+    """Return why cuDNN does not support a request: it takes causal float16 and bfloat16 with a left window alone."""
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 or float16, not {jnp.dtype(request.dtype).name} (precision)"
     if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
@@ -133,6 +145,17 @@ def _kernel_problem(platform: str, request: Request) -> str | None:
         return "cuDNN has no soft cap of logits"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
+    return None
+
+
+def _triton_problem(request: Request) -> str | None:
+    """Return why the kernel in `triton.py` does not support a request."""
+    if not request.pattern.causal:
+        return "the other kernel is causal"
+    if request.global_tokens or request.pattern.soft_cap is not None:
+        return "the other kernel has neither global tokens nor a soft cap"
+    if request.head_dim not in HEAD_DIMS:
+        return f"the other kernel takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {request.head_dim}"
     return None
 
 

@@ -55,6 +55,10 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
         return splash_window(q, k, v, pattern=pattern, stretch=stretch, interpret=method.interpret)
     if method.platform == "gpu":
         assert stretch.before == 0 and stretch.columns is None
+        if stretch.query_segments is not None or q.dtype == jnp.float32:
+            from valkyrie.ops.attention.triton import triton_window
+
+            return triton_window(q, k, v, pattern=pattern, stretch=stretch, interpret=method.interpret)
         window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
