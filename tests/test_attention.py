@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from helpers import some_quick
+from helpers import compose_run, some_quick
 from valkyrie.ops.attention import (
     AttentionImpl,
     GlobalStep,
@@ -27,6 +27,8 @@ from valkyrie.ops.attention import (
 )
 from valkyrie.ops.attention.local import Method, local_attention
 from valkyrie.ops.attention.pattern import Pattern, Stretch
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "longformer.npz"
 
@@ -251,6 +253,13 @@ def test_triton_kernel_lowers_for_cuda(dtype):
         return jnp.sum(out.astype(jnp.float32))
 
     lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 3
+
+
+def test_a_step_with_the_triton_kernel_lowers_for_gpus_on_a_mesh():
+    model = ("model=gpt_tiny", "model.attention.impl=kernel", "precision=bf16_mixed")
+    run = compose_run(*model, "mesh=2x2x2", "partition=fsdp_tp")
+    lowered = StepProgram(run, abstract_mesh(run.config.mesh), backend="gpu").lower_step()
     assert lowered.as_text().count("__gpu$xla.gpu.triton") == 3
 
 

@@ -59,14 +59,14 @@ def _attend(q: Array, k: Array, v: Array, segments: Array, shape: _Shape) -> Arr
 
 def _forward(q: Array, k: Array, v: Array, segments: Array, shape: _Shape) -> tuple[Array, Any]:
     """Return the output, and what the backward pass takes: with it the log of each row's sum of exponentials."""
-    batch, seq, heads, _ = q.shape
-    sums = jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32)
+    # Shapes are those of results, which say along which mesh axes they vary.
+    sums = jax.eval_shape(lambda q: q[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
     out, log_sums = _call(
         functools.partial(_forward_kernel, shape=shape),
         shape,
         (q, k, v, segments),
         ("block", "keys", "keys", "segments"),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype), sums),
+        (_like(q, q.dtype), sums),
         ("block", "row_block"),
     )
     return out, (q, k, v, segments, out, log_sums)
@@ -81,10 +81,10 @@ def _backward(shape: _Shape, kept: Any, d_out: Array) -> tuple[Array, Array, Arr
         shape,
         given,
         ("block", "keys", "keys", "segments", "block", "row_block", "row_block"),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        (_like(q, q.dtype),),
         ("block",),
     )
-    of_head = jax.ShapeDtypeStruct(q.shape, jnp.float32)  # a head of keys is the sum over its group's
+    of_head = _like(q, jnp.float32)  # a head of keys is the sum over its group's
     dk, dv = _call(
         functools.partial(_dkv_kernel, shape=shape),
         shape,
@@ -97,6 +97,10 @@ def _backward(shape: _Shape, kept: Any, d_out: Array) -> tuple[Array, Array, Arr
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _like(x: Array, dtype: Any) -> Any:
+    return jax.eval_shape(lambda x: x.astype(dtype), x)
 
 
 def _of_groups(x: Array, group: int, dtype: Any) -> Array:
