@@ -61,8 +61,11 @@ OPTIONS += ("model.residual=parallel", "model.embedding_scale=5.5", "model.logit
 """What published models have and the tiny ones have not."""
 
 PARAMETERS = {
+    "gpt2": 124_475_904,
     "gpt_125m": 123_587_328,
+    "gpt_16b": 16_504_510_464,
     "gpt_1b": 1_336_248_320,
+    "llama_7b": 6_738_415_616,
     "llama_8b": 8_030_261_248,
     "longformer_125m": 123_587_328,
     "longformer_1b": 1_336_248_320,
