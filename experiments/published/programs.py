@@ -12,13 +12,20 @@ from valkyrie.run import Run
 def program_of(run: Run) -> str:
     """Return a digest of what the compiler of a run is given: the lowered step and the options."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips compiled for are described, none is asked for
+    import jax
+
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.child import devices_to_compile_for
     from valkyrie.train.program import StepProgram
 
     devices = devices_to_compile_for(run)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend=devices[0].platform)
-    digest = hashlib.sha256(program.lower_step().as_text().encode())
+    limit = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 0)  # kernels would hold the paths and lines of their sources
+    try:
+        digest = hashlib.sha256(program.lower_step().as_text().encode())
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)
     digest.update(repr(sorted(map(repr, program.options))).encode())
     return digest.hexdigest()[:32]
 
