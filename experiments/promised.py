@@ -44,7 +44,7 @@ PROMISES = [
     Promise(
         "valkyrie_1b_v4_64",
         None,
-        ("partition=2d_tp", "microbatches=4", "remat=full"),
+        ("partition=2d_tp", "microbatches=4"),
         "4x4x2, weights in two dimensions",
     ),
     Promise("nanochat_v5e8", "175,000 tokens/s"),
