@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Shard
-from valkyrie.models.language_model import LanguageModel, ResidualBlock
-from valkyrie.models.layers import LayerNorm, normal, parameter
+from valkyrie.models.language_model import Checkpoint, LanguageModel, ResidualBlock
+from valkyrie.models.layers import Boundaries, LayerNorm, normal, parameter
 from valkyrie.ops.linear import Numerics
 
 if TYPE_CHECKING:
@@ -36,11 +36,21 @@ class GPT2Model(LanguageModel):
         table = normal(jax.random.fold_in(key, 1), (config.context, config.embed), DEVIATION)
         self.positions = parameter(config.parameters()["positions"], table, numerics)
 
-    def embed(self, tokens: Int[Array, "batch seq"], *, shard: Shard = UNSHARDED) -> Float[Array, "batch seq embed"]:
-        """Return embeddings of tokens and of their positions in the row, summed."""
-        x, axes = super().embed(tokens, shard=shard), (None, "embed")
+    def blocks(
+        self,
+        x: Float[Array, "batch seq embed"],
+        boundaries: Boundaries,
+        *,
+        shard: Shard = UNSHARDED,
+        checkpoint: Checkpoint = lambda block: block,
+        key: Array | None = None,
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the residual stream after the last block; positions, added before it all, begin anew in documents."""
+        axes = (None, "embed")
         table = shard.computed(shard.stored(self.positions[...], *axes).astype(jnp.float32), *axes)
-        return shard((x.astype(jnp.float32) + table[: x.shape[1]]).astype(x.dtype), "batch", "seq", "embed")
+        added = table[: x.shape[1]] if boundaries.keep is None else table[_since_start(boundaries.keep)]
+        x = shard((x.astype(jnp.float32) + added).astype(x.dtype), "batch", "seq", "embed")
+        return super().blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key)
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the state of generation before the first token: that of the blocks, and the position."""
@@ -53,3 +63,9 @@ class GPT2Model(LanguageModel):
         added = self.positions[...].astype(jnp.float32)[position]
         logits, after = self._stepped((self._scaled(x).astype(jnp.float32) + added).astype(x.dtype), of_blocks)
         return logits, (after, position + 1)
+
+
+def _since_start(keep: Float[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Return each token's position in its document, whose first token has `keep` 0."""
+    at = jnp.arange(keep.shape[1])
+    return at - jax.lax.cummax(jnp.where(keep == 0, at, 0), axis=1)
