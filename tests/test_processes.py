@@ -207,6 +207,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["dp", "fsdp", "1d_tp", "2d_tp", "fsdp_tp"])
 @pytest.mark.parametrize("processes", [2, 4])
