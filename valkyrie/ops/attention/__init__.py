@@ -8,6 +8,7 @@ token mean is in `pattern.py`.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -149,7 +150,9 @@ def _cudnn_problem(request: Request) -> str | None:
 
 
 def _triton_problem(request: Request) -> str | None:
-    """Return why the kernel in `triton.py` does not support a request."""
+    """Return why the kernel in `triton.py` does not support a request, or this JAX not the kernel."""
+    if find_spec("jax.experimental.pallas.triton") is None:  # deprecated since JAX 0.12
+        return "this JAX no longer has Pallas for Triton, which the other kernel is written in"
     if not request.pattern.causal:
         return "the other kernel is causal"
     if request.global_tokens or request.pattern.soft_cap is not None:

@@ -3,6 +3,7 @@
 The two passes of FlashAttention-2 (arXiv 2307.08691), with loops over only those blocks of keys that the window of a
 block of queries reaches, and backward over only those queries that a block of keys is seen by. Memory is linear in the
 length. Blocks of keys that lie in other documents are masked, not skipped.
+JAX 0.12 deprecates Pallas for Triton, in favour of Mosaic GPU, which takes Hopper and newer GPUs alone.
 Imported only where it is used, because importing Pallas takes a while.
 """
 
