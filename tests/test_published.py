@@ -119,6 +119,7 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
         return SimpleNamespace(status="ok"), found, None
 
     monkeypatch.setattr(predict, "compile_and_summarise", compiled)
+    monkeypatch.setattr(predict, "program_of", lambda run: "its program")
     monkeypatch.setattr(predict, "published", tuple)  # nothing to correct a replay by
     table = str(tmp_path / "rows.csv")
     monkeypatch.setattr(sys, "argv", ["predict.py", "--rows", table, "--config-dir", str(tmp_path / "own")])
@@ -135,6 +136,18 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--kept"])
     predict.main()
     assert calls == [8, 16, 16] and "1 of 6 rows predicted" in capsys.readouterr().out
+
+
+def test_a_result_outlives_other_sources_of_the_same_program(predict: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    programs = sys.modules[predict.still_of.__module__]
+    monkeypatch.setattr(programs, "program_of", lambda run: "this one")
+    kept = {"made_by": "sources replay", "libtpu": "1", "program": "this one"}
+    assert predict.still_of(kept, "sources replay", "2", None)
+    assert predict.still_of(kept, "others replay", "1", None)
+    assert not predict.still_of(kept, "others replay", "2", None)
+    assert not predict.still_of(kept, "others another", "1", None)
+    assert not predict.still_of(kept | {"program": "another"}, "others replay", "1", None)
+    assert not predict.still_of({**kept, "program": None}, "others replay", "1", None)
 
 
 def run_of(row: str, chip: str, ratio: float, slices: int = 1, family: str = "") -> Published:
