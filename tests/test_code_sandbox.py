@@ -17,6 +17,8 @@ from valkyrie.code_eval.judge import Limits, Result, judge
 from valkyrie.code_eval.problems import Problem, read_problems
 from valkyrie.code_eval.sandbox import Ended, Step, run_steps, trouble
 
+# Kept, because namespaces are Linux's, and some containers allow none: there is then no sandbox to test. What users are
+# told there is tested in any case (`test_code_eval.py`).
 pytestmark = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
 MARK = "98765.4321"
 """The seconds that programs of these tests sleep, by which they are found among all processes."""
@@ -118,7 +120,7 @@ def test_files_of_the_machine_are_not_there(tmp_path: Path, place: str) -> None:
 
 
 def test_nothing_of_the_system_can_be_written() -> None:
-    ended = shell("for f in / /usr /usr/bin /dev /etc; do echo x > $f/valkyrie-x; done; ls /; id -G; touch /work/own")
+    ended = shell("for f in / /usr /usr/bin /dev /etc; do echo x > $f/valkyrie-x; done; ls /; id -G; touch /box/own")
     assert ended.status == 0 and ended.output.count("cannot create") == 5
     assert not any(Path(folder, "valkyrie-x").exists() for folder in ("/", "/usr", "/usr/bin", "/dev", "/etc"))
 
@@ -137,8 +139,8 @@ def test_no_connection_is_made() -> None:
 
 def test_no_privileges_are_gained() -> None:
     assert shell("unshare --user true").status != 0
-    assert shell("mount -t tmpfs none /work").status != 0
-    assert shell("mknod /work/disk b 8 0").status != 0
+    assert shell("mount -t tmpfs none /box").status != 0
+    assert shell("mknod /box/disk b 8 0").status != 0
     assert shell("kill -9 1; sleep 0.2").ok, "the first process of the sandbox is out of reach"
 
 
@@ -177,13 +179,14 @@ if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
 assert trouble() is None, trouble()
 assert sandbox.isolation_of().user is None
-command = "ls -d /home /root; unshare --user true || mount -t tmpfs none /work || echo x > /x || echo kept apart"
+command = "ls -d /home /root; unshare --user true || mount -t tmpfs none /box || echo x > /x || echo kept apart"
 print(run_steps({}, [Step(("sh", "-c", command), 20.0, 256)])[0].output)
 """
 
 
 def test_a_user_without_privileges_has_the_same_sandbox() -> None:
     if os.geteuid() == 0 and not sandbox._nests():
+        # Kept, because a kernel may forbid them to users: then root is the only one who has a sandbox there.
         pytest.skip("this machine has no user namespaces for users")
     environment = {**os.environ, "TMPDIR": "/tmp"}
     done = subprocess.run([sys.executable, "-c", UNPRIVILEGED], env=environment, capture_output=True, text=True)
@@ -191,10 +194,11 @@ def test_a_user_without_privileges_has_the_same_sandbox() -> None:
     assert done.stdout.count("No such file") == 2 and done.stdout.strip().endswith("kept apart")
 
 
+# Kept, because only root can become another user; what others have is the test above.
 @pytest.mark.skipif(os.geteuid() != 0, reason="for root")
 def test_root_keeps_programs_apart_without_user_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_nests", lambda: False)
-    ended = shell("id -u; ls -d /root /home /proc/1; touch /work/own && echo wrote")
+    ended = shell("id -u; ls -d /root /home /proc/1; touch /box/own && echo wrote")
     assert int(ended.output.split()[0]) > 1000 and ended.output.count("No such file") == 3
     assert ended.output.endswith("wrote\n")
 

@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pyarrow as arrow
 import pytest
@@ -94,8 +95,8 @@ def test_two_on_one_line() -> None:
     assert [*chunks("int a() {} int b() {}\n", Language.c)] == ["int a() {} ", "int b() {}\n"]
 
 
-def config(source: Source, *paths: Path, **options: object) -> DataConfig:
-    return DataConfig(source.value, source, [*map(str, paths)], chunk=Chunk.functions, **options)  # type: ignore[arg-type]
+def config(source: Source, *paths: Path, **options: Any) -> DataConfig:
+    return DataConfig(source.value, source, [*map(str, paths)], chunk=Chunk.functions, **options)
 
 
 def test_files_are_prepared_by_functions_and_kept_apart_from_whole_ones(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "experiments"))
-import promised  # noqa: E402
+import promised  # noqa: E402  # a script, found by the line above
 
 KEPT = json.loads(promised.KEPT.read_text())
 

@@ -67,7 +67,7 @@ def script(
 
 
 def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None) -> list[str]:
-    """Return the lines that make the new root and go there, with the given files in /work."""
+    """Return the lines that make the new root and go there, with the given files in /box."""
     r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
     lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
@@ -81,20 +81,20 @@ def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[s
         make = f"mkdir -p {target}" if Path(folder).is_dir() else f"mkdir -p $(dirname {target}); : > {target}"
         lines += [make, f"mount {bind} {source} {target}"]
         lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}/{target}"]
-    lines += ["mkdir dev old proc work", "ln -s work tmp"]
+    lines += ["mkdir dev old proc box", "ln -s box tmp"]
     for device in _DEVICES:
         lines += [f": > dev/{device}", f"mount --bind /dev/{device} dev/{device}"]
-    lines += [f"mount -t tmpfs -o size={WORK_MIB}m,nr_inodes=4k,mode=700,nosuid,nodev none work"]
-    lines += [f"cp {shlex.quote(str(given))}/* work/ 2>/dev/null || true"]
+    lines += [f"mount -t tmpfs -o size={WORK_MIB}m,nr_inodes=4k,mode=700,nosuid,nodev none box"]
+    lines += [f"cp {shlex.quote(str(given))}/* box/ 2>/dev/null || true"]
     if isolation.user is not None:
-        lines += [f"chown -R {isolation.user}:{isolation.user} work"]
+        lines += [f"chown -R {isolation.user}:{isolation.user} box"]
     else:
         lines += [f"{_CLAMP} || true"]
     own_proc = isolation.user is not None and isolation.nested
     lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if own_proc else "mount --rbind /proc proc"]
-    lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /work", "umount -l /old"]
+    lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /box", "umount -l /old"]
     lines += [] if own_proc else ["umount -l /proc"]  # umount itself has needed it
-    return [*lines, "export HOME=/work TMPDIR=/work"]
+    return [*lines, "export HOME=/box TMPDIR=/box"]
 
 
 def _within_limits(step: Step, isolation: Isolation | None) -> list[str]:

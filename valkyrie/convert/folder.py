@@ -74,7 +74,7 @@ class Weights:
         path = self.folder / name
         try:
             with safe_open(path, "np") as file:
-                for tensor in file.keys():  # noqa: SIM118  # it is no mapping
+                for tensor in file.offset_keys():
                     part = file.get_slice(tensor)
                     self._file_of[tensor] = name
                     self.shapes[tensor], self.dtypes[tensor] = tuple(part.get_shape()), part.get_dtype()

@@ -203,7 +203,10 @@ class Lane:
         """Encode texts, of which a thread reads some ahead, with `threads` more to encode."""
         encode = _encoder(self.tokenizer)
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
-            take = lambda: [*islice(texts, _TEXTS_AHEAD)]  # noqa: E731
+
+            def take() -> list[tuple[Place, str]]:
+                return [*islice(texts, _TEXTS_AHEAD)]
+
             ahead = reader.submit(take)
             while found := ahead.result():
                 ahead = reader.submit(take)
