@@ -192,9 +192,15 @@ def test_a_damaged_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"a\.npz is damaged .*Delete it to begin that text anew"):
         load(path, None)
-    save(begin(BYTES, "a"), path)
+    save(Text([BYTES.bos_id, 97], read=1, state=[np.zeros(3)]), path)
     with pytest.raises(ValueError, match="made by another model"):
-        load(path, [np.zeros(3)])
+        load(path, [np.zeros(3), np.zeros(3)])
+
+
+def test_a_text_kept_before_it_is_read_begins_later(tmp_path: Path) -> None:
+    save(begin(BYTES, "ab", step=3), tmp_path / "a.npz")
+    kept = load(tmp_path / "a.npz", [np.zeros(3)])
+    assert (kept.ids, kept.prompt, kept.step, kept.state) == ([BYTES.bos_id, *b"ab"], "ab", 3, None)
 
 
 PROMPTS = ["de", "", "class A:\n    x = 1\n", "é😀", "0"]

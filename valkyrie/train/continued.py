@@ -89,6 +89,8 @@ def load(path: Path, like: Any) -> Text:
         text = Text(**{name: about[name] for name in _ABOUT_IT})
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is damaged ({error}). Delete it to begin that text anew.") from error
+    if not text.read:  # kept before any token was read
+        return text
     leaves, structure = jax.tree.flatten(like)
     if len(leaves) != len(found) or any(a.ndim != b.ndim for a, b in zip(found, leaves, strict=True)):
         raise ValueError(f"{path} was made by another model than this run's. Delete it to begin that text anew.")
