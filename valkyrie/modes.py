@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
 """The files of a run folder in which a compile, a measurement and a training leave their numbers."""
+TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
+"""The files of a run folder with the compiler options found best, and with all that were tried."""
 CODE_EVAL = "code_eval.json"
 """The file with the last completions of a run's problems, and what became of each."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
@@ -46,6 +48,7 @@ class ModeConfig:
     For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
     leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
+    For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
     the next time.
     """
@@ -58,6 +61,7 @@ class ModeConfig:
     repeats: int = 10
     data: MeasuredData = MeasuredData.random
     trace: bool = False
+    budget: str | None = None
     keep: str | None = None
 
 
@@ -157,6 +161,15 @@ MODES = {
             results=MEASURED,
             timed=True,
             decided_by=_decides_a_measurement,
+        ),
+        Mode(
+            name="tune",
+            description="find the compiler options with which the step is shortest, by compile alone",
+            function="valkyrie.search.tune_mode:tune_mode",
+            needs=Needs.compiler,
+            keys=("budget", "time_limit_s", "cache"),
+            predicts=True,
+            limit_s=lambda config: None,
         ),
         Mode(
             name="eval",

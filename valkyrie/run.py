@@ -44,6 +44,7 @@ from valkyrie.refusals import refusal_of, too_large
 from valkyrie.tasks import task_of
 from valkyrie.tracking import TrackingConfig, profile_problems
 from valkyrie.trees import as_written, at, flat, with_value
+from valkyrie.units import seconds_of
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
@@ -258,6 +259,10 @@ class Run:
             problems.append(
                 f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
                 f"{c.mode.time_limit_s:g}: repeats must be at least 1, warmup at least 0, the limit above 0."
+            )
+        if c.mode.budget is not None and seconds_of(c.mode.budget) is None:
+            problems.append(
+                f"mode.budget={c.mode.budget}: write a time with its unit, such as 90s, 10min or 2h, or null."
             )
         if c.trial.limit_s is not None and c.trial.limit_s <= 0:
             problems.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")

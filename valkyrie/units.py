@@ -1,6 +1,8 @@
-"""How bytes, seconds and shares are written for people."""
+"""How bytes, seconds and shares are written for people, and how people write a time."""
 
 from __future__ import annotations
+
+import re
 
 GIB = 2**30
 """Bytes."""
@@ -36,3 +38,9 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """Return a share of one as whole percents."""
     return f"{100 * share:.0f}%"
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a time as it is typed: `90s`, `10min`, `1.5h`; None for what is none, or not above 0."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
+    return None if match is None else float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]] or None

@@ -1,0 +1,363 @@
+"""Tuning compiler options: which are kept, refused or change nothing, when it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from helpers import compose_run
+from machines import needs_libtpu
+from runs import command as carry_out
+from valkyrie.hardware import known_chips
+from valkyrie.run import Run
+from valkyrie.search.candidates import Candidate, all_candidates, candidates_of
+from valkyrie.search.compile import Compiled
+from valkyrie.search.tune import Tuned, Verdict, tune
+from valkyrie.search.tune_mode import bought, row
+from valkyrie.train.options import KEY, options_of
+from valkyrie.units import seconds_of
+
+LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
+GATHERS = "xla_enable_async_all_gather"
+"""A default of v4."""
+FUSED = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+"""What is tried first on v4."""
+
+Outcome = float | dict[str, Any]
+
+
+@dataclass
+class Compiler:
+    """A compiler of a few options: `steps` says by their values how long a step is, or why there is none.
+
+    Programs of equal steps are equal. Each compile takes `takes` seconds of a clock of its own, and is kept.
+    """
+
+    steps: Callable[[Mapping[str, str | None]], Outcome]
+    takes: float = 10.0
+    clock: float = 0.0
+    compiled: list[dict[str, str | None]] = field(default_factory=list)
+    replays: int = 0
+    kept: set[str] = field(default_factory=set)
+
+    def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> Compiled:
+        options = options_of(run.config.target.chip, {})
+        values = {option.name: option.value for option in options}
+        cached, outcome = use_cache and str(values) in self.kept, self.steps(values)
+        if not cached:
+            progress("compiling: 0 s")
+            self.compiled.append(values)
+            self.clock += min(self.takes, limit_s)
+            if self.takes > limit_s:
+                outcome = {"status": "timeout", "reason": f"the compile took longer than {limit_s:g} seconds"}
+            self.kept.add(str(values))
+        if not isinstance(outcome, dict):
+            memory, written = {"peak": int(outcome * 2**20)}, [asdict(option) for option in options]
+            outcome = {"status": "ok", "module_sha256": str(outcome), "memory": memory, "options": written}
+        return Compiled(outcome, Path("cache"), cached, self.takes)
+
+    def replayed(self, run: Run, compiled: Compiled) -> tuple[Any, list[Any]]:
+        self.replays += 1
+        return SimpleNamespace(step_s=float(compiled.outcome["module_sha256"])), []
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compiler]:
+    """A function that puts a compiler of such steps in the place of the real one."""
+
+    def put(steps: Callable[[Mapping[str, str | None]], Outcome], takes: float = 10.0) -> Compiler:
+        compiler = Compiler(steps, takes)
+        monkeypatch.setattr("valkyrie.search.tune.compile_layout", compiler.compile_layout)
+        monkeypatch.setattr("valkyrie.search.tune.replayed", compiler.replayed)
+        monkeypatch.setattr("valkyrie.search.tune.time.monotonic", lambda: compiler.clock)
+        return compiler
+
+    return put
+
+
+def candidate(name: str, *values: Any, **also: Any) -> Candidate:
+    return Candidate(name, values, "what it does", "where that is known from", also=tuple(also.items()))
+
+
+A, B, N = candidate("xla_a", True, False), candidate("xla_b", True, False), candidate("xla_n", 1, 2, 3)
+
+
+def verdicts(tuned: Tuned) -> list[tuple[int, dict[str, Any], str]]:
+    return [(attempt.round, attempt.options, attempt.verdict.value) for attempt in tuned.attempts]
+
+
+def test_each_option_is_tried_on_top_of_the_best_so_far(compiles: Callable[..., Compiler]):
+    def steps(o: Mapping[str, str | None]) -> float:
+        together = 2.0 if o.get("xla_a") == "true" and o.get("xla_n") == "2" else 0.0
+        return 10.0 - (o.get("xla_a") == "true") - together + 0.5 * (o.get("xla_b") == "true")
+
+    compiler = compiles(steps)
+    tuned = tune(compose_run(*LAYOUT), [A, B, N])
+    assert tuned.options == {"xla_a": True, "xla_n": 2} and tuned.finished
+    assert (tuned.start_s, tuned.step_s, tuned.gain) == (10.0, 7.0, pytest.approx(0.3))
+    assert verdicts(tuned)[:7] == [
+        (1, {}, "as it is"),
+        (1, {"xla_a": True}, "kept"),
+        (1, {"xla_b": True}, "no gain"),
+        (1, {"xla_n": 1}, "same program"),
+        (1, {"xla_n": 2}, "kept"),
+        (1, {"xla_n": 3}, "no gain"),
+        (2, {"xla_a": None}, "no gain"),
+    ]
+    assert [attempt.change for attempt in tuned.attempts[1:4]] == pytest.approx([-0.1, 0.5 / 9, 0.0])
+    chip = tuned.run.config.target.chip
+    assert chip is not None and chip.xla_options["xla_a"] is True and chip.xla_options[GATHERS] is True
+    assert len({str(sorted(options.items())) for options in compiler.compiled}) == len(compiler.compiled)
+
+
+def test_an_option_that_another_makes_needless_is_taken_back(compiles: Callable[..., Compiler]):
+    def steps(o: Mapping[str, str | None]) -> float:
+        return 5.0 if o.get("xla_b") == "true" else 9.0 if o.get("xla_a") == "true" else 10.0
+
+    compiles(steps)
+    tuned = tune(compose_run(*LAYOUT), [A, B])
+    assert tuned.options == {"xla_b": True} and tuned.step_s == 5.0
+    assert (2, {"xla_a": None}, "taken back") in verdicts(tuned)
+    assert bought(tuned) == ["xla_b=true: 9.000 s to 5.000 s (-44.4%)"]
+
+
+def test_a_default_of_the_chip_may_go(compiles: Callable[..., Compiler]):
+    compiles(lambda o: 8.0 if o.get(GATHERS) == "false" else 10.0)
+    tuned = tune(compose_run(*LAYOUT), [candidate(GATHERS, True, False)])
+    assert tuned.options == {GATHERS: False}
+    assert verdicts(tuned)[1:] == [(1, {GATHERS: False}, "kept")], "what it was is known, and not compiled again"
+
+
+def test_an_equal_program_is_not_replayed_again(compiles: Callable[..., Compiler]):
+    compiler = compiles(lambda o: 10.0 - (o.get("xla_n") == "3"))
+    tuned = tune(compose_run(*LAYOUT), [A, B, N])
+    assert compiler.replays == 2
+    assert verdicts(tuned) == [
+        (1, {}, "as it is"),
+        (1, {"xla_a": True}, "same program"),
+        (1, {"xla_b": True}, "same program"),
+        (1, {"xla_n": 1}, "same program"),
+        (1, {"xla_n": 2}, "same program"),
+        (1, {"xla_n": 3}, "kept"),
+        (1, {"xla_a": False, "xla_b": False}, "same program"),
+    ], "the other positions of switches together, and nothing again that is known"
+
+
+def test_of_those_tried_together_what_changes_the_program_is_found_by_halves(compiles: Callable[..., Compiler]):
+    switches = [candidate(f"xla_{n}", True, False) for n in range(8)]
+    compiles(lambda o: 10.0 - 2 * (o.get("xla_n") == "3") - (o.get("xla_5") == "false"))
+    tuned = tune(compose_run(*LAYOUT), [*switches, N])
+    assert tuned.options == {"xla_5": False, "xla_n": 3} and tuned.step_s == 7.0
+    together = [(len(a.options), a.verdict.value) for a in tuned.attempts if len(a.options) > 1 and a.round == 1]
+    same, other = "same program", "see below"
+    assert together == [(8, other), (4, same), (4, other), (2, other), (2, same)]
+    assert len([a for a in tuned.attempts if a.round == 1]) == 1 + 8 + 3 + 5 + 2
+
+
+def test_what_changed_nothing_may_matter_beside_what_was_kept(compiles: Callable[..., Compiler]):
+    def steps(o: Mapping[str, str | None]) -> float:
+        return 10.0 - 2 * (o.get("xla_n") == "3") * (1 + (o.get("xla_m") == "1"))
+
+    compiles(steps)
+    tuned = tune(compose_run(*LAYOUT), [candidate("xla_m", 1), candidate("xla_o", 1), N])
+    assert tuned.options == {"xla_m": 1, "xla_n": 3} and tuned.step_s == 6.0
+    assert (2, {"xla_m": 1, "xla_o": 1}, "see below") in verdicts(tuned)
+    assert (2, {"xla_m": 1}, "kept") in verdicts(tuned)
+
+
+def test_gains_below_what_a_replay_can_tell_are_left(compiles: Callable[..., Compiler]):
+    compiles(lambda o: 10.0 - 0.01 * (o.get("xla_a") == "true"))
+    assert tune(compose_run(*LAYOUT), [A]).options == {}
+
+
+def test_options_that_only_work_together_are_set_together(compiles: Callable[..., Compiler]):
+    compiles(lambda o: 7.0 if {"xla_a", "xla_shape"} <= o.keys() else 10.0)
+    assert tune(compose_run(*LAYOUT), [candidate("xla_a", True, xla_shape=3)]).options == {
+        "xla_a": True,
+        "xla_shape": 3,
+    }
+
+
+def test_what_has_no_step_is_a_row_with_its_reason_and_is_not_tried_again(compiles: Callable[..., Compiler]):
+    gone = {
+        "xla_a": {"status": "refused", "reason": "no option of this name."},
+        "xla_b": {"status": "does_not_fit", "needed": 40 * 2**30, "usable": 30 * 2**30, "reason": "x"},
+    }
+
+    def steps(o: Mapping[str, str | None]) -> Outcome:
+        return next((gone[name] for name in gone if o.get(name) == "true"), 10.0 - (o.get("xla_n") == "1"))
+
+    compiles(steps)
+    tuned = tune(compose_run(*LAYOUT), [candidate("xla_a", True), candidate("xla_b", True), N])
+    found = {name: a for a in tuned.attempts for name in a.options if a.step_s is None}
+    assert found["xla_a"].verdict is Verdict.refused and found["xla_a"].reason == "no option of this name."
+    assert found["xla_b"].reason == "it does not fit, it needs 40.0 GiB of 30.0 GiB usable."
+    assert [n for n, options, _ in verdicts(tuned) if "xla_a" in options] == [1]
+    assert row(found["xla_b"])[1] == "  it does not fit, it needs 40.0 GiB of 30.0 GiB usable."
+
+
+def test_after_its_budget_it_ends_with_what_it_knows_and_goes_on_from_the_cache(compiles: Callable[..., Compiler]):
+    compiler = compiles(lambda o: 10.0 - 3 * (o.get("xla_a") == "true") - (o.get("xla_n") == "3"))
+    heard: list[Tuned] = []
+    tuned = tune(compose_run(*LAYOUT), [A, B, N], 25.0, heard.append)
+    assert not tuned.finished and tuned.options == {"xla_a": True}
+    assert compiler.clock == 25.0, "what was compiling then was ended"
+    assert [len(known.attempts) for known in heard] == [1, 2]
+    compiler.kept -= {str(compiler.compiled[-1])}
+    whole = tune(compose_run(*LAYOUT), [A, B, N], 1000.0)
+    assert whole.finished and whole.options == {"xla_a": True, "xla_n": 3}
+    assert [attempt.cached for attempt in whole.attempts][:3] == [True, True, False]
+
+
+def test_the_layout_as_it_is_may_take_longer_than_the_budget(compiles: Callable[..., Compiler]):
+    compiles(lambda o: 10.0, takes=60.0)
+    tuned = tune(compose_run(*LAYOUT), [A], 5.0)
+    assert (len(tuned.attempts), tuned.finished, tuned.options) == (1, False, {})
+
+
+def test_options_that_the_user_set_stay(compiles: Callable[..., Compiler]):
+    compiles(lambda o: 10.0 - (o.get("xla_a") == "true") - (o.get("xla_b") == "true"))
+    tuned = tune(compose_run(*LAYOUT, f"{KEY}.xla_a=false"), [A, B])
+    assert tuned.set_by_user == {"xla_a": "false"} and tuned.options == {"xla_b": True}
+
+
+@pytest.mark.parametrize("target", ["cpu", "auto", "h100-4"])
+def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture[str], target: str):
+    assert carry_out("mode=tune", f"target={target}", "mesh=2x2x1", "model=s5_tiny", "batch=8", "seq=16") == 2
+    err = capfd.readouterr().err
+    assert err.startswith("valkyrie-train: mode=tune predicts what compiler options are worth on a slice of TPUs, and ")
+    assert err.endswith("is none. Use a slice such as target=v4-64.\n") and f"target={target}" in err
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        ({"status": "does_not_fit", "needed": 2**35, "usable": 2**34}, "it does not fit, it needs 32.0 GiB of 16.0 "),
+        ({"status": "refused", "reason": "libtpu is not installed here."}, "libtpu is not installed here. Begin"),
+    ],
+)
+def test_a_layout_that_does_not_compile_is_refused(compiles: Callable[..., Compiler], outcome: Any, why: str):
+    compiles(lambda o: outcome)
+    with pytest.raises(ValueError, match="Begin with a layout that mode=compile compiles") as refused:
+        tune(compose_run(*LAYOUT), [A])
+    assert why in str(refused.value) and "2x2x1-fsdp on target=v4-8" in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5h", 5400), ("2h", 7200)])
+def test_a_budget_is_a_time_with_its_unit(text: str, seconds: float):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["90", "ten", "0s", "-3s", "5 min", "1d"])
+def test_a_budget_that_is_no_time_is_refused(capfd: pytest.CaptureFixture[str], text: str):
+    assert carry_out("mode=tune", *LAYOUT, f"mode.budget='{text}'") == 2
+    expected = f"mode.budget={text}: write a time with its unit, such as 90s, 10min or 2h, or null."
+    assert capfd.readouterr().err == f"valkyrie-train: {expected}\n"
+
+
+@pytest.fixture
+def tuned(compiles: Callable[..., Compiler], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """The folder of a run that was tuned by the command, and what it printed."""
+    compiles(lambda o: 8.0 if o.get(FUSED) == "true" else 10.0)
+    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine", "mode.budget=1h", "mode.cache=false") == 0
+    return tmp_path / "mine", capsys.readouterr().out
+
+
+def test_the_command_prints_a_row_for_each_attempt_and_what_the_options_buy(tuned: tuple[Path, str]):
+    folder, out = tuned
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == "s5_tiny under 2x2x1-fsdp on v4-8 (4 v4 chips 2x2x1, 1 host)"
+    assert lines[1:4] == [
+        "step change peak option",
+        "10.00 s 0.0 GiB as it is",
+        f"8.000 s -20.0% 0.0 GiB kept {FUSED}=true",
+    ]
+    assert "predicted step: 10.00 s as it is, 8.000 s with these options (-20.0%)" in lines
+    assert f"{FUSED}=true: 10.00 s to 8.000 s (-20.0%)" in lines
+    assert f"options: {folder / 'tuned.yaml'}" in lines
+    assert (folder / "tuned.yaml").read_text().rstrip() in out
+    assert (folder / "run.yaml").is_file() and (folder / "versions.json").is_file()
+
+
+def test_all_attempts_are_kept(tuned: tuple[Path, str]):
+    kept = json.loads((tuned[0] / "tune.json").read_text())
+    assert (kept["start_s"], kept["step_s"], kept["finished"], kept["options"]) == (10.0, 8.0, True, {FUSED: True})
+    assert kept["about"]["layout"] == "2x2x1-fsdp"
+    first, second = kept["attempts"][:2]
+    assert (first["verdict"], first["step_s"], second["verdict"], second["step_s"]) == ("as it is", 10, "kept", 8)
+    assert len(kept["attempts"]) > len(candidates_of("v4"))
+
+
+def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_with_it(
+    tuned: tuple[Path, str], command: Any
+):
+    folder, out = tuned
+    (folder / "experiment").mkdir()
+    text = (folder / "tuned.yaml").rename(folder / "experiment" / "tuned.yaml").read_text()
+    typed = text.splitlines()[1].removeprefix("# valkyrie-train ")
+    assert f"to train with them: valkyrie-train {typed}\n" in out
+    for arguments in (shlex.split(typed), ["--config-dir", str(folder), "+experiment=tuned", *LAYOUT]):
+        composed = command(*arguments)
+        assert (composed.status, composed.err, composed.run.config.mode.name) == (0, "", "train")
+        assert composed.run.config.target.chip.xla_options[FUSED] is True
+
+
+def test_ctrl_c_leaves_the_best_so_far(
+    compiles: Callable[..., Compiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    calls = []
+
+    def steps(o: Mapping[str, str | None]) -> float:
+        calls.append(o)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return 8.0 if o.get(FUSED) == "true" else 10.0
+
+    compiles(steps)
+    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 130
+    out, err = capfd.readouterr()
+    assert "stopped; the same command goes on from what was compiled" in out and err == ""
+    assert f"{FUSED}: true" in (tmp_path / "mine" / "tuned.yaml").read_text()
+    assert not json.loads((tmp_path / "mine" / "tune.json").read_text())["finished"]
+
+
+def test_nothing_better_is_said_so(
+    compiles: Callable[..., Compiler], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    compiles(lambda o: 10.0)
+    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 0
+    assert "best as it is: 10.00 s a step; none of" in capfd.readouterr().out
+
+
+def test_every_candidate_has_its_source_and_known_chips():
+    tpus = {name for name, chip in known_chips().items() if chip.platform.value == "tpu"}
+    for candidate in all_candidates():
+        assert candidate.does and candidate.source and candidate.values
+        assert set(candidate.chips or ()) <= tpus, candidate.name
+        assert all(name.startswith("xla_") for name in candidate.names)
+    for chip in tpus:
+        named = [candidate.name for candidate in candidates_of(chip)]
+        assert len(named) == len(set(named)) > 10, chip
+    shipped = {name for chip in tpus for name in known_chips()[chip].xla_options}
+    assert shipped <= {name for candidate in all_candidates() for name in candidate.names}, "its worth is shown too"
+
+
+@needs_libtpu
+@pytest.mark.slow  # compiles for a TPU three times
+@pytest.mark.timeout(600)
+def test_the_compiler_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path))
+    candidates = [candidate(GATHERS, False), candidate("xla_no_such_option", 1)]
+    tuned = tune(compose_run(*LAYOUT, "mode=tune"), candidates)
+    assert [attempt.verdict for attempt in tuned.attempts[1:]] == [Verdict.no_gain, Verdict.refused]
+    slower, refused = tuned.attempts[1:]
+    assert slower.change is not None and slower.change > 0.02
+    assert refused.reason is not None and "has no option of this name" in refused.reason
+    assert all(a.cached for a in tune(compose_run(*LAYOUT, "mode=tune"), candidates[:1]).attempts)

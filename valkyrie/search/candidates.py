@@ -1,0 +1,68 @@
+"""The compiler options that may be worth setting on a chip: `candidates.yaml`, where each has its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("candidates.yaml")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An option of the compiler with the values to try, on some `chips` or (None) on all TPUs.
+
+    A value of None leaves the choice to the compiler. `also` are options set together with each value. `does` says
+    what the option changes, `source` where that is known from.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    does: str
+    source: str
+    chips: tuple[str, ...] | None = None
+    also: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The options that are set."""
+        return (self.name, *(name for name, _ in self.also))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its values are true and false."""
+        return all(isinstance(value, bool) for value in self.values)
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return what is tried, value by value: each option with its value."""
+        return [{self.name: value, **dict(self.also)} for value in self.values]
+
+
+@cache
+def all_candidates() -> tuple[Candidate, ...]:
+    """Return all candidates, in the order in which they are tried."""
+    from omegaconf import OmegaConf
+
+    rows = OmegaConf.to_container(OmegaConf.load(FILE))
+    assert isinstance(rows, list)
+    return tuple(_candidate(**{str(key): value for key, value in row.items()}) for row in rows)
+
+
+def candidates_of(chip: str) -> list[Candidate]:
+    """Return the candidates of a chip, by its name, in the order in which they are tried."""
+    return [candidate for candidate in all_candidates() if candidate.chips is None or chip in candidate.chips]
+
+
+def _candidate(
+    *,
+    name: str,
+    values: list[Any],
+    does: str,
+    source: str,
+    chips: list[str] | None = None,
+    also: dict[str, Any] | None = None,
+) -> Candidate:
+    on = None if chips is None else tuple(chips)
+    return Candidate(name, tuple(values), does, source, on, tuple((also or {}).items()))
