@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,8 @@ from valkyrie.run import Run
 from valkyrie.search.candidates import Candidate, all_candidates, candidates_of
 from valkyrie.search.compile import Compiled
 from valkyrie.search.tune import Tuned, Verdict, tune
-from valkyrie.search.tune_mode import bought, row
-from valkyrie.train.options import KEY, options_of
+from valkyrie.search.tune_mode import bought, fragment, row, training_command
+from valkyrie.train.options import KEY, TO_FIT, Option, options_of
 from valkyrie.units import seconds_of
 
 LAYOUT = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64")
@@ -46,6 +46,7 @@ class Compiler:
     compiled: list[dict[str, str | None]] = field(default_factory=list)
     replays: int = 0
     kept: set[str] = field(default_factory=set)
+    to_fit: dict[str, str] = field(default_factory=dict)
 
     def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> Compiled:
         options = options_of(run.config.target.chip, {})
@@ -59,6 +60,7 @@ class Compiler:
                 outcome = {"status": "timeout", "reason": f"the compile took longer than {limit_s:g} seconds"}
             self.kept.add(str(values))
         if not isinstance(outcome, dict):
+            options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items()]
             memory, written = {"peak": int(outcome * 2**20)}, [asdict(option) for option in options]
             outcome = {"status": "ok", "module_sha256": str(outcome), "memory": memory, "options": written}
         return Compiled(outcome, Path("cache"), cached, self.takes)
@@ -161,6 +163,19 @@ def test_of_those_tried_together_what_changes_the_program_is_found_by_halves(com
     assert len([a for a in tuned.attempts if a.round == 1]) == 1 + 8 + 3 + 5 + 2
 
 
+def test_what_is_mostly_idle_on_a_chip_is_tried_together(compiles: Callable[..., Compiler]):
+    idle = [replace(candidate(f"xla_{n}", True, False), idle=True) for n in range(3)]
+    compiles(lambda o: 10.0 - (o.get("xla_2") == "false"))
+    tuned = tune(compose_run(*LAYOUT), [*idle, N])
+    assert tuned.options == {"xla_2": False}
+    first_round = [
+        (len(attempt.options), attempt.verdict.value) for attempt in tuned.attempts[4:] if attempt.round == 1
+    ]
+    same = "same program"
+    assert first_round == [(3, same), (3, "see below"), (1, same), (2, "see below"), (1, same), (1, "kept")]
+    assert [c.name for c in candidates_of("v4") if c.idle] != [c.name for c in candidates_of("v6e") if c.idle]
+
+
 def test_what_changed_nothing_may_matter_beside_what_was_kept(compiles: Callable[..., Compiler]):
     def steps(o: Mapping[str, str | None]) -> float:
         return 10.0 - 2 * (o.get("xla_n") == "3") * (1 + (o.get("xla_m") == "1"))
@@ -170,6 +185,21 @@ def test_what_changed_nothing_may_matter_beside_what_was_kept(compiles: Callable
     assert tuned.options == {"xla_m": 1, "xla_n": 3} and tuned.step_s == 6.0
     assert (2, {"xla_m": 1, "xla_o": 1}, "see below") in verdicts(tuned)
     assert (2, {"xla_m": 1}, "kept") in verdicts(tuned)
+
+
+def test_options_that_a_program_needs_to_fit_come_with_it(compiles: Callable[..., Compiler]):
+    def steps(o: Mapping[str, str | None]) -> float:
+        return 10.0 - (o.get("xla_a") == "true")
+
+    compiler = compiles(steps)
+    compiler.to_fit = {"xla_saves": "false"}
+    tuned = tune(compose_run(*LAYOUT), [A])
+    assert (tuned.options, tuned.to_fit) == ({"xla_a": True}, {"xla_saves": "false"})
+    chip = tuned.run.config.target.chip
+    assert chip is not None and chip.xla_options["xla_saves"] == "false"
+    assert f"{KEY}.xla_saves=false" in training_command(tuned)
+    assert "      xla_saves: false\n" in fragment(tuned)
+    assert "# without xla_saves=false it does not fit\n" in fragment(tuned)
 
 
 def test_gains_below_what_a_replay_can_tell_are_left(compiles: Callable[..., Compiler]):
@@ -292,7 +322,8 @@ def test_all_attempts_are_kept(tuned: tuple[Path, str]):
     assert kept["about"]["layout"] == "2x2x1-fsdp"
     first, second = kept["attempts"][:2]
     assert (first["verdict"], first["step_s"], second["verdict"], second["step_s"]) == ("as it is", 10, "kept", 8)
-    assert len(kept["attempts"]) > len(candidates_of("v4"))
+    tried = {name for attempt in kept["attempts"] for name in attempt["options"]}
+    assert tried == {name for candidate in candidates_of("v4") for name in candidate.names}
 
 
 def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_with_it(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ class Candidate:
     """An option of the compiler with the values to try, on some `chips` or (None) on all TPUs.
 
     A value of None leaves the choice to the compiler. `also` are options set together with each value. `does` says
-    what the option changes, `source` where that is known from.
+    what the option changes, `source` where that is known from. On the chips of `idle_on` no program that was looked at
+    changed by it; `idle` says that of the chip whose candidate it is.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Candidate:
     source: str
     chips: tuple[str, ...] | None = None
     also: tuple[tuple[str, Any], ...] = ()
+    idle_on: tuple[str, ...] = ()
+    idle: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,7 +55,8 @@ def all_candidates() -> tuple[Candidate, ...]:
 
 def candidates_of(chip: str) -> list[Candidate]:
     """Return the candidates of a chip, by its name, in the order in which they are tried."""
-    return [candidate for candidate in all_candidates() if candidate.chips is None or chip in candidate.chips]
+    there = (candidate for candidate in all_candidates() if candidate.chips is None or chip in candidate.chips)
+    return [replace(candidate, idle=chip in candidate.idle_on) for candidate in there]
 
 
 def _candidate(
@@ -63,6 +67,7 @@ def _candidate(
     source: str,
     chips: list[str] | None = None,
     also: dict[str, Any] | None = None,
+    idle_on: list[str] | None = None,
 ) -> Candidate:
     on = None if chips is None else tuple(chips)
-    return Candidate(name, tuple(values), does, source, on, tuple((also or {}).items()))
+    return Candidate(name, tuple(values), does, source, on, tuple((also or {}).items()), tuple(idle_on or ()))

@@ -13,7 +13,7 @@ from valkyrie.run import Run
 from valkyrie.search.candidates import Candidate, candidates_of
 from valkyrie.search.compile import Compiled, compile_layout
 from valkyrie.search.replayed import replayed
-from valkyrie.train.options import YOU, option_text
+from valkyrie.train.options import CHIP, TO_FIT, YOU, option_text
 from valkyrie.units import gib
 
 LEAST_GAIN = 0.002
@@ -67,8 +67,9 @@ class Attempt:
 class Tuned:
     """What is known so far: the attempts in order, the best options, and the step before and with them (seconds).
 
-    `options` are those to set beside the run's own, and `run` has them. `set_by_user` are left as they are.
-    `finished` is False while there is more to try.
+    `options` are those to set beside the run's own; `to_fit` are those without which the program then does not fit,
+    which a compile adds and a training does not. `run` has both. `set_by_user` are left as they are. `finished` is
+    False while there is more to try.
     """
 
     run: Run
@@ -76,8 +77,14 @@ class Tuned:
     step_s: float
     options: Options
     attempts: tuple[Attempt, ...]
+    to_fit: Options = field(default_factory=dict)
     set_by_user: Options = field(default_factory=dict)
     finished: bool = False
+
+    @property
+    def settings(self) -> Options:
+        """What to set for a training: the options, and those that it needs to fit."""
+        return self.options | self.to_fit
 
     @property
     def gain(self) -> float:
@@ -100,6 +107,12 @@ class _Look:
     @property
     def peak(self) -> int:
         return int(self.compiled.outcome["memory"]["peak"])
+
+    def options(self, set_by: str) -> Options:
+        """The options that somebody set, as the compiler reads them."""
+        return {
+            option["name"]: option["value"] for option in self.compiled.outcome["options"] if option["set_by"] == set_by
+        }
 
 
 def tune(
@@ -164,6 +177,8 @@ class _Tuner:
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
         self._at_start: dict[str, str | None] = {}
         """The options of the layout as it is, as the compiler reads them."""
+        self._defaults: Options = {}
+        """Those of them that the chip's YAML sets."""
         self._tried: set[_Texts] = {frozenset()}
         self._effects: dict[_Texts, Verdict] = {}
         """What became of each setting when it was last tried."""
@@ -180,22 +195,21 @@ class _Tuner:
                 f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step to shorten: "
                 f"{_why(look.compiled)} Begin with a layout that mode=compile compiles."
             )
-        options = look.compiled.outcome["options"]
-        self._at_start = {option["name"]: option["value"] for option in options}
-        user = {option["name"]: option["value"] for option in options if option["set_by"] == YOU}
+        self._at_start = {option["name"]: option["value"] for option in look.compiled.outcome["options"]}
         first = Attempt({}, Verdict.start, 1, look.step_s, look.peak, None, None, look.seconds, look.compiled.cached)
-        self._digest = look.digest
-        self.tuned = Tuned(self._run, look.step_s, look.step_s, {}, (first,), user)
+        self._digest, self._defaults, to_fit = look.digest, look.options(CHIP), look.options(TO_FIT)
+        run = with_options(self._run, to_fit)
+        self.tuned = Tuned(run, look.step_s, look.step_s, {}, (first,), to_fit, look.options(YOU))
         self._report(self.tuned)
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
         """Go through the candidates; once more where that kept any. Ends early when the time is over.
 
-        What is set already comes last: mostly that is there for a reason.
+        The chip's defaults come last: they are there for a reason.
         """
         theirs = self.tuned.set_by_user.keys()
         candidates = [candidate for candidate in candidates if theirs.isdisjoint(candidate.names)]
-        candidates.sort(key=lambda candidate: candidate.name in self._at_start)
+        candidates.sort(key=lambda candidate: candidate.name in self._defaults)
         for number in range(1, ROUNDS + 1):
             before = self.tuned.options
             for move in self._first_round(candidates) if number == 1 else self._again(candidates):
@@ -208,10 +222,12 @@ class _Tuner:
     def _first_round(self, candidates: Sequence[Candidate]) -> Iterator[_Move]:
         """Yield each value of each candidate. A switch has two: where one changes the program, the other is as now.
 
-        Where it changes nothing, it may be what the compiler does unasked: the other positions come last, together.
+        Where it changes nothing, it may be what the compiler does unasked: the other positions come last, together, as
+        do all values of what is mostly idle on the chip.
         """
-        others: list[Options] = []
-        for candidate in candidates:
+        idle = [candidate.settings() for candidate in candidates if candidate.idle]
+        others = [options for settings in idle for options in settings[1:]]
+        for candidate in (candidate for candidate in candidates if not candidate.idle):
             first, *rest = candidate.settings()
             yield _Move(first)
             effect = self._effects.get(_texts(first))
@@ -219,6 +235,7 @@ class _Tuner:
                 yield from map(_Move, rest)
             elif effect is Verdict.same:
                 others += rest
+        yield from self._together([settings[0] for settings in idle])
         yield from self._together(others)
 
     def _again(self, candidates: Sequence[Candidate]) -> Iterator[_Move]:
@@ -244,7 +261,9 @@ class _Tuner:
         if len(settings) < 2:
             yield from map(_Move, settings)
             return
-        whole = {name: value for options in settings for name, value in options.items()}
+        whole: Options = {}
+        for options in settings:
+            whole |= options
         yield _Move(whole, of=tuple(settings))
         if self._effects.get(_texts(whole)) is not Verdict.same:
             half = len(settings) // 2
@@ -261,9 +280,8 @@ class _Tuner:
         left_s = limit_s if self._deadline is None else self._deadline - time.monotonic()
         if left_s <= 0:
             return False
-        run = with_options(self._run, chosen)
         what = f"{len(move.of)} options together" if move.of else ", ".join(assignments(options))
-        look = self._look(run, min(limit_s, left_s), what)
+        look = self._look(with_options(self._run, chosen), min(limit_s, left_s), what)
         if look.compiled.status == "timeout" and left_s < limit_s:
             return False
         self._tried.add(_texts(chosen))
@@ -273,8 +291,9 @@ class _Tuner:
             self._effects[_texts(setting)] = attempt.verdict
         if attempt.verdict in (Verdict.kept, Verdict.not_needed):
             assert look.step_s is not None
-            self._digest = look.digest
-            self.tuned = replace(self.tuned, run=run, step_s=look.step_s, options=chosen)
+            self._digest, to_fit = look.digest, look.options(TO_FIT)
+            run = with_options(self._run, chosen | to_fit)
+            self.tuned = replace(self.tuned, run=run, step_s=look.step_s, options=chosen, to_fit=to_fit)
         self._report(self.tuned)
         return True
 

@@ -71,7 +71,8 @@ class _Screen:
             self._print(_columns("step", "change", "peak", "", "option"))
         for line in row(attempt):
             self._print(line, "green" if attempt.verdict is Verdict.kept else None)
-        self._best = f"best {duration(tuned.step_s)} ({-100 * tuned.gain:+.1f}%) after {len(tuned.attempts)} · "
+        gained = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
+        self._best = f"best {duration(tuned.step_s)}{gained} after {len(tuned.attempts)} · "
 
     def progress(self, line: str) -> None:
         self._status.update(self._best + line)
@@ -146,16 +147,18 @@ def fragment(tuned: Tuned) -> str:
         f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {versions().get('libtpu')}).",
     ]
     lines += [f"# {line}" for line in bought(tuned)]
-    if not tuned.options:
+    if tuned.to_fit:
+        lines.append(f"# without {', '.join(assignments(tuned.to_fit))} it does not fit")
+    if not tuned.settings:
         return "\n".join([*lines, "target: {chip: {xla_options: {}}}", ""])
-    values = [f"{name}: {'null' if v is None else option_text(v)}" for name, v in sorted(tuned.options.items())]
+    values = [f"{name}: {'null' if v is None else option_text(v)}" for name, v in sorted(tuned.settings.items())]
     return "\n".join([*lines, "target:", "  chip:", "    xla_options:", *(f"      {value}" for value in values), ""])
 
 
 def training_command(tuned: Tuned) -> str:
     """Return the command that trains the run with its options, as it was typed otherwise."""
     typed = [a for a in tuned.run.arguments if a.split("=")[0] != "mode" and not a.startswith(("mode.", "+mode."))]
-    return " ".join([command_name(), *map(shlex.quote, typed), *(f"{KEY}.{a}" for a in assignments(tuned.options))])
+    return " ".join([command_name(), *map(shlex.quote, typed), *(f"{KEY}.{a}" for a in assignments(tuned.settings))])
 
 
 def as_json(tuned: Tuned) -> dict[str, Any]:
@@ -163,4 +166,9 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
     attempts = [asdict(attempt) | {"verdict": attempt.verdict.value} for attempt in tuned.attempts]
     steps = {"start_s": tuned.start_s, "step_s": tuned.step_s, "finished": tuned.finished}
     head = {"schema": 1, "about": tuned.run.about(), "versions": versions()} | steps
-    return head | {"options": tuned.options, "set_by_user": tuned.set_by_user, "attempts": attempts}
+    return head | {
+        "options": tuned.options,
+        "to_fit": tuned.to_fit,
+        "set_by_user": tuned.set_by_user,
+        "attempts": attempts,
+    }
