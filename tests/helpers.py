@@ -17,7 +17,8 @@ from valkyrie.models.assembly import Assembly
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import NOT_AVERAGED
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.paths import conf_dir
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.paths import conf_dir, read_config
 from valkyrie.run import Run
 from valkyrie.tasks import task_of
 from valkyrie.train.program import StepProgram
@@ -57,6 +58,13 @@ LANGUAGE_MODELS = [model for model in MODELS if not model.startswith("trm_")]
 OF_THEIR_OWN = [model for model in MODELS if model not in ("s5_tiny", "longformer_tiny")]
 """The models with layers that no other has: valkyrie has those of S5 and of Longformer."""
 PARTITIONS = names("partition")
+PIPELINES = [name for name in PARTITIONS if "layers" in read_config("partition", name, PartitionConfig).parameters]
+"""Those of them that put layers on a mesh axis; a model that stacks none is refused there."""
+
+
+def goes_with(model: str, partition: str) -> bool:
+    """Return whether a partition takes a model: all do, but pipelines none that has no stacked layers."""
+    return model in LANGUAGE_MODELS or partition not in PIPELINES
 
 
 def some_quick(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:

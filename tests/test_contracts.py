@@ -20,6 +20,7 @@ from helpers import (
     assembly_of,
     assert_same_steps,
     compose_run,
+    goes_with,
     initial_state,
     learned,
     make_program,
@@ -48,11 +49,12 @@ LOWERED += [("valkyrie_tiny", "1d_tp"), ("gpt_tiny", "dp"), ("gpt_tiny", "data_m
 
 
 def pairs(quick: Collection[tuple[str, str]]) -> list[Any]:
-    """Every model under every partition, those that are not `quick` marked slow."""
+    """Every model under every partition that takes it, those that are not `quick` marked slow."""
     return [
         pytest.param(model, partition, marks=() if (model, partition) in quick else pytest.mark.slow)
         for model in MODELS
         for partition in PARTITIONS
+        if goes_with(model, partition)
     ]
 
 

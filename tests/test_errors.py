@@ -43,7 +43,7 @@ ONE_LINE = {
     "a choice that is nearly one": (
         ["partition=2dtp"],
         "partition=2dtp is not a choice. Did you mean partition=2d_tp? Choices: 1d_tp, 2d_tp, 2d_tp_fsdp, "
-        "data_model_fsdp, dp, fsdp, fsdp_tp, sp.",
+        "data_model_fsdp, dp, fsdp, fsdp_tp, pp, pp_2d_tp, pp_fsdp, sp.",
     ),
     "a choice that is none": (
         ["precision=banana"],
@@ -295,7 +295,10 @@ def test_a_partition_that_wants_an_axis_the_mesh_lacks(command: Any):
 
 def test_partitions_that_would_be_legal_are_named(command: Any):
     refused = command("mesh=4x4x2", "partition=2d_tp", "model=valkyrie_tiny", "model.mlp=130")
-    assert refused.err.splitlines()[-1].strip(" -") == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, sp."
+    assert (
+        refused.err.splitlines()[-1].strip(" -")
+        == "Legal with mesh=4x4x2 as it stands: partition=dp, fsdp, pp, pp_fsdp, sp."
+    )
 
 
 def test_several_numbers_that_cannot_be(command: Any):

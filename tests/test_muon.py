@@ -17,6 +17,7 @@ from helpers import (
     PARTITIONS,
     assert_same_steps,
     compose_config,
+    goes_with,
     initial_state,
     make_program,
     small,
@@ -121,8 +122,7 @@ def test_every_group_has_its_own_rate():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("model", OF_THEIR_OWN)
+@pytest.mark.parametrize(("model", "partition"), [(m, p) for m in OF_THEIR_OWN for p in PARTITIONS if goes_with(m, p)])
 def test_muon_takes_the_same_steps_on_eight_devices_as_on_one(model, partition):
     overrides = ("optimizer=muon", "optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
     host = stirred(initial_state((*small(model), *overrides)))

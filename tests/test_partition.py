@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import MODELS, PARTITIONS, compose_run, some_quick
+from helpers import MODELS, PARTITIONS, compose_run, goes_with, some_quick
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
@@ -39,6 +39,9 @@ ROLES = {
     "data_model_fsdp": "x=4 DP(batch) · y=4 MP1(mlp,heads,kv_heads,vocab,state) · z=2 FSDP(batch,embed)",
     "dp": "x=4 DP(batch) · y=4 DP(batch) · z=2 DP(batch)",
     "fsdp": "x=4 FSDP(batch,embed) · y=4 FSDP(batch,embed) · z=2 FSDP(batch,embed)",
+    "pp": "x=4 DP(batch) · y=4 DP(batch) · z=2 PP(layers)",
+    "pp_2d_tp": "x=4 MP1(mlp,heads,kv_heads,vocab,state) · y=4 MP2(embed) · z=2 PP(layers)",
+    "pp_fsdp": "x=4 FSDP(batch,embed) · y=4 FSDP(batch,embed) · z=2 PP(layers)",
     "sp": "x=4 SP(seq) · y=4 FSDP(batch,embed) · z=2 FSDP(batch,embed)",
 }
 
@@ -58,8 +61,7 @@ def test_every_logical_axis_of_a_model_has_a_rule(name: str):
         assert set(activations) == set(axes) - {"layers"} and activations["conv"] == ()
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize(("name", "model"), [(p, m) for p in PARTITIONS for m in MODELS if goes_with(m, p)])
 def test_every_partition_is_legal_for_every_tiny_model_on_32_devices(name: str, model: str):
     layout = layout_of("4x4x2", name, model)
     assert layout.name == f"4x4x2-{name}"
@@ -76,7 +78,8 @@ def test_roles_of_a_mesh(name: str):
 def test_a_fourth_axis_and_slices_split_data(name: str, axis: str):
     layout = layout_of("2x2x2x2" if axis == "w" else "2s2x2x2", name)
     assert layout.roles[axis].startswith(("DP(batch", "FSDP(batch"))
-    assert layout.activations["batch"][0] == axis
+    stages = layout.parameters["layers"]
+    assert layout.activations["batch"][: len(stages) + 1] == (*stages, axis)
     if axis == "s":
         assert all("s" not in held for held in layout.parameters.values()), "parameters cross the data-centre network"
 

@@ -28,6 +28,21 @@ Axis = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
 """One entry per array dimension: a logical axis, or None for a dimension that is never split."""
 
+Repeated = Callable[[Any, Any, Any, "Shard"], Any]
+"""What a stack repeats: (stream, one of its layers, what stands beside the stream's rows, a Shard) -> the stream."""
+
+
+class End(NamedTuple):
+    """What becomes of a stream after the last layer: `f(parameters, stream, rows, shard)` -> (sums, values by row).
+
+    The first of the sums is the objective. `rows` is a tree of arrays whose first dimension is the batch.
+    """
+
+    f: Callable[[Any, Any, Any, Shard], tuple[Any, Any]]
+    parameters: Any
+    rows: Any
+
+
 Placed = tuple[Axis, ...]
 """The same where one dimension may be split over several logical axes."""
 
@@ -96,13 +111,14 @@ class Arrays:
 
     `axes`: every logical axis, with what it counts; `follows`: axes that are split like another one as far as their
     length divides. `parameters` and `activations` (those whose placement is asked for): every different tensor with
-    the names that messages use for it.
+    the names that messages use for it. `stacked`: how often each stack of equal layers repeats, first to last.
     """
 
     axes: dict[str, str]
     parameters: dict[Tensor, list[str]]
     activations: dict[Tensor, list[str]]
     follows: dict[str, str] = field(default_factory=dict)
+    stacked: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -120,6 +136,10 @@ class Shard(Protocol):
 
     def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter as it lies while it is used: gathered over the mesh axes that split data."""
+        ...
+
+    def looked_up(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return a parameter as it lies while rows of it are looked up."""
         ...
 
     def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -147,6 +167,15 @@ class Shard(Protocol):
 
     def size(self, axis: str) -> int:
         """Return into how many shards a logical axis of activations is split."""
+        ...
+
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, end: End | None = None) -> Any:
+        """Return the stream after `f` for each of `layers`, stacked on their leading axis, or what `end` makes of it.
+
+        `x` and `rows` are trees of arrays whose first dimension is the batch; so is the stream. Where the partition
+        splits `layers`, the devices along that axis are stages that each hold some of them, and parts of the batch
+        pass from one to the next. Of what `end` makes, only the objective may be differentiated.
+        """
         ...
 
     def map(
@@ -180,6 +209,10 @@ class Unsharded:
         """Return `x` itself."""
         return x
 
+    def looked_up(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return `x` itself."""
+        return x
+
     def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""
         return x
@@ -203,6 +236,10 @@ class Unsharded:
         """Return 1: nothing is split."""
         return 1
 
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, end: End | None = None) -> Any:
+        """Return the stream after `f` for each of `layers` in turn, by one scan, or what `end` makes of it."""
+        return ended(end, in_turn(f, layers, x, rows, self), self)
+
     def map(
         self,
         f: Callable[..., Any],
@@ -216,3 +253,18 @@ class Unsharded:
 
 
 UNSHARDED = Unsharded()
+
+
+def in_turn(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
+    """Return the stream after `f` for each of `layers`, stacked on their leading axis, by one scan."""
+    import jax
+
+    def body(x: Any, layer: Any) -> tuple[Any, None]:
+        return f(x, layer, rows, shard), None
+
+    return jax.lax.scan(body, x, layers)[0]
+
+
+def ended(end: End | None, x: Any, shard: Shard) -> Any:
+    """Return what an end makes of the stream; the stream itself without one."""
+    return x if end is None else end.f(end.parameters, x, end.rows, shard)

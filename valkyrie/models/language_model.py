@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Axis, Shard
+from valkyrie.axes import UNSHARDED, Axis, End, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.layers import Boundaries, Checkpoint, LayerNorm, PlainRMSNorm, RMSNorm, dropout, normal, parameter
 from valkyrie.models.stack import Boundary, Layer, Residual, Stack
@@ -161,23 +161,55 @@ class LanguageModel(nnx.Module):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
-    ) -> Float[Array, "batch seq embed"]:
-        """Return the residual stream after the last block; `key` turns dropout on."""
+        end: End | None = None,
+    ) -> Any:
+        """Return the residual stream after the last block, or what `end` makes of it; `key` turns dropout on."""
 
-        def run(x: Array, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Array:
-            for i, block in enumerate(group.blocks):
-                x = block(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
-            return x
+        def run(x: Array, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Array:
+            def blocks(x: Array, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Array:
+                for i, block in enumerate(group.blocks):
+                    x = block(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
+                return x
 
-        run = checkpoint(run)
+            return checkpoint(blocks)(x, layer[0], boundaries, layer[1])
+
         for i, group in enumerate(self.segments):
-            keys = repeat_keys(key, i, group)
-
-            def body(x: Array, scanned: tuple[BlockGroup, Array | None]) -> tuple[Array, None]:
-                return run(x, scanned[0], boundaries, scanned[1]), None
-
-            x, _ = jax.lax.scan(body, x, (group, keys))
+            last = end if i == self.count - 1 else None
+            x = shard.repeat(run, (group, repeat_keys(key, i, group)), x, boundaries, last)
         return x
+
+    def losses(
+        self,
+        x: Float[Array, "batch seq embed"],
+        boundaries: Boundaries,
+        targets: Int[Array, "batch seq"],
+        weights: Float[Array, "batch seq"],
+        *,
+        shard: Shard = UNSHARDED,
+        checkpoint: Checkpoint = lambda block: block,
+        key: Array | None = None,
+    ) -> Losses:
+        """Return the loss sums of what `embed` returned: `head_loss` after `blocks`."""
+        graph, own, others = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
+
+        def f(own: Any, x: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[tuple[Array, ...], Array]:
+            model = nnx.merge(graph, own, others)
+            losses = model.head_loss(model.leaving(x), *rows, shard=shard)
+            return losses[:-1], losses.per_token
+
+        end = End(f, own, (targets, weights))
+        sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, end=end)
+        objective, loss, weight = sums
+        return Losses(objective, loss, weight, per_token)
+
+    def leaving(self, stream: Any) -> Float[Array, "batch seq embed"]:
+        """Return what the head reads of what leaves the last block."""
+        return stream
+
+    @property
+    def head_parameters(self) -> set[str]:
+        """The names of what `leaving` and `head_loss` use."""
+        return {"norm", "embedding" if self.config.tie_embeddings else "unembedding"}
 
     def head_loss(
         self,

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Shard
+from valkyrie.axes import UNSHARDED, End, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, repeat_keys
 from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
@@ -104,12 +104,13 @@ class NanochatModel(LanguageModel):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
-    ) -> Float[Array, "batch seq embed"]:
-        """Return the residual stream after the last block and the backout."""
+        end: End | None = None,
+    ) -> Any:
+        """Return the residual stream after the last block and the backout, or what `end` makes of it."""
         first = shard(self._smeared(x, _before(x, boundaries), shard), "batch", "seq", "embed")
 
         def run(
-            x: Array, first: Array, group: Any, boundaries: Boundaries, key: Array | None, at: int | None
+            shard: Shard, at: int | None, x: Array, first: Array, group: Any, boundaries: Boundaries, key: Array | None
         ) -> tuple[Array, Array | None]:
             middle = None
             for i, block in enumerate(group.blocks):
@@ -118,23 +119,34 @@ class NanochatModel(LanguageModel):
                 middle = x if i == at else middle
             return x, middle
 
-        x, middle = first, jnp.zeros_like(first)
+        stream: Any = first, jnp.zeros_like(first)
         for i, group in enumerate(self.segments):
             at, keys = self._middle(i), repeat_keys(key, i, group)
-            wrapped = checkpoint(partial(run, at=at.block))
 
             def body(
                 carry: tuple[Array, Array],
-                scanned: tuple[BlockGroup, Array | None, Array],
-                wrapped: Any = wrapped,
+                layer: tuple[BlockGroup, Array | None, Array],
+                rows: tuple[Boundaries, Array],
+                shard: Shard,
                 at: _Middle = at,
-            ) -> tuple[tuple[Array, Array], None]:
-                group, key, repeat = scanned
-                x, new = wrapped(carry[0], first, group, boundaries, key)
-                return (x, carry[1] if new is None else jnp.where(repeat == at.repeat, new, carry[1])), None
+            ) -> tuple[Array, Array]:
+                (x, middle), (group, key, repeat), (boundaries, first) = carry, layer, rows
+                x, new = checkpoint(partial(run, shard, at.block))(x, first, group, boundaries, key)
+                return x, middle if new is None else jnp.where(repeat == at.repeat, new, middle)
 
-            (x, middle), _ = jax.lax.scan(body, (x, middle), (group, keys, jnp.arange(at.repeats)))
-        return self._backed_out(x, middle)
+            layers = (group, keys, jnp.arange(at.repeats))
+            last = end if i == self.count - 1 else None
+            stream = shard.repeat(body, layers, stream, (boundaries, first), last)
+        return stream if end is not None else self.leaving(stream)
+
+    def leaving(self, stream: tuple[Array, Array]) -> Float[Array, "batch seq embed"]:
+        """Return what the head reads: the last residual stream without some of that of the middle."""
+        return self._backed_out(*stream)
+
+    @property
+    def head_parameters(self) -> set[str]:
+        """The names of what `leaving` and `head_loss` use."""
+        return super().head_parameters | {"backout_scale"}
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the state of generation before the first token: that of the blocks, and the embedding before."""

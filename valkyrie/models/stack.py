@@ -254,7 +254,8 @@ class Stack:
         axes = {**SHARED_AXES, "embed": "the residual stream", "vocab": "rows of the token embedding"}
         for block in blocks:
             axes |= block.axes
-        return Arrays(axes, parameters, activations, {a: b for block in blocks for a, b in block.follows.items()})
+        follows = {a: b for block in blocks for a, b in block.follows.items()}
+        return Arrays(axes, parameters, activations, follows, tuple(repeats for _, repeats in self.segments()))
 
     def parameter_count(self) -> int:
         """Return how many numbers the model learns."""

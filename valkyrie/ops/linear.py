@@ -99,7 +99,7 @@ def lookup(
 
     @jax.custom_vjp
     def rows(table: Array, tokens: Array) -> Array:
-        return shard.computed(table.astype(numerics.compute), *axes)[tokens]
+        return shard.looked_up(table.astype(numerics.compute), *axes)[tokens]
 
     def forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
         return rows(table, tokens), (table, tokens)

@@ -12,8 +12,9 @@ from valkyrie.parallel.mesh import MeshConfig, resized
 from valkyrie.parallel.partition import Memory, PartitionConfig, Rules, resolve_rules, roles
 from valkyrie.parallel.problems import Nearest, Problem, layout_problems
 from valkyrie.parallel.remat import EVERYTHING, RematConfig
+from valkyrie.parallel.schedule import Pipeline
 
-ROLES = ("DP", "FSDP", "MP1", "MP2", "SP")
+ROLES = ("DP", "FSDP", "MP1", "MP2", "SP", "PP")
 """The kinds of roles that a mesh axis of more than one device may have in a legal layout."""
 
 
@@ -41,6 +42,8 @@ class Layout:
         for memory, word in ((self.partition.parameter_memory, "params"), (self.partition.optimizer_memory, "optim")):
             if memory is Memory.host:
                 parts.append(f"{word}_on_host")
+        if self.pipeline is not None and self.pipeline.label:
+            parts.append(self.pipeline.label)
         if self.microbatches > 1:
             parts.append(f"mb{self.microbatches}")
         if self.remat.label != EVERYTHING.name:
@@ -78,6 +81,27 @@ class Layout:
         axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *sizes]))
         return hashlib.sha256(repr(fused(axes, sizes, rules)).encode()).hexdigest()[:8]
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline that the mesh axis which splits `layers` makes; None where there is none."""
+        axis = next((axis for axis in self.parameters.get(LAYERS, ()) if self.mesh.axes[axis] > 1), None)
+        if axis is None:
+            return None
+        partition = self.partition
+        return Pipeline(axis, self.mesh.axes[axis], self.microbatches, partition.schedule, partition.rounds)
+
+    @property
+    def accumulated(self) -> int:
+        """Over how many parts of the batch a step adds gradients up: a pipeline takes its microbatches all at once."""
+        return self.microbatches if self.pipeline is None else 1
+
+    @property
+    def in_stage(self) -> Layout:
+        """The layout of what one stage of the pipeline works on: its own layers, of its microbatches all rows."""
+        batch = tuple(axis for axis in self.activations[BATCH] if axis not in self.parameters[LAYERS])
+        parameters, activations = {**self.parameters, LAYERS: ()}, {**self.activations, BATCH: batch}
+        return replace(self, parameters=parameters, activations=activations)
+
     def describe_roles(self) -> str:
         """Return the roles line: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
         return " · ".join(f"{axis}={self.mesh.axes[axis]} {role}" for axis, role in self.roles.items())
@@ -93,9 +117,10 @@ class Layout:
     def computed(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes of a parameter while it is used: those it rests on, less the ones that split data.
 
-        A fully sharded parameter is thus gathered for its product, and its gradient scattered back.
+        A fully sharded parameter is thus gathered for its product, and its gradient scattered back. A stage keeps its
+        layers.
         """
-        data = {*self.activations[BATCH], *self.activations[SEQ]}
+        data = {*self.activations[BATCH], *self.activations[SEQ]} - {*self.parameters.get(LAYERS, ())}
         return tuple(tuple(m for m in entry if m not in data) for entry in self.stored(axes))
 
     def activation(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
@@ -196,6 +221,9 @@ def derive_layout(
 ) -> tuple[Layout, list[str]]:
     """Return the layout that a partition's rules make of a mesh, legal or not, and every problem of the rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
+    stages = parameters.get(LAYERS, ())
+    if stages:  # outside the stacked layers, stages share the rows of the batch: each has those of its own
+        activations[BATCH] = tuple(dict.fromkeys((*stages, *activations[BATCH])))
     layout = Layout(mesh, partition, parameters, activations, microbatches, remat)
     return (layout if problems else _following(layout, arrays)), problems
 

@@ -45,6 +45,15 @@ class GradientSum(Enum):
     all_to_all = "all_to_all"
 
 
+PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})
+"""In what order the stages of a pipeline take microbatches.
+
+`gpipe`: all forward, then all backward (arXiv 1811.06965). `1f1b`: each goes back as soon as it has reached the end, so
+that inputs of a few are kept, not of all (arXiv 1806.03377). `circular`: as gpipe, but a stage holds `rounds` stretches
+of layers and microbatches go round as often: 1 / `rounds` of the bubble (arXiv 2104.04473).
+"""
+
+
 @dataclass
 class PartitionConfig:
     """A partition: for parameters and for activations, the mesh axes of every logical axis.
@@ -54,7 +63,8 @@ class PartitionConfig:
     that have that axis. `roles` gives names to mesh axes; rules may use them, and the axis names of a launch
     environment take their place.
     `zero1` splits optimizer state over the data axes too; `gradient_sum` says how split gradients are summed;
-    `parameter_memory` and `optimizer_memory` may be `host`.
+    `parameter_memory` and `optimizer_memory` may be `host`. A mesh axis that splits `layers` is a pipeline: `schedule`
+    is its order, and `rounds` in how many stretches a stage holds its layers under `schedule: circular`.
     """
 
     name: str = "dp"
@@ -66,6 +76,8 @@ class PartitionConfig:
     gradient_sum: GradientSum = GradientSum.auto
     parameter_memory: Memory = Memory.device
     optimizer_memory: Memory = Memory.device
+    schedule: PipelineSchedule = PipelineSchedule.gpipe
+    rounds: int = 1
 
 
 def resolve_rules(
@@ -154,7 +166,7 @@ def _mesh_hint(axis: str) -> str:
 
 
 def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, str]:
-    """Return the role of every mesh axis: DP, FSDP, MP1, MP2, SP, `idle`, or `unused` when it has size 1."""
+    """Return the role of every mesh axis: DP, FSDP, MP1, MP2, SP, PP, `idle`, or `unused` when it has size 1."""
     roles = {}
     for axis, size in mesh.axes.items():
         split = [logical for logical, axes in parameters.items() if axis in axes]
@@ -162,6 +174,8 @@ def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, 
         sequence = axis in activations.get("seq", ())
         if size == 1:
             roles[axis] = "unused"
+        elif LAYERS in split:
+            roles[axis] = f"PP({','.join(split)})"
         elif data and split:
             roles[axis] = f"FSDP({','.join(['batch', *split])})"
         elif data:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from valkyrie.axes import BATCH, SEQ, Arrays, Tensor
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Tensor
 
 if TYPE_CHECKING:
     from valkyrie.parallel.layout import Layout
@@ -93,7 +93,65 @@ def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> lis
         for axis, role in layout.roles.items()
         if role == "idle"
     ]
-    return [*_spent_twice(layout, arrays), *_indivisible(layout, arrays), *_batch_problems(layout, batch, seq), *idle]
+    of_axes = _pipeline_problems(layout, arrays) or _spent_twice(layout, arrays)
+    return [*of_axes, *_indivisible(layout, arrays), *_batch_problems(layout, batch, seq), *idle]
+
+
+def _pipeline_problems(layout: Layout, arrays: Arrays) -> list[Problem]:
+    """Return why the stages of a pipeline, and the schedule asked for, do not go with the model and the partition."""
+    pipeline, partition = layout.pipeline, layout.partition
+    name, schedule, rounds = f"partition={partition.name}", partition.schedule.value, partition.rounds
+    if pipeline is None:
+        return []
+    problems = []
+    if several := [axis for axis in layout.parameters[LAYERS] if layout.mesh.axes[axis] > 1][1:]:
+        also = layout.sizes(several)
+        problems.append(f"{name} puts layers on {pipeline.where} and on {also}: a pipeline lies on one axis. Use one.")
+    for kind, rules, own in (("parameters", layout.parameters, LAYERS), ("activations", layout.activations, BATCH)):
+        if others := [logical for logical, axes in rules.items() if pipeline.axis in axes and logical != own]:
+            problems.append(
+                f"{name} puts {kind}.{', '.join(others)} on {pipeline.where}, which holds the stages of a pipeline "
+                f"(parameters.layers). Give {'them' if len(others) > 1 else 'it'} another axis."
+            )
+    if not arrays.stacked:
+        problems.append(
+            f"{name} puts layers on {pipeline.where}, and this model has no stack of equal layers to make stages of: "
+            f"it passes its few layers again and again. Use a mesh with {pipeline.axis}=1, or another partition."
+        )
+    if rounds < 1 or (rounds == 1) == (schedule == "circular"):
+        use = "partition.rounds=2" if schedule == "circular" else "partition.rounds=1, or partition.schedule=circular"
+        holds = "a stage holds 2 or more stretches of layers" if schedule == "circular" else "a stage holds one stretch"
+        problems.append(f"partition.rounds={rounds}: under schedule={schedule} {holds}. Use {use}.")
+    elif schedule == "circular" and pipeline.microbatches < pipeline.stages:
+        problems.append(
+            f"microbatches={pipeline.microbatches}: under schedule=circular the first stage begins the next round "
+            f"when the last one has ended, which takes {pipeline.stages} ({pipeline.where}). Use "
+            f"microbatches={pipeline.stages}, or partition.schedule=gpipe."
+        )
+    if schedule == "1f1b" and len(arrays.stacked) > 1:
+        problems.append(
+            f"{name} with schedule=1f1b: this model has {len(arrays.stacked)} stacks of equal layers one after the "
+            "other, and a microbatch comes back as soon as it has passed one. Use partition.schedule=gpipe."
+        )
+    if schedule == "1f1b" and (layout.remat.save or layout.remat.offload):
+        problems.append(
+            f"remat={layout.remat.label}: under schedule=1f1b layers are made again from their inputs: nothing else is "
+            "kept. Use remat=full, or partition.schedule=gpipe."
+        )
+    parts = pipeline.stages * rounds
+    of_layers = [
+        Problem(
+            f"{name} with schedule=circular makes {parts} stretches ({pipeline.where} times rounds={rounds}) of "
+            f"layers ({repeats}): {repeats} is not divisible by {parts}.",
+            "model.layers",
+            repeats,
+            parts,
+            (pipeline.axis,),
+        )
+        for repeats in dict.fromkeys(arrays.stacked)
+        if rounds > 1 and schedule == "circular" and repeats % pipeline.stages == 0 and repeats % parts
+    ]
+    return [Problem(text) for text in problems] + of_layers
 
 
 def _split(layout: Layout, arrays: Arrays) -> Iterator[tuple[list[str], Tensor, tuple[tuple[str, ...], ...]]]:
@@ -142,11 +200,15 @@ def _indivisible(layout: Layout, arrays: Arrays) -> list[Problem]:
 
 def _batch_problems(layout: Layout, batch: int, seq: int) -> list[Problem]:
     problems, name = [], layout.partition.name
-    rows = layout.shards(BATCH) * layout.microbatches
+    pipeline = layout.pipeline
+    own = layout.microbatches if pipeline is None else pipeline.rows // pipeline.stages
+    rows = layout.shards(BATCH) * own
     if batch % rows:
         split = [axis for axis in layout.activations[BATCH] if layout.mesh.axes[axis] > 1]
         over = layout.sizes(split) or "one shard"
         also = f" times microbatches={layout.microbatches}" if layout.microbatches > 1 else ""
+        if pipeline is not None:
+            also = f", and each of microbatches={layout.microbatches} over all but {pipeline.axis}"
         statement = f"batch={batch} is not divisible by {rows}: partition={name} splits it over {over}{also}."
         problems.append(Problem(statement, BATCH, batch, rows))
     parts = layout.shards(SEQ)

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, SEQ, Axis, Placed
+from valkyrie.axes import BATCH, SEQ, Axis, End, Placed, Repeated, ended, in_turn
+from valkyrie.parallel.alternating import alternating
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
+from valkyrie.parallel.pipeline import pipelined
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -32,7 +34,7 @@ class MeshShard:
         self.layout = layout
         self.mesh = mesh
         self.backend = backend
-        asked = layout.partition.gradient_sum
+        self._gradient_sum, asked = gradient_sum, layout.partition.gradient_sum
         self._sends_parts = (gradient_sum if asked is GradientSum.auto else asked) is GradientSum.all_to_all
 
     def sharding(self, split: Sequence[tuple[str, ...]], memory_kind: str | None = None) -> NamedSharding:
@@ -46,6 +48,16 @@ class MeshShard:
     def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter as it lies during its product: gathered over the axes that split data."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.computed(axes)))
+
+    def looked_up(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Return a parameter as it lies while rows of it are looked up: whole within a stage of a pipeline.
+
+        XLA's partitioner ends the process (`partition_group_list.num_replica_groups()`) where a look-up in a split
+        table stands in a region that is manual over another axis, and the table is split over two (JAX 0.10, 0.12).
+        """
+        if not _manual_axes(self.mesh):
+            return self.computed(x, *axes)
+        return jax.lax.with_sharding_constraint(x, self.sharding([()] * x.ndim))
 
     def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter, or its gradient, as it rests between steps."""
@@ -99,6 +111,20 @@ class MeshShard:
         """Return into how many shards a logical axis of activations is split."""
         return self.layout.shards(axis)
 
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, end: End | None = None) -> Any:
+        """Return the stream after `f` for each of `layers`: by one scan, or by a pipeline where they lie on an axis."""
+        pipeline = self.layout.pipeline
+        if pipeline is None:
+            return ended(end, in_turn(f, layers, x, rows, self), self)
+        if end is not None and pipeline.alternates:
+            return alternating(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, end)
+        return ended(end, pipelined(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
+
+    def _in_stage(self) -> MeshShard:
+        """Return the `Shard` of one stage: of the other axes alone. Inside `jax.shard_map` over the pipeline's axis."""
+        mesh = jax.sharding.get_abstract_mesh()
+        return MeshShard(self.layout.in_stage, mesh, self.backend, self._gradient_sum)
+
     def map(
         self,
         f: Callable[..., Any],
@@ -118,7 +144,20 @@ class MeshShard:
         if checked is None:
             # JAX's own kernels do not declare along which axes their results vary, so the check cannot pass on a TPU.
             checked = (self.backend or jax.default_backend()) != "tpu"
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked)  # pyright: ignore[reportArgumentType]
+        manual = _manual_axes(self.mesh)
+        return jax.shard_map(
+            f,
+            mesh=self.mesh,  # pyright: ignore[reportArgumentType] - both kinds of mesh serve
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={axis for axis in self.mesh.axis_names if axis not in manual},
+            check_vma=checked,
+        )
+
+
+def _manual_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """Return the axes along which each device runs the code itself: that of the pipeline, within a stage."""
+    return mesh.manual_axes if isinstance(mesh, jax.sharding.AbstractMesh) else ()
 
 
 def _scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

@@ -80,7 +80,7 @@ def _sent_for_data(run: Run) -> int | None:
     microbatch, gradients summed after it.
     """
     layout, policy = run.layout, run.config.precision
-    if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP")):
+    if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
         return None
     gathered, summed = (jnp.dtype(kind.value).itemsize for kind in (policy.compute, policy.reduction))
     shards, total = layout.shards(BATCH), 0.0

@@ -34,8 +34,8 @@ def token_losses(
     """Return the loss sums of a batch (`tokens`, `targets`, `segment_ids`, `weights`: batch by seq)."""
     x = module.embed(batch["tokens"], shard=shard)
     boundaries = module.boundaries(batch["segment_ids"], batch["tokens"])
-    x = module.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key)
-    return module.head_loss(x, batch["targets"], batch["weights"], shard=shard)
+    targets = batch["targets"], batch["weights"]
+    return module.losses(x, boundaries, *targets, shard=shard, checkpoint=checkpoint, key=key)
 
 
 class Task:

@@ -108,7 +108,7 @@ def expected_memory(run: Run, abstract_state: Any) -> ExpectedMemory:
     optimizer_here = layout.partition.optimizer_memory is Memory.device
     return ExpectedMemory(
         parameters=parameters if parameters_here else 0,
-        gradients=(gradients := min(parameters, reduced) + (added if layout.microbatches > 1 else 0)),
+        gradients=(gradients := min(parameters, reduced) + (added if layout.accumulated > 1 else 0)),
         optimizer=_local_bytes(abstract_state.optimizer) if optimizer_here else 0,
         average=_local_bytes(abstract_state.ema) if parameters_here else 0,
         activations=activation_bytes(run, gradients, kept_bytes(run, layout)),

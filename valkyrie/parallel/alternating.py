@@ -1,0 +1,272 @@
+"""A pipeline whose stages take forward and backward turn about (1F1B), for a step that is differentiated.
+
+Losses and gradients come out of one scan over turns, so that a microbatch goes back as soon as it has reached the end:
+a stage keeps the inputs of its layers for a few microbatches, however many there are (arXiv 1806.03377).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from valkyrie.axes import BATCH, End, Repeated, Shard
+from valkyrie.parallel.pipeline import InStage, at, chosen, drawn, pipelined, placed, put
+from valkyrie.parallel.schedule import Pipeline
+from valkyrie.precision import ACCUMULATED
+
+
+def alternating(
+    pipeline: Pipeline,
+    mesh: Any,
+    in_stage: InStage,
+    shard: Shard,
+    f: Repeated,
+    layers: Any,
+    x: Any,
+    rows: Any,
+    end: End,
+) -> Any:
+    """Return what `end` makes of the stream after `f` for each of `layers`, as `Shard.repeat` does.
+
+    Its gradient is that of the first of its sums, whatever the cotangents of the others. Where nothing is
+    differentiated it is what a GPipe pipeline returns.
+    """
+    leaves, structure = jax.tree.flatten((layers, x, rows, end.parameters, end.rows))
+
+    @jax.custom_vjp
+    def ended(*leaves: Any) -> Any:
+        layers, x, rows, parameters, of_end = jax.tree.unflatten(structure, leaves)
+        return end.f(parameters, pipelined(pipeline, mesh, in_stage, f, layers, x, rows), of_end, shard)
+
+    def forward(*primals: Any) -> tuple[Any, Any]:
+        moves = jax.tree.unflatten(structure, [primal.perturbed for primal in primals])
+        arguments = jax.tree.unflatten(structure, [primal.value for primal in primals])
+        stage = _Stage(pipeline, in_stage, f, end, jax.tree.leaves(moves[2]))
+        along, everywhere = PartitionSpec(pipeline.axis), PartitionSpec()
+        run = jax.shard_map(
+            stage.run,
+            mesh=mesh,
+            in_specs=(along, along, along, everywhere, along),
+            out_specs=((everywhere, along), (along, along, along, everywhere)),
+            axis_names={pipeline.axis},
+            check_vma=False,
+        )
+        return run(*arguments)
+
+    def backward(gradients: Any, cotangents: Any) -> Any:
+        by = jax.tree.leaves(cotangents)[0]
+        of_all = [g for tree in gradients for g in tree] + [None] * len(jax.tree.leaves(end.rows))
+        scaled = zip(of_all, leaves, strict=True)
+        return tuple(None if g is None else (by.astype(g.dtype) * g).astype(leaf.dtype) for g, leaf in scaled)
+
+    ended.defvjp(forward, backward, symbolic_zeros=True)
+    return ended(*leaves)
+
+
+class _Turns(NamedTuple):
+    """What a stage has between turns: what it works on, what came from its neighbours, and the sums so far.
+
+    `waiting` is the stream of every microbatch before the first layer, and on the first stage, where a microbatch has
+    come back, its gradient; `kept` are inputs of layers, by microbatch.
+    """
+
+    waiting: Any
+    received: Any
+    returned: Any
+    kept: Any
+    layers: list[jax.Array]
+    rows: list[jax.Array]
+    end: Any
+    sums: Any
+
+
+class _Stage:
+    """What one stage does, inside `jax.shard_map`: microbatch t - s forward in its turn t, t - 2 (stages - 1) + s back.
+
+    The last stage thus takes a microbatch back in the turn in which it went forward. In the first stages - 1 turns
+    nothing can go back and in the last as many nothing is left to go forward: those are half turns.
+    """
+
+    def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, end: End, moves: list[bool]) -> None:
+        """`moves` says which leaves of the rows have a gradient."""
+        self._pipeline, self._in_stage, self._f, self._end, self._moves = pipeline, in_stage, f, end, moves
+
+    def run(self, layers: Any, x: Any, rows: Any, parameters: Any, of_end: Any) -> tuple[Any, Any]:
+        """Return the values of `end`, and the gradients of layers, stream, rows and the parameters of `end`."""
+        pipeline = self._pipeline
+        stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
+        self._shard, self._place = self._in_stage(), jax.lax.axis_index(axis)
+        self._layers, self._parameters = layers, parameters
+        self._of_end = jax.tree.map(self._apart, of_end)
+        self._rows = jax.tree.map(self._gathered, jax.tree.map(self._apart, rows))
+        turns = self._start(jax.tree.map(self._gathered, jax.tree.map(self._apart, x)))
+        turns, _ = jax.lax.scan(lambda turns, t: (self._forward(turns, t)[0], None), turns, jnp.arange(stages - 1))
+        turns, by_row = jax.lax.scan(self._turn, turns, jnp.arange(stages - 1, stages - 1 + count))
+        none, rest = _zeros(turns.returned), jnp.arange(stages - 1 + count, pipeline.turns)
+        turns, _ = jax.lax.scan(lambda turns, t: (self._backward(turns, none, t), None), turns, rest)
+        first = self._place == 0
+        of_stream = [self._scattered(jnp.where(first, g, 0)) for g in jax.tree.leaves(turns.waiting)]
+        moved = iter(turns.rows)
+        of_rows = [self._scattered(next(moved)) if moves else None for moves in self._moves]
+        grown = iter(turns.layers)
+        of_layers = [next(grown) if _is_learned(leaf) else None for leaf in jax.tree.leaves(layers)]
+        of_parameters = jax.lax.psum(jax.tree.leaves(turns.end), axis)
+        values = jax.lax.psum(turns.sums, axis), jax.tree.map(self._joined, by_row)
+        return values, (of_layers, of_stream, of_rows, of_parameters)
+
+    def _start(self, waiting: Any) -> _Turns:
+        """Return what there is before the first turn."""
+        pipeline, stream = self._pipeline, _zeros(at(waiting, 0))
+        repeats = jax.tree.leaves(self._layers)[0].shape[0]
+        kept = jax.tree.map(lambda x: jnp.zeros((pipeline.kept, repeats, *x.shape), x.dtype), stream)
+        own, shapes = jax.tree.map(self._split, stream), jax.eval_shape
+        sums, _ = shapes(lambda p, h, r: self._end.f(p, h, r, self._shard), self._parameters, own, at(self._of_end, 0))
+        learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_learned(leaf)]
+        return _Turns(
+            waiting,
+            stream,
+            stream,
+            kept,
+            _sums_of(learned),
+            _sums_of(self._moving(self._rows)),
+            _sums_of(self._parameters),
+            _zeros(sums),
+        )
+
+    def _turn(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
+        """Return what there is after a whole turn, and what `end` says of each row of its microbatch."""
+        turns, leaving = self._forward(turns, t)
+        number = t - (self._pipeline.stages - 1)
+        last = self._place == self._pipeline.stages - 1
+        own = jax.tree.map(lambda x: self._split(jnp.where(last, x, 0)), leaving)
+
+        def end(parameters: Any, x: Any) -> Any:
+            return self._end.f(parameters, x, at(self._of_end, number), self._shard)
+
+        (sums, by_row), back = jax.vjp(end, self._parameters, own)
+        (first, *others), structure = jax.tree.flatten((sums, by_row))
+        of_parameters, g = back(jax.tree.unflatten(structure, [jnp.ones_like(first), *map(jnp.zeros_like, others)]))
+        turns = turns._replace(end=_added(turns.end, of_parameters), sums=_added(turns.sums, sums))
+        return self._backward(turns, jax.tree.map(self._merged, g), t), by_row
+
+    def _forward(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
+        """Return what there is after a microbatch went forward, and the stream that leaves this stage."""
+        number = t - self._place
+        microbatch, valid = self._clipped(number)
+        rows = at(self._rows, microbatch)
+
+        def body(x: Any, layer: Any) -> tuple[Any, Any]:
+            return self._f(x, layer, rows, self._shard), x
+
+        entering = chosen(self._place == 0, at(turns.waiting, microbatch), turns.received)
+        leaving, inputs = jax.lax.scan(body, entering, drawn(self._layers, microbatch))
+        kept = put(turns.kept, inputs, microbatch % self._pipeline.kept, valid)
+        return turns._replace(kept=kept, received=self._sent(leaving, 1)), leaving
+
+    def _backward(self, turns: _Turns, ended: Any, t: jax.Array) -> _Turns:
+        """Return what there is after a microbatch went back; `ended` is its gradient at the end, on the last stage."""
+        stages = self._pipeline.stages
+        number = t - 2 * (stages - 1) + self._place
+        microbatch, valid = self._clipped(number)
+        rows = at(self._rows, microbatch)
+        moving, rows_of = self._moving(rows), self._rows_with(rows)
+
+        def body(carry: tuple[Any, Any], scanned: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
+            (g, of_rows), (layer, x) = carry, scanned
+            leaves, structure = jax.tree.flatten(layer)
+
+            def repeated(x: Any, learned: list[jax.Array], moving: list[jax.Array]) -> Any:
+                fresh = iter(learned)
+                whole = [next(fresh) if _is_learned(leaf) else leaf for leaf in leaves]
+                return self._f(x, jax.tree.unflatten(structure, whole), rows_of(moving), self._shard)
+
+            _, back = jax.vjp(repeated, x, [leaf for leaf in leaves if _is_learned(leaf)], moving)
+            g, of_layer, more = back(g)
+            return (g, _added(of_rows, more)), of_layer
+
+        g = chosen(self._place == stages - 1, ended, turns.returned)
+        kept = at(turns.kept, microbatch % self._pipeline.kept)
+        start, scanned = (g, _sums_of(moving)), (drawn(self._layers, microbatch), kept)
+        (g, of_rows), of_layers = jax.lax.scan(body, start, scanned, reverse=True)
+        so_far = at(turns.rows, microbatch)
+        return turns._replace(
+            waiting=put(turns.waiting, g, microbatch, valid & (self._place == 0)),
+            returned=self._sent(g, -1),
+            layers=_added(turns.layers, of_layers, valid),
+            rows=put(turns.rows, _added(so_far, of_rows), microbatch, valid),
+        )
+
+    def _clipped(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return a microbatch that there is, and whether it is the one of this number."""
+        microbatch = jnp.clip(number, 0, self._pipeline.microbatches - 1)
+        return microbatch, microbatch == number
+
+    def _sent(self, tree: Any, by: int) -> Any:
+        """Return what the neighbour sent that stands `by` stages before; zeros where there is none."""
+        stages = range(self._pipeline.stages)
+        pairs = [(stage, stage + by) for stage in stages if stage + by in stages]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self._pipeline.axis, pairs), tree)
+
+    def _moving(self, rows: Any) -> list[jax.Array]:
+        return [leaf for leaf, moves in zip(jax.tree.leaves(rows), self._moves, strict=True) if moves]
+
+    def _rows_with(self, rows: Any) -> Any:
+        """Return the function that puts other leaves in the place of those with a gradient."""
+        leaves, structure = jax.tree.flatten(rows)
+
+        def rows_with(moving: list[jax.Array]) -> Any:
+            fresh = iter(moving)
+            both = zip(leaves, self._moves, strict=True)
+            return jax.tree.unflatten(structure, [next(fresh) if moves else leaf for leaf, moves in both])
+
+        return rows_with
+
+    def _apart(self, x: jax.Array) -> jax.Array:
+        """(rows of a stage, ...) as (microbatch, its rows of them, ...): devices of other axes have some of each."""
+        parts, count = self._shard.size(BATCH), self._pipeline.microbatches
+        apart = x.reshape(parts, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
+        return placed(self._shard, apart, 1)
+
+    def _joined(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_apart`."""
+        parts, count = self._shard.size(BATCH), self._pipeline.microbatches
+        return x.reshape(count, parts, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        """(microbatch, rows of one stage, ...) as (microbatch, rows of all, ...) on every stage."""
+        return jax.vmap(self._merged)(x)
+
+    def _merged(self, x: jax.Array) -> jax.Array:
+        """A microbatch's rows of each stage as all of its rows, on every stage; the other axes' devices keep theirs."""
+        parts, shape = self._shard.size(BATCH), x.shape[1:]
+        every = jax.lax.all_gather(x.reshape(parts, -1, *shape), self._pipeline.axis, axis=1)
+        return every.reshape(-1, *shape)
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        """The sum over stages of all rows of a microbatch, of which each keeps its own; the transpose of `_merged`."""
+        every = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
+        return jax.lax.psum_scatter(every, self._pipeline.axis, scatter_dimension=1).reshape(-1, *x.shape[1:])
+
+    def _scattered(self, x: jax.Array) -> jax.Array:
+        """The sum over stages of (microbatch, its rows, ...) as (rows of a stage, ...)."""
+        return self._joined(jax.vmap(self._split)(x))
+
+
+def _is_learned(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+def _sums_of(tree: Any) -> Any:
+    """Return zeros for the gradients of arrays, in the dtype in which those of microbatches are added."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, ACCUMULATED.value), tree)
+
+
+def _added(total: Any, more: Any, valid: jax.Array | bool = True) -> Any:
+    return jax.tree.map(lambda a, b: a + jnp.where(valid, b, 0).astype(a.dtype), total, more)
