@@ -381,14 +381,14 @@ def test_every_candidate_has_its_source_and_known_chips():
 
 
 @needs_libtpu
-@pytest.mark.slow  # compiles for a TPU three times
+@pytest.mark.slow  # compiles for a TPU twice
 @pytest.mark.timeout(600)
 def test_the_compiler_itself_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path))
     candidates = [candidate(GATHERS, False), candidate("xla_no_such_option", 1)]
     tuned = tune(compose_run(*LAYOUT, "mode=tune"), candidates)
-    assert [attempt.verdict for attempt in tuned.attempts[1:]] == [Verdict.no_gain, Verdict.refused]
-    slower, refused = tuned.attempts[1:]
+    refused, slower = tuned.attempts[1:]  # the chip's defaults come last
+    assert (refused.verdict, slower.verdict) == (Verdict.refused, Verdict.no_gain)
     assert slower.change is not None and slower.change > 0.02
     assert refused.reason is not None and "has no option of this name" in refused.reason
     assert all(a.cached for a in tune(compose_run(*LAYOUT, "mode=tune"), candidates[:1]).attempts)
