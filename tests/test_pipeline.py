@@ -10,13 +10,20 @@ from helpers import (
     assert_same_steps,
     compose_config,
     initial_state,
+    make_program,
     reference,
     small,
     small_run,
     stirred,
     two_steps,
 )
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.hlo import parse
+from valkyrie.parallel.partition import PipelineSchedule
+from valkyrie.parallel.pipeline import SENT_ON
+from valkyrie.parallel.schedule import Pipeline
 from valkyrie.run import Run
+from valkyrie.train.program import serialised_module
 
 ALTERNATING = ("partition.schedule=1f1b", "remat=full")
 CIRCULAR = ("partition.schedule=circular", "partition.rounds=2")
@@ -86,6 +93,78 @@ def test_forward_and_backward_turn_about_make_the_same_steps(
     model: str, partition: str, mesh: str, overrides: tuple[str, ...]
 ):
     steps_like_one_device(model, partition, mesh, overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sends", "kept"),
+    [
+        pytest.param((), 2 * (8 + 3), 8 + 3, id="gpipe"),
+        pytest.param(ALTERNATING, 2 * (8 + 3), 2 * 4 - 1, id="1f1b", marks=pytest.mark.slow),
+        pytest.param(CIRCULAR, 2 * (2 * 8 + 3), 2 * 8 + 3, id="circular", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_step_sends_as_often_as_the_formula_says(overrides: tuple[str, ...], sends: int, kept: int):
+    asked = ("mesh=1x1x4", "partition=pp", "microbatches=8", "batch=32", "model.layers=8", "seq=16", *overrides)
+    run = small_run("gpt_tiny", *asked)
+    module = parse(serialised_module(make_program(run).compile_step()))
+    uses = [use for use in traffic(module, run.config.mesh.axes) if SENT_ON in use.op_name]
+    assert {(use.kind, use.mesh_axes) for use in uses} == {("collective-permute", ("z",))}
+    pipeline = run.layout.pipeline
+    assert pipeline is not None
+    assert sum(use.calls for use in uses) == pipeline.permutes == sends
+    assert pipeline.kept == kept
+
+
+@pytest.mark.slow
+def test_inputs_of_fewer_microbatches_are_kept_where_forward_and_backward_turn_about():
+    """16 microbatches through 2 stages: gpipe keeps 17 and 1f1b 3, each 32 inputs of (4, 128, 32) float32.
+
+    Beside them gpipe has some whole batches of the stream, about 3.5 of these.
+    """
+    asked = ("mesh=1x1x2", "partition=pp", "microbatches=16", "batch=64", "model.layers=64", "seq=128", "remat=full")
+    needs = []
+    for schedule in ("gpipe", "1f1b"):
+        run = small_run("gpt_tiny", *asked, f"partition.schedule={schedule}")
+        sizes = make_program(run).compile_step().memory_analysis()
+        assert sizes is not None
+        needs.append(sizes.temp_size_in_bytes)
+    inputs = 32 * 4 * 128 * 32 * 4
+    assert needs[0] - needs[1] == pytest.approx((17 - 3) * inputs, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "bubble"),
+    [
+        (Pipeline("z", 4, 8, PipelineSchedule.gpipe, 1), 3 / 8),
+        (Pipeline("z", 4, 8, PipelineSchedule["1f1b"], 1), 3 / 8),
+        (Pipeline("z", 4, 8, PipelineSchedule.circular, 2), 3 / 16),
+    ],
+)
+def test_the_bubble_is_the_idle_share_of_a_stage(pipeline: Pipeline, bubble: float):
+    """A stage works in some turns and waits in the others; a forward takes 1 and a backward 2 of a whole turn's 3."""
+    work = pipeline.rounds * pipeline.microbatches
+    taken = pipeline.forward_turns
+    if pipeline.alternates:
+        half = pipeline.stages - 1
+        assert pipeline.turns == half + pipeline.microbatches + half
+        assert 3 * taken == half * 1 + pipeline.microbatches * 3 + half * 2
+    assert pipeline.bubble == pytest.approx((taken - work) / work) == pytest.approx(bubble)
+
+
+def test_what_is_said_of_a_pipeline():
+    run = small_run("gpt_tiny", "mesh=2x2x2", "partition=pp", "microbatches=2", *CIRCULAR)
+    about = run.about()["pipeline"]
+    assert run.layout.name == "2x2x2-pp-circular2-mb2"
+    assert (about["axis"], about["stages"], about["schedule"], about["rounds"]) == ("z", 2, "circular", 2)
+    assert about["described"] == (
+        "2 stages over z, circular of 2 rounds, microbatches=2: stages wait 25.0% of the time in which they work, send "
+        "10 times a step, and keep inputs of 5 microbatches"
+    )
+    assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
+    assert run.layout.accumulated == 1
+    assert "pipeline" not in small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about()
+    unused = small_run("gpt_tiny", "mesh=2x2x1", "partition=pp", "microbatches=2").layout
+    assert (unused.pipeline, unused.accumulated, unused.roles["z"]) == (None, 2, "unused")
 
 
 REFUSED = {

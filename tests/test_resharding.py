@@ -26,6 +26,7 @@ LAYOUTS = {
     "fsdp_tp": ("mesh=4x2x1", "partition=fsdp_tp"),
     "data_model_fsdp": ("mesh=2x2x2", "partition=data_model_fsdp"),
     "sp": ("mesh=2x2x2", "partition=sp"),
+    "pp_fsdp": ("mesh=2x2x2", "partition=pp_fsdp"),
 }
 MODELS = ("valkyrie_tiny", "gpt_tiny")
 QUICK = {("valkyrie_tiny", "2d_tp_fsdp")}

@@ -193,6 +193,8 @@ class Run:
         """Return what was asked for, and what the layout makes of it; ValueError where that is illegal."""
         layout = self.layout
         derived = {"roles": layout.describe_roles(), "degrees": layout.degrees, "sharding": layout.sharding}
+        if layout.pipeline is not None:
+            derived["pipeline"] = layout.pipeline.record()
         return self.asked() | {"layout": layout.name, **derived}
 
     def values(self) -> dict[str, str]:

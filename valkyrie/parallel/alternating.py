@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from valkyrie.axes import BATCH, End, Repeated, Shard
-from valkyrie.parallel.pipeline import InStage, at, chosen, drawn, pipelined, placed, put
+from valkyrie.parallel.pipeline import (
+    SENT_ON,
+    InStage,
+    at,
+    chosen,
+    drawn,
+    of_every_stage,
+    pipelined,
+    placed,
+    put,
+    sum_for_each_stage,
+)
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATED
 
@@ -208,7 +219,8 @@ class _Stage:
         """Return what the neighbour sent that stands `by` stages before; zeros where there is none."""
         stages = range(self._pipeline.stages)
         pairs = [(stage, stage + by) for stage in stages if stage + by in stages]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self._pipeline.axis, pairs), tree)
+        with jax.named_scope(SENT_ON):
+            return jax.tree.map(lambda x: jax.lax.ppermute(x, self._pipeline.axis, pairs), tree)
 
     def _moving(self, rows: Any) -> list[jax.Array]:
         return [leaf for leaf, moves in zip(jax.tree.leaves(rows), self._moves, strict=True) if moves]
@@ -242,13 +254,15 @@ class _Stage:
     def _merged(self, x: jax.Array) -> jax.Array:
         """A microbatch's rows of each stage as all of its rows, on every stage; the other axes' devices keep theirs."""
         parts, shape = self._shard.size(BATCH), x.shape[1:]
-        every = jax.lax.all_gather(x.reshape(parts, -1, *shape), self._pipeline.axis, axis=1)
-        return every.reshape(-1, *shape)
+        own = placed(self._shard, x.reshape(parts, -1, *shape), 0)
+        every = of_every_stage(self._pipeline, own).swapaxes(0, 1)
+        return placed(self._shard, every, 0).reshape(-1, *shape)
 
     def _split(self, x: jax.Array) -> jax.Array:
         """The sum over stages of all rows of a microbatch, of which each keeps its own; the transpose of `_merged`."""
         every = x.reshape(self._shard.size(BATCH), self._pipeline.stages, -1, *x.shape[1:])
-        return jax.lax.psum_scatter(every, self._pipeline.axis, scatter_dimension=1).reshape(-1, *x.shape[1:])
+        own = sum_for_each_stage(self._pipeline, placed(self._shard, every, 0).swapaxes(0, 1))
+        return placed(self._shard, own, 0).reshape(-1, *x.shape[1:])
 
     def _scattered(self, x: jax.Array) -> jax.Array:
         """The sum over stages of (microbatch, its rows, ...) as (rows of a stage, ...)."""

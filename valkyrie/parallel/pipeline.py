@@ -21,6 +21,9 @@ from valkyrie.axes import BATCH, Repeated, Shard, in_turn
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATED
 
+SENT_ON = "sent_on"
+"""The scope under which a program names the permutes of microbatches from stage to stage."""
+
 InStage = Callable[[], Shard]
 """Returns the `Shard` of what a stage works on; called where the pipeline's axis is manual."""
 
@@ -65,6 +68,25 @@ def pipelined(pipeline: Pipeline, mesh: Any, in_stage: InStage, f: Repeated, lay
     return run(jax.tree.map(_wide, layers), x, rows)
 
 
+def without_copies(f: Repeated) -> Repeated:
+    """Return what a stack repeats so that its backward pass keeps all activations, but no parameter for each turn.
+
+    JAX would keep what a turn makes of parameters, a cast or a placement, as it does activations: once a turn.
+    """
+
+    def of_layer(x: Any, layer: Any, rows: Any, shard: Shard) -> Any:
+        def kept(x: Any, layer: Any, rows: Any) -> Any:
+            return f(x, layer, rows, shard)
+
+        return jax.checkpoint(kept, policy=_is_kept, prevent_cse=False)(x, layer, rows)
+
+    return of_layer
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in ("convert_element_type", "sharding_constraint")
+
+
 def _microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
     """Return arrays (rows of a stage, ...) as (microbatch, its rows, ...) on every stage: they are gathered.
 
@@ -74,8 +96,9 @@ def _microbatches(pipeline: Pipeline, shard: Shard, tree: Any) -> Any:
     parts = shard.size(BATCH)
 
     def of(x: jax.Array) -> jax.Array:
-        every = jax.lax.all_gather(x, pipeline.axis)
-        every = every.reshape(pipeline.stages, parts, -1, *x.shape[1:]).swapaxes(0, 1)
+        every = of_every_stage(pipeline, placed(shard, x, 0))
+        every = every.reshape(pipeline.stages, parts, -1, *x.shape[1:])
+        every = placed(shard, every, 1).swapaxes(0, 1)
         apart = every.reshape(parts, pipeline.microbatches, -1, *x.shape[1:]).swapaxes(0, 1)
         apart = apart.reshape(pipeline.microbatches, -1, *x.shape[1:])
         return placed(shard, apart, 1)
@@ -89,10 +112,29 @@ def _own_rows(pipeline: Pipeline, shard: Shard, tree: Any, has: jax.Array) -> An
 
     def of(x: jax.Array) -> jax.Array:
         apart = jnp.where(has, x, 0).reshape(pipeline.microbatches, parts, -1, *x.shape[2:]).swapaxes(0, 1)
-        every = apart.reshape(parts, pipeline.stages, -1, *x.shape[2:])
-        return jax.lax.psum_scatter(every, pipeline.axis, scatter_dimension=1).reshape(-1, *x.shape[2:])
+        every = placed(shard, apart.reshape(parts, pipeline.stages, -1, *x.shape[2:]), 0)
+        own = sum_for_each_stage(pipeline, every.swapaxes(0, 1))
+        return placed(shard, own, 0).reshape(-1, *x.shape[2:])
 
     return jax.tree.map(of, tree)
+
+
+def of_every_stage(pipeline: Pipeline, x: jax.Array) -> jax.Array:
+    """Return an array of every stage, stacked in their order, on all of them.
+
+    By permutes: within a region that is manual over one axis, XLA's partitioner first gathers the operand of an
+    all-gather or a reduce-scatter over all other axes (experiments/LOG.md).
+    """
+    place, stages = jax.lax.axis_index(pipeline.axis), range(pipeline.stages)
+    behind = [x, *(jax.lax.ppermute(x, pipeline.axis, _pairs(np.roll(stages, -k))) for k in stages[1:])]
+    return jnp.stack([at(jnp.stack(behind), (place - stage) % pipeline.stages) for stage in stages])
+
+
+def sum_for_each_stage(pipeline: Pipeline, parts: jax.Array) -> jax.Array:
+    """Return the sum over stages of this one's part: `parts` has one for each. The transpose of `of_every_stage`."""
+    place, stages = jax.lax.axis_index(pipeline.axis), range(pipeline.stages)
+    ahead = [at(parts, (place + k) % pipeline.stages) for k in stages]
+    return ahead[0] + sum(jax.lax.ppermute(ahead[k], pipeline.axis, _pairs(np.roll(stages, -k))) for k in stages[1:])
 
 
 def _dealt(pipeline: Pipeline, layers: Any, place: jax.Array) -> Any:
@@ -116,10 +158,8 @@ def _dealt(pipeline: Pipeline, layers: Any, place: jax.Array) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(of(jax.random.key_data(x)))
         own = x.reshape(rounds, -1, *x.shape[1:])
-        received = [
-            jax.lax.ppermute(at(own, jnp.asarray(sent[k])[place]), pipeline.axis, _pairs(stretch[k] % stages))
-            for k in range(rounds)
-        ]
+        leaving = [at(own, jnp.asarray(sent[k])[place]) for k in range(rounds)]
+        received = [jax.lax.ppermute(leaving[k], pipeline.axis, _pairs(stretch[k] % stages)) for k in range(rounds)]
         return jnp.stack(received)[jnp.asarray(arrives)[place]]
 
     return jax.tree.map(of, layers)
@@ -128,7 +168,8 @@ def _dealt(pipeline: Pipeline, layers: Any, place: jax.Array) -> Any:
 def _sent(pipeline: Pipeline, tree: Any) -> Any:
     """Return what the stage before sent; the last one sends to the first."""
     pairs = _pairs(np.roll(np.arange(pipeline.stages), -1))
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, pipeline.axis, pairs), tree)
+    with jax.named_scope(SENT_ON):
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, pipeline.axis, pairs), tree)
 
 
 def _pairs(to: Any) -> list[tuple[int, int]]:

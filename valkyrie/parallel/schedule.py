@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from valkyrie.parallel.partition import PipelineSchedule
 
@@ -22,6 +23,20 @@ class Pipeline:
     def where(self) -> str:
         """Its axis with its size, as messages print it: `z=2`."""
         return f"{self.axis}={self.stages}"
+
+    def describe(self) -> str:
+        """Return the pipeline in a few words, as a command prints it."""
+        rounds = f" of {self.rounds} rounds" if self.rounds > 1 else ""
+        return (
+            f"{self.stages} stages over {self.axis}, {self.schedule.value}{rounds}, microbatches={self.microbatches}: "
+            f"stages wait {100 * self.bubble:.1f}% of the time in which they work, send {self.permutes} times a step, "
+            f"and keep inputs of {self.kept} microbatches"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return it as plain values, with what it takes by the formulas."""
+        own = asdict(self) | {"schedule": self.schedule.value}
+        return own | {"bubble": self.bubble, "permutes": self.permutes, "kept": self.kept, "described": self.describe()}
 
     @property
     def label(self) -> str:

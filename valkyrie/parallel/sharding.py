@@ -14,7 +14,7 @@ from valkyrie.axes import BATCH, SEQ, Axis, End, Placed, Repeated, ended, in_tur
 from valkyrie.parallel.alternating import alternating
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
-from valkyrie.parallel.pipeline import pipelined
+from valkyrie.parallel.pipeline import pipelined, without_copies
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -53,7 +53,7 @@ class MeshShard:
         """Return a parameter as it lies while rows of it are looked up: whole within a stage of a pipeline.
 
         XLA's partitioner ends the process (`partition_group_list.num_replica_groups()`) where a look-up in a split
-        table stands in a region that is manual over another axis, and the table is split over two (JAX 0.10, 0.12).
+        table stands in a region that is manual over another axis, and the table is split over two (JAX 0.10.2).
         """
         if not _manual_axes(self.mesh):
             return self.computed(x, *axes)
@@ -118,6 +118,8 @@ class MeshShard:
             return ended(end, in_turn(f, layers, x, rows, self), self)
         if end is not None and pipeline.alternates:
             return alternating(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, end)
+        if self.layout.remat.keeps_everything:
+            f = without_copies(f)
         return ended(end, pipelined(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
 
     def _in_stage(self) -> MeshShard:

@@ -53,6 +53,8 @@ def _head(summary: dict[str, Any], console: Console) -> None:
         return
     console.print(f"[bold]{about['model']} under {about['layout']} on {about['described']}[/]")
     console.print(f"roles: {about['roles']}")
+    if about.get("pipeline"):
+        console.print(f"pipeline: {about['pipeline']['described']}", markup=False, highlight=False)
     for line in summary.get("placement", []):
         console.print(f"placement: {line}", markup=False)
     console.print(f"batch: {about['batch']} x {about['seq']} tokens, {about['precision']}, remat={about['remat']}")

@@ -39,9 +39,11 @@ def kept_bytes(run: Run, layout: Layout | None = None, remat: RematConfig | None
     """Return what a run keeps for its backward pass under its own rematerialisation, or under another one."""
     remat, layout = remat or run.config.remat, layout or run.layout
     sizes: dict[Place, dict[str, float]] = {place: defaultdict(float) for place in Place}
+    pipeline = layout.pipeline
+    turns = 1.0 if pipeline is None else pipeline.kept / (pipeline.rounds * pipeline.microbatches)
     for kept in run.model.kept():
         place = _place(kept, remat)
-        sizes[place][kept.name or UNNAMED] += bytes_of(kept, run, layout)
+        sizes[place][kept.name or UNNAMED] += turns * bytes_of(kept, run, layout)
     device, host = ({name: int(n) for name, n in sizes[p].items() if n} for p in (Place.device, Place.host))
     return KeptBytes(device, host)
 
@@ -73,10 +75,13 @@ def by_policy(run: Run) -> dict[str, KeptBytes]:
 
 
 def bytes_of(kept: Kept, run: Run, layout: Layout) -> float:
-    """Return the bytes of activations on one device, in float32 or in the compute dtype."""
+    """Return the bytes of activations on one device, in float32 or in the compute dtype.
+
+    Of all layers, a stage has its own for the rows of all stages, which is as much as its rows of all layers.
+    """
     config = run.config
     positions = config.seq if kept.positions is None else kept.positions * layout.shards("seq")
-    lengths = {"batch": config.batch // layout.microbatches, "seq": min(config.seq, positions)}
+    lengths = {"batch": config.batch // layout.accumulated, "seq": min(config.seq, positions)}
     split: Sequence[tuple[str, ...]] = layout.activation(kept.tensor.axes)
     sizes = zip(kept.tensor.axes, kept.tensor.shape, split, strict=True)
     numbers = math.prod((lengths.get(axis or "", n)) / layout.parts(over) for axis, n, over in sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from valkyrie.axes import LAYERS, Parameter
 from valkyrie.hardware import Platform
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
+from valkyrie.parallel.remat import BLOCK_INPUT
 from valkyrie.precision import ACCUMULATED
 from valkyrie.run import Run
 from valkyrie.train.kept import UNNAMED, KeptBytes, bytes_of, kept_bytes
@@ -108,7 +109,7 @@ def expected_memory(run: Run, abstract_state: Any) -> ExpectedMemory:
     optimizer_here = layout.partition.optimizer_memory is Memory.device
     return ExpectedMemory(
         parameters=parameters if parameters_here else 0,
-        gradients=(gradients := min(parameters, reduced) + (added if layout.accumulated > 1 else 0)),
+        gradients=(gradients := min(parameters, reduced) + (added if layout.microbatches > 1 else 0)),
         optimizer=_local_bytes(abstract_state.optimizer) if optimizer_here else 0,
         average=_local_bytes(abstract_state.ema) if parameters_here else 0,
         activations=activation_bytes(run, gradients, kept_bytes(run, layout)),
@@ -127,12 +128,21 @@ def activation_bytes(run: Run, gradients: int, kept: KeptBytes) -> int:
     """
     layout, working = run.layout, run.model.working()
     loss = sum(bytes_of(part, run, layout) for part in working if part.positions is not None)
-    group = sum(bytes_of(part, run, layout) for part in working if part.positions is None)
+    group = sum(bytes_of(part, run, layout.in_stage) for part in working if part.positions is None)
+    if pipeline := layout.pipeline:
+        loss /= pipeline.microbatches if pipeline.alternates else 1
+        group += pipeline.microbatches * _stream_bytes(run, layout)
     if run.config.target.platform is not Platform.tpu:
         return int(kept.on_device + loss + group)
     unnamed = _OF_UNNAMED * kept.device.get(UNNAMED, 0)
     backward = gradients + _OF_GROUP * group + _gathered_bytes(run, layout)
     return int(kept.on_device + unnamed + max(_OF_LOSS * loss, backward)) - gradients
+
+
+def _stream_bytes(run: Run, layout: Layout) -> float:
+    """Return the bytes of the residual stream of a microbatch: the first stage has that of all of them at hand."""
+    inputs = next(kept for kept in run.model.kept() if kept.name == BLOCK_INPUT)
+    return bytes_of(replace(inputs, count=1), run, layout.in_stage)
 
 
 def _gathered_bytes(run: Run, layout: Layout) -> int:

@@ -40,6 +40,8 @@ def show_run(run: Run, console: Console) -> None:
         f"parameters: {count:,}   vocabulary: {run.model.vocab_size:,} tokens in {run.model.vocab_rows:,} rows"
     )
     console.print(f"roles: {layout.describe_roles()}")
+    if layout.pipeline is not None:
+        console.print(f"pipeline: {layout.pipeline.describe()}", highlight=False)
     if run.batch_note:
         console.print(f"batch: {run.batch_note}", highlight=False)
     for note in layout.notes:
