@@ -23,6 +23,8 @@ from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.parallel.pipeline import SENT_ON
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.run import Run
+from valkyrie.search.alternatives import fuller_layouts
+from valkyrie.train.kept import by_policy, made_again
 from valkyrie.train.program import serialised_module
 
 ALTERNATING = ("partition.schedule=1f1b", "remat=full")
@@ -165,6 +167,13 @@ def test_what_is_said_of_a_pipeline():
     assert "pipeline" not in small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about()
     unused = small_run("gpt_tiny", "mesh=2x2x1", "partition=pp", "microbatches=2").layout
     assert (unused.pipeline, unused.accumulated, unused.roles["z"]) == (None, 2, "unused")
+
+
+def test_nothing_but_inputs_is_proposed_to_be_kept_where_forward_and_backward_turn_about():
+    run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *ALTERNATING)
+    assert list(by_policy(run)) == ["full"]
+    assert (made_again(run), fuller_layouts(run)) == ({}, [])
+    assert len(by_policy(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5
 
 
 REFUSED = {

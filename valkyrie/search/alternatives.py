@@ -49,8 +49,10 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
     now = _expected(run)
     changes = []
     for remat in read_group("remat", RematConfig):
-        needs = 0 if remat.offload else _expected(run.changed(remat=remat)) - now
-        if needs > 0:
+        other = run.changed(remat=remat)
+        if remat.offload or other.layout_problems():
+            continue
+        if (needs := _expected(other) - now) > 0:
             changes.append({"change": f"remat={remat.name}", "needs": needs})
     return sorted(changes, key=lambda entry: -entry["needs"])
 

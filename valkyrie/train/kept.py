@@ -54,6 +54,8 @@ def made_again(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
     With them the names of those that only serve to make it, and would not be made again either.
     """
     layout, remat = run.layout, run.config.remat
+    if layout.pipeline is not None and layout.pipeline.alternates:  # keeps inputs alone, whatever there is room for
+        return {}
     sizes: dict[str, float] = defaultdict(float)
     serving: dict[str, dict[str, None]] = defaultdict(dict)
     for kept in run.model.kept():
@@ -69,6 +71,7 @@ def by_policy(run: Run) -> dict[str, KeptBytes]:
     """Return what each choice of `remat` keeps of a run, and its own lists where they are no choice's."""
     remats = {name: remat_named(name) for name in shipped_remats()}
     remats.setdefault(run.config.remat.label, run.config.remat)
+    remats = {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}
     layout = run.layout
     kept = {name: kept_bytes(run, layout, remat) for name, remat in remats.items()}
     return dict(sorted(kept.items(), key=lambda item: (-item[1].on_device, item[1].on_host)))
