@@ -64,6 +64,7 @@ OPTIONS += ("model.residual=parallel", "model.embedding_scale=5.5", "model.logit
 
 PARAMETERS = {
     "gpt2": 124_475_904,
+    "gpt3_175b": 174_566_682_624,
     "gpt_125m": 123_587_328,
     "gpt_16b": 16_504_510_464,
     "gpt_1b": 1_336_248_320,

@@ -108,7 +108,7 @@ class ValkyrieSource(ConfigSource):
                 own = {"name": "${default_remat:${model.embed}}", "save": "${default_save:${model.embed}}"}
                 config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **own})
             elif group == "mode":
-                config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name})
+                config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name, **MODES[name].defaults})
             else:
                 value = _mesh(name) if group == "mesh" else config_class(name.removesuffix("_schema"))
                 config = OmegaConf.structured(value)

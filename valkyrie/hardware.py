@@ -36,14 +36,16 @@ class ChipConfig:
     `ici_axes`: axes of the torus; `ici_link_gbs`: GB/s one way of one of the two links that a chip has on each of them;
     `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `host_bounds`: chips of a host,
     by axis; `dcn_gbs_per_host`: GB/s one way out of such a host over the data-centre network; a host of more
-    chips has more in proportion.
+    chips has more in proportion. `switch_gbs`: GB/s one way of a chip to the others of its host, where a switch joins
+    them (NVLink).
     `single_host_chips`: of a host that is the only one, where it may have more. `max_chips`: the largest slice;
     `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores); `aliases`: what else stands
     before the N (`v5litepod-N`).
     `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
     `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: options that a step is compiled with,
     whether to train or to predict; null takes one away. `xla_options_until`: the last libtpu that takes one of them.
-    `device_kinds`: by which JAX reports it.
+    `device_kinds`: by which JAX reports it. `estimate`: what it reaches of these figures, as `mode=search` estimates a
+    step (`valkyrie.search.estimate.efficiency`).
     """
 
     name: str = "unknown"
@@ -61,6 +63,7 @@ class ChipConfig:
     host_bounds: list[int] = field(default_factory=list)
     single_host_chips: int | None = None
     dcn_gbs_per_host: float | None = None
+    switch_gbs: float | None = None
     max_chips: int | None = None
     units_in_name: int = 1
     aliases: list[str] = field(default_factory=list)
@@ -71,6 +74,7 @@ class ChipConfig:
     xla_options: dict[str, Any] = field(default_factory=dict)
     xla_options_until: dict[str, str] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
+    estimate: dict[str, float] = field(default_factory=dict)
 
     def peak_flops(self, compute: DType) -> float | None:
         """Return peak FLOP/s of one chip for this dtype, or None where none is published."""
@@ -96,6 +100,7 @@ class ChipConfig:
                 f"which target.chip.ici_axes={self.ici_axes} of this chip has, each at least 1."
             )
         above_0 = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
+        above_0 += ("switch_gbs",)
         figures = {name: getattr(self, name) for name in above_0}
         figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in self.peak_tflops.items()}
         for name, figure in figures.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from valkyrie.run import Run
@@ -49,6 +49,9 @@ class ModeConfig:
     leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
     For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is.
+    For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is; at most `compiles` layouts
+    are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); hours and dollars are told for `tokens`,
+    tokens for `budget_usd`.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
     the next time.
     """
@@ -62,6 +65,11 @@ class ModeConfig:
     data: MeasuredData = MeasuredData.random
     trace: bool = False
     budget: str | None = None
+    targets: list[str] = field(default_factory=list)
+    shapes: bool = False
+    compiles: int = 12
+    tokens: float | None = None
+    budget_usd: float | None = None
     keep: str | None = None
 
 
@@ -82,7 +90,8 @@ class Mode:
     `results` is the file of the run folder with its numbers; None where it only prints. `reads_run`: `name` and
     `resume` name a trained run. `predicts`: its numbers come from a compiler and are computed again with another
     version of it. `timed`: trials at the same time on one machine disturb its numbers. `tracked`: it
-    reports to W&B itself. `any_model`: it also takes models that no task can train.
+    reports to W&B itself. `any_model`: it also takes models that no task can train. `any_layout`: it looks for a legal
+    layout itself. `defaults`: values of its keys where they are other than those of all modes.
 
     Of a trial: `decided_by` returns the keys of the run that decide its result, None meaning all but `not_decided_by`;
     `limit_s` returns the seconds it may take, None meaning any; `grace_s` is how long it may take to stop.
@@ -100,6 +109,8 @@ class Mode:
     timed: bool = False
     tracked: bool = False
     any_model: bool = False
+    any_layout: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     decided_by: Callable[[ModeConfig], Sequence[str]] | None = None
     not_decided_by: frozenset[str] = _NO_RESULT
     limit_s: Callable[[ModeConfig], float | None] = lambda config: HOUR_S
@@ -151,6 +162,16 @@ MODES = {
             predicts=True,
             decided_by=lambda config: SHAPING_KEYS,
             limit_s=lambda config: max(HOUR_S, config.time_limit_s + COMPILE_MARGIN_S),
+        ),
+        Mode(
+            name="search",
+            description="find the fastest layout on a slice: estimate all, compile the best",
+            function="valkyrie.funnel.mode:search",
+            needs=Needs.nothing,
+            keys=("budget", "targets", "shapes", "compiles", "tokens", "budget_usd", "time_limit_s", "cache"),
+            any_layout=True,
+            defaults={"budget": "8min"},
+            limit_s=lambda config: None,
         ),
         Mode(
             name="measure",

@@ -262,6 +262,9 @@ class Run:
                 f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
                 f"{c.mode.time_limit_s:g}: repeats must be at least 1, warmup at least 0, the limit above 0."
             )
+        for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1)):
+            if (value := getattr(c.mode, key)) is not None and not least < value < math.inf:
+                problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
         if c.mode.budget is not None and seconds_of(c.mode.budget) is None:
             problems.append(
                 f"mode.budget={c.mode.budget}: write a time with its unit, such as 90s, 10min or 2h, or null."
@@ -295,6 +298,9 @@ class Run:
             new = not any(key in problem for problem in (*problems, *of_target))
             if new and isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{key}={value}: must be a finite number.")
+        looks_itself = c.mode.name in MODES and MODES[c.mode.name].any_layout
+        if not problems and looks_itself:
+            return of_target
         if not problems:
             problems += c.remat.problems(partial(activation_names, self.model))
             problems += self._layout(advise)[1]

@@ -58,8 +58,12 @@ class Slices:
 
     def default(self, chips: int) -> Shape | None:
         """Return the shape of a slice of so many chips, of several the nearest to a cube; None where there is none."""
+        return next(iter(self.shapes(chips)), None)
+
+    def shapes(self, chips: int) -> list[Shape]:
+        """Return every shape that a slice of so many chips comes in, the nearest to a cube first."""
         shapes = [shape for shape in self._of_size(chips) if self._fits_hosts(shape)]
-        return min(shapes, key=lambda shape: (sum(shape), max(shape)), default=None)
+        return sorted(shapes, key=lambda shape: (sum(shape), max(shape)))
 
     def exists(self, shape: Shape) -> bool:
         """Return whether there is a slice of this shape, its axes in this order."""

@@ -29,6 +29,7 @@ from valkyrie.sweep.members import over_processes
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
 from valkyrie.train.arguments import read_arguments, refuses_keys_of_null
 from valkyrie.train.saved import Primary, config_dirs, primary_of
+from valkyrie.train.shorthand import written_out
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """What makes Hydra raise, which the command always wants, and shows the user tracebacks."""
@@ -51,6 +52,7 @@ def dispatch() -> None:
         if "--version" in arguments:
             print(version_text())
             return
+        arguments = written_out(arguments)
         multirun = multirun_arguments(arguments)
         refuse_slips(arguments, multirun is not None)
         typed = read_arguments(multirun or arguments, multirun=multirun is not None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
+from valkyrie.models.block import Block, Kept, Saved, Site, Weight, saved, weight
 from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Attention(Block):
     }
     activations = (("batch", "seq", "heads", "head_dim"), ("batch", "seq", "kv_heads", "head_dim"))
     follows = {"kv_heads": "heads"}
+    over_rows = True
 
     @property
     def is_causal(self) -> bool:
@@ -139,6 +140,12 @@ class Attention(Block):
             saved("heads", "head_dim", count=int(self.qk_norm), float32=True),
             saved("kv_heads", "head_dim", count=int(self.qk_norm), float32=True),
         ]
+
+    def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
+        """Return keys and values: those of a window before the token, or all."""
+        window = self.window(site)
+        positions = None if window is None else (window - 1) * self.dilation(site)
+        return [(kept, positions) for kept in self.kept(site) if kept.name in ("key", "value")]
 
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
         """Return the module."""

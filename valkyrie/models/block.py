@@ -112,13 +112,15 @@ class Block(ABC):
 
     `axes`: the logical axes it declares beside `embed`, with what each counts. `activations`: the axes of those of its
     activations whose placement it asks for. `follows`: axes that are split like another one as far as their length
-    divides (key heads like heads). `norm_group`: the optimizer group of the norm before it.
+    divides (key heads like heads). `norm_group`: the optimizer group of the norm before it. `over_rows`: mesh axes that
+    split the residual stream and none of its `activations` split rows while it mixes.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[tuple[tuple[str, ...], ...]] = ()
     follows: ClassVar[Mapping[str, str]] = {}
     norm_group: ClassVar[str] = "vector"
+    over_rows: ClassVar[bool] = False
 
     @property
     def is_causal(self) -> bool:
@@ -162,6 +164,10 @@ class Block(ABC):
             )
             for name, w in self.weights(site).items()
         }
+
+    def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
+        """Return what it reads of other devices where the sequence is split, and of how many positions (None: all)."""
+        return []
 
     def kept(self, site: Site, remakes: str | None = None) -> list[Kept]:
         """Return what its backward pass needs; its own output only for making `remakes` again (None: for more)."""

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
+from valkyrie.models.block import Block, Kept, Saved, Site, Weight, saved, weight
 from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class S5(Block):
 
     def weights(self, site: Site) -> dict[str, Weight]:
         """Return the state space, all of it in float32, and the matrices of the gate."""
-        own = {"B": weight("state", "embed", 2, group="ssm", float32=True)}
+        own = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
             own[name] = weight("embed", "state", 2, float32=True, output_first=True)
         for name in ("gate", "out")[: self.activation.products]:
@@ -118,6 +118,10 @@ class S5(Block):
             saved("embed", count=2, float32=True),
             saved("embed", count=2),
         ]
+
+    def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
+        """Return the state after the positions before."""
+        return [(kept, 1) for kept in self.kept(site) if kept.name == STATES]
 
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
         """Return the module."""

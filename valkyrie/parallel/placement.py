@@ -132,6 +132,17 @@ def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology
     return _describe(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
 
 
+def describe_places(
+    places: Sequence[Sequence[Any]], axes: Mapping[str, int], topology: Topology
+) -> dict[str, AxisPlacement]:
+    """Return where each mesh axis lies whose devices stand at these places, flattened: slice, coordinates, core."""
+    import numpy as np
+
+    coords = np.array([[slice_, *at[: len(topology.shape)], core] for slice_, at, core in places])
+    positions = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
+    return _describe(np.asarray(positions), list(axes), topology)
+
+
 def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
     """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None when no list of factors does.
 

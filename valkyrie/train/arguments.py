@@ -25,6 +25,7 @@ from valkyrie.models import let_import
 from valkyrie.run import Run
 from valkyrie.train.folder import key_value, parts_of
 from valkyrie.train.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
+from valkyrie.train.shorthand import written_out
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"
 """A sign that Hydra's grammar would read, behind the backslash that keeps it from that."""
@@ -35,7 +36,7 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
 
     `multirun`: they are a sweep's, whose values may be several.
     """
-    typed = _as_typed(_plain(arguments), multirun)
+    typed = _as_typed(_plain(written_out(arguments)), multirun)
     _refuse_unreadable_meshes(typed)
     return typed
 

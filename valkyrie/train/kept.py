@@ -17,6 +17,14 @@ UNNAMED = "everything else"
 """What is kept of activations without a name."""
 
 
+OF_UNNAMED, OF_LOSS, OF_GROUP = 0.4, 0.65, 0.5
+"""What the TPU compiler takes of three parts, by least error over the layouts of experiments/memory.py.
+
+More of activations without a name (0.4 again: it pads them, and norms keep more), of the two copies of the logits that
+the model counts (1.3 copies), of a group's working set (half is there at a time).
+"""
+
+
 @dataclass(frozen=True)
 class KeptBytes:
     """The bytes of one device that a policy keeps for the backward pass, by activation: on it and in host memory."""
@@ -42,7 +50,7 @@ def kept_bytes(run: Run, layout: Layout | None = None, remat: RematConfig | None
     pipeline = layout.pipeline
     turns = 1.0 if pipeline is None else pipeline.kept / (pipeline.rounds * pipeline.microbatches)
     for kept in run.model.kept():
-        place = _place(kept, remat)
+        place = place_of(kept, remat)
         sizes[place][kept.name or UNNAMED] += turns * bytes_of(kept, run, layout)
     device, host = ({name: int(n) for name, n in sizes[p].items() if n} for p in (Place.device, Place.host))
     return KeptBytes(device, host)
@@ -59,7 +67,7 @@ def made_again(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
     sizes: dict[str, float] = defaultdict(float)
     serving: dict[str, dict[str, None]] = defaultdict(dict)
     for kept in run.model.kept():
-        again = _place(kept, remat) is Place.nowhere and not _is_spared(kept, remat)
+        again = place_of(kept, remat) is Place.nowhere and not _is_spared(kept, remat)
         if again and kept.name is not None and kept.count:
             sizes[kept.name] += bytes_of(kept, run, layout)
             if kept.remakes is not None:
@@ -92,7 +100,7 @@ def bytes_of(kept: Kept, run: Run, layout: Layout) -> float:
     return kept.count * numbers * (4 if kept.float32 else compute)
 
 
-def _place(kept: Kept, remat: RematConfig) -> Place:
+def place_of(kept: Kept, remat: RematConfig) -> Place:
     """Return where activations wait; what only serves to make something again does not where that is kept."""
     place = remat.place(kept.name, product=kept.product)
     if place is Place.nowhere and kept.always:

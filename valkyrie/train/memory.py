@@ -20,17 +20,10 @@ from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.remat import BLOCK_INPUT
 from valkyrie.precision import ACCUMULATED
 from valkyrie.run import Run
-from valkyrie.train.kept import UNNAMED, KeptBytes, bytes_of, kept_bytes
+from valkyrie.train.kept import OF_GROUP, OF_LOSS, OF_UNNAMED, UNNAMED, KeptBytes, bytes_of, kept_bytes
 
 ERRORS = Path(__file__).with_name("memory.json")
 """How far the estimate was off where it was held to the compiler; experiments/memory.py writes it."""
-
-_OF_UNNAMED, _OF_LOSS, _OF_GROUP = 0.4, 0.65, 0.5
-"""What the TPU compiler takes of three parts, by least error over the layouts of experiments/memory.py.
-
-More of activations without a name (0.4 again: it pads them, and norms keep more), of the two copies of the logits that
-the model counts (1.3 copies), of a group's working set (half is there at a time).
-"""
 
 
 @dataclass(frozen=True)
@@ -134,9 +127,9 @@ def activation_bytes(run: Run, gradients: int, kept: KeptBytes) -> int:
         group += pipeline.microbatches * _stream_bytes(run, layout)
     if run.config.target.platform is not Platform.tpu:
         return int(kept.on_device + loss + group)
-    unnamed = _OF_UNNAMED * kept.device.get(UNNAMED, 0)
-    backward = gradients + _OF_GROUP * group + _gathered_bytes(run, layout)
-    return int(kept.on_device + unnamed + max(_OF_LOSS * loss, backward)) - gradients
+    unnamed = OF_UNNAMED * kept.device.get(UNNAMED, 0)
+    backward = gradients + OF_GROUP * group + _gathered_bytes(run, layout)
+    return int(kept.on_device + unnamed + max(OF_LOSS * loss, backward)) - gradients
 
 
 def _stream_bytes(run: Run, layout: Layout) -> float:
@@ -151,7 +144,8 @@ def _gathered_bytes(run: Run, layout: Layout) -> int:
     itemsize = jnp.dtype(policy.compute.value).itemsize + jnp.dtype(policy.reduction.value).itemsize
     for spec in run.model.parameters().values():
         stored, used = layout.stored(spec.axes), layout.computed(spec.axes)
-        if LAYERS in spec.axes and stored != used:
+        gathered = any(layout.parts(at) != layout.parts(by) for at, by in zip(stored, used, strict=True))
+        if LAYERS in spec.axes and gathered:
             sizes = zip(spec.shape, spec.axes, used, strict=True)
             total += itemsize * math.prod(n // layout.parts(over) for n, axis, over in sizes if axis != LAYERS)
     return total

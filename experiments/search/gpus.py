@@ -1,0 +1,218 @@
+"""Compares estimates with published step times of GPU clusters, layout by layout: order, error, and regret.
+
+    python experiments/search/gpus.py
+    python experiments/search/gpus.py --rows FILE.csv     # other rows with the columns of measured_gpus.csv
+
+measured_gpus.csv has the published rows with their sources: vTrain's 512 and 64 A100 runs of a 175B and a 3.6B GPT,
+Megatron-LM's weak scaling and its sequence parallelism, and torchtitan's Llama 3.1. No row is estimated with constants
+that were fitted to its own group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+
+from valkyrie.hardware import known_chips
+from valkyrie.parallel.mesh import parse_mesh
+from valkyrie.parallel.partition import PartitionConfig, resolve_rules
+from valkyrie.parallel.remat import RematConfig
+from valkyrie.run import Run, known_axes
+from valkyrie.search.estimate.candidates import Candidates
+from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.fit import Known, fitted, without_family
+from valkyrie.search.estimate.spans import host_spans
+from valkyrie.search.estimate.work import work_of
+from valkyrie.train.arguments import run_of
+
+FILE = Path(__file__).with_name("measured_gpus.csv")
+START = Efficiency(
+    products=0.8,
+    mixing=0.15,
+    half_rate_flops=2e9,
+    tile=64,
+    hbm=0.8,
+    passes=2.0,
+    passes_again=1.0,
+    passes_kept=0.3,
+    launch_s=2.5e-4,
+    hidden_weights=0.8,
+    hidden_gradients=0.0,
+    hidden_activations=0.0,
+    gathers=0.7,
+    sums=0.7,
+    outside=0.7,
+)
+FITTED = ("products", "mixing", "half_rate_flops", "passes", "launch_s", "sums", "outside", "hidden_stages")
+SELECTIVE = RematConfig("selective", ["all"])
+FULL = RematConfig("full", [])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run: its line, the run that does its work, and the seconds of its step."""
+
+    line: dict[str, str]
+    run: Run
+    step_s: float
+
+
+def main() -> None:
+    """Print the table of all groups."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=Path, default=FILE)
+    parser.add_argument("--each", action="store_true", help="print every row too")
+    asked, console = parser.parse_args(), Console(width=140, highlight=False)
+    rows = [row for line in csv.DictReader(asked.rows.open()) if (row := row_of(line)) is not None]
+    alike: dict[tuple[object, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        alike[row.line["group"], id(row.run.model), row.line["remat"], row.line["seq_par"], row.line["fsdp"]].append(
+            row
+        )
+    known = [known_of(of_kind) for of_kind in alike.values()]
+    by_group: dict[str, list[tuple[Row, float]]] = defaultdict(list)
+    for one, estimate in without_family(known, START, FITTED):
+        of_kind = list(alike.values())[next(i for i, k in enumerate(known) if k is one)]
+        by_group[of_kind[0].line["group"]] += zip(of_kind, map(float, estimate), strict=True)
+    console.print(table_of(by_group))
+    if asked.each:
+        for pairs in by_group.values():
+            for row, estimate in pairs:
+                told = " ".join(
+                    f"{k}={row.line[k]}" for k in ("model", "dp", "fsdp", "tp", "pp", "vpp", "micro_bs", "remat")
+                )
+                console.print(
+                    f"{told}: {row.step_s:.3f} s, estimated {estimate:.3f} ({estimate / row.step_s - 1:+.1%})"
+                )
+    console.print(fitted(known, START, FITTED))
+
+
+def table_of(by_group: dict[str, list[tuple[Row, float]]]) -> Table:
+    """Return the table: rows, rank correlation, errors, and what the layout estimated best loses to the fastest."""
+    table = Table()
+    for name in ("group", "rows", "Spearman", "mean error", "median error", "worst", "regret of the best estimated"):
+        table.add_column(name, justify="left" if name == "group" else "right")
+    for group, pairs in by_group.items():
+        measured, estimates = (np.array(values) for values in zip(*((r.step_s, e) for r, e in pairs), strict=True))
+        errors = np.abs(estimates / measured - 1)
+        rho = spearmanr(measured, estimates).statistic if len(pairs) > 2 else float("nan")
+        regret = measured[np.argmin(estimates)] / measured.min() - 1
+        same_work = len({(r.line["model"], r.line["gbs_seqs"]) for r, _ in pairs}) == 1
+        values = [
+            f"{rho:.3f}" if len(pairs) > 2 else "",
+            *(f"{100 * f(errors):.1f}%" for f in (np.mean, np.median, np.max)),
+        ]
+        table.add_row(group, str(len(pairs)), *values, f"{100 * regret:.1f}%" if same_work else "")
+    return table
+
+
+def row_of(line: dict[str, str]) -> Row | None:
+    """Return a line as a run; None where the estimate does not know its precision or its attention."""
+    if (
+        line["precision"] not in ("fp16", "bf16")
+        or "async" in line["other"]
+        or "eager" in line["other"]
+        or int(line["cp"] or 1) > 1
+    ):
+        return None
+    run = model_of(
+        *(line[k] for k in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "vocab", "seq_len", "model"))
+    )
+    run = run.changed(batch=int(line["gbs_seqs"]))
+    if line["step_time_s"]:
+        seconds = float(line["step_time_s"])
+    elif line["tok_per_s_per_chip"]:
+        seconds = run.config.batch * run.config.seq / float(line["tok_per_s_per_chip"]) / int(line["chips"])
+    else:
+        seconds = _megatron_flops(line) / (float(line["tflops_per_chip"]) * 1e12 * int(line["chips"]))
+    return Row(line, run, seconds)
+
+
+@cache
+def model_of(layers: str, embed: str, heads: str, kv_heads: str, mlp: str, vocab: str, seq: str, name: str) -> Run:
+    """Return a run of this shape: Llama's blocks where the name says so, else GPT's of two matrices."""
+    llama = name.startswith("llama")
+    head_dim = int(embed) // int(heads)
+    shape = {
+        "layers": layers,
+        "embed": embed,
+        "mlp": mlp or 4 * int(embed),
+        "vocab_size": vocab or 51200,
+        "attention.heads": heads,
+        "attention.kv_heads": kv_heads or heads,
+        "attention.head_dim": head_dim,
+        "attention.causal": "true" if llama else "false",
+        "feed_forward": "swiglu" if llama else "gelu",
+        "tie_embeddings": str(not llama).lower(),
+        "tokenizer": "bytes",
+    }
+    overrides = [f"model.{key}={value}" for key, value in shape.items()]
+    return run_of(["model=gpt_1b", "precision=bf16", f"seq={seq}", "mode=show", *overrides])
+
+
+def known_of(rows: Sequence[Row]) -> Known:
+    """Return rows of one model as layouts: pipeline by data by tensor parallelism, tensors within a host."""
+    line, chip = rows[0].line, known_chips()[rows[0].line["chip_kind"].lower()]
+    sharded = bool(line["fsdp"])
+    partition = megatron(sharded, line["seq_par"] == "1")
+    parameters, activations, problems = resolve_rules(
+        partition, parse_mesh("2x2x2"), rows[0].run.arrays.axes, known_axes()
+    )
+    assert not problems, problems
+    sizes = {"x": numbers(rows, "pp"), "y": numbers(rows, "dp") * numbers(rows, "fsdp"), "z": numbers(rows, "tp")}
+    batch = numbers(rows, "gbs_seqs") // sizes["y"]
+    # Without a pipeline more rows at a time are never slower; of pipelines Megatron-LM says that one was best.
+    of_each = np.array([int(row.line["micro_bs"] or (1 if row.line["pp"] != "1" else 4)) for row in rows])
+    count = np.where(sharded, 1, batch // of_each)
+    rounds = numbers(rows, "vpp").astype(float)
+    layouts = Candidates(
+        partition,
+        parameters,
+        activations,
+        rows[0].run.arrays,
+        sizes,
+        host_spans(sizes, chip),
+        count,
+        rounds,
+        sums_once=True,
+        shares_loss=False,
+    )
+    remat = FULL if line["remat"] == "full" else SELECTIVE
+    run = rows[0].run.changed(target=replace(rows[0].run.config.target, chip=chip))
+    return Known(
+        work_of(run, whole_blocks=True), layouts, remat, chip, np.array([row.step_s for row in rows]), line["group"]
+    )
+
+
+def numbers(rows: Sequence[Row], key: str) -> np.ndarray:
+    """Return a column as whole numbers, 1 where nothing is written."""
+    return np.array([int(row.line[key] or 1) for row in rows])
+
+
+@cache
+def megatron(sharded: bool, sequence_parallel: bool) -> PartitionConfig:
+    """Return Megatron-LM's partition: layers over x, data over y, heads and hidden sides over z; FSDP over y."""
+    split = {axis: ["z"] for axis in ("mlp", "heads", "kv_heads", "vocab")}
+    stored = {"layers": ["x"], **split} | ({"embed": ["y"]} if sharded else {})
+    active = {"batch": ["y"], **split} | ({"embed": ["z"]} if sequence_parallel else {})
+    return PartitionConfig("megatron", stored, active)
+
+
+def _megatron_flops(line: dict[str, str]) -> float:
+    """Return the FLOPs of a step as Megatron-LM counts them, recomputation included (arXiv 2104.04473, equation 3)."""
+    batch, seq, layers, width, vocab = (float(line[k]) for k in ("gbs_seqs", "seq_len", "n_layers", "d_model", "vocab"))
+    return 96 * batch * seq * layers * width**2 * (1 + seq / (6 * width) + vocab / (16 * layers * width))
+
+
+if __name__ == "__main__":
+    main()

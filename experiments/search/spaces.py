@@ -1,0 +1,129 @@
+"""The layouts by which the estimate and the funnel of `mode=search` are judged: three models on three slices.
+
+    python experiments/search/spaces.py             # compile what results.json lacks; 20 to 120 s each on two cores
+    python experiments/search/spaces.py --only gpt  # one of the spaces
+
+A space has every division of 32 devices into three mesh axes that is legal under one of seven partitions, those with
+the same number of devices in every role counted once, and every n-th of them is taken. Results are the replay of the
+compiled step as `mode=compile` prints it, before its correction by published runs.
+It needs libtpu (`uv sync --extra tpu`) and no TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.paths import read_group, write_whole
+from valkyrie.run import Run
+from valkyrie.search.meshes import Same
+from valkyrie.search.modes import compile_and_summarise
+from valkyrie.search.space import Cell, Named, Shape, SpaceConfig, enumerate_space
+from valkyrie.sweep.layouts import spread
+from valkyrie.train.arguments import run_of
+
+FILE = Path(__file__).with_name("compiled.json")
+PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A space of layouts: what all of them share, what varies beside mesh and partition, and how many are taken."""
+
+    name: str
+    shared: tuple[str, ...]
+    remats: tuple[str, ...] = ("full",)
+    microbatches: tuple[int, ...] = (1,)
+    count: int | None = None
+
+    def cells(self) -> list[Cell]:
+        """Return its legal layouts."""
+        shape = Shape(self.shared, run_of(list(self.shared)))
+        config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
+        partitions = {p.name: Named(p.name, p) for p in read_group("partition", PartitionConfig)}
+        cells = enumerate_space(config, [shape], [partitions[name] for name in PARTITIONS])
+        return spread(cells.legal, self.count)
+
+
+SPACES = (
+    Judged(
+        "gpt",
+        ("target=v5e-32", "model=gpt_125m", "precision=bf16_mixed", "batch=128", "seq=1024"),
+        remats=("full", "none"),
+        count=64,
+    ),
+    Judged(
+        "valkyrie",
+        ("target=v4-64", "model=valkyrie_1b", "precision=bf16_mixed", "batch=64", "seq=4096"),
+        remats=("full", "none"),
+        count=9,
+    ),
+    Judged(
+        "llama",
+        ("target=v5p-64", "model=llama_7b", "precision=bf16_mixed", "batch=64", "seq=4096"),
+        remats=("full", "none"),
+        microbatches=(1, 2),
+        count=9,
+    ),
+)
+
+
+def main() -> None:
+    """Compile every layout of the spaces asked for that has no result yet, and keep what came of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=[space.name for space in SPACES])
+    asked, console = parser.parse_args(), Console(width=140, highlight=False)
+    rows = kept_rows()
+    for space in SPACES:
+        if asked.only and space.name not in asked.only:
+            continue
+        cells = space.cells()
+        for number, cell in enumerate(cells, 1):
+            if any(row["space"] == space.name and row["overrides"] == list(cell.overrides) for row in rows):
+                continue
+            row = compile_row(space.name, cell.run, cell.overrides)
+            rows.append(row)
+            write_whole(FILE, json.dumps(rows, indent=0) + "\n")
+            what = f"{1e3 * row['step_s']:.1f} ms" if row["step_s"] else row["reason"]
+            console.print(
+                f"{space.name} {number}/{len(cells)} {row['layout']}: {row['status']}, {what}", soft_wrap=True
+            )
+
+
+def kept_rows() -> list[dict[str, Any]]:
+    """Return the results so far."""
+    return json.loads(FILE.read_text()) if FILE.is_file() else []
+
+
+def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what came of compiling a layout: seconds of a step and of its parts, bytes sent and at the peak."""
+    began = time.perf_counter()
+    compiled, summary, replay = compile_and_summarise(run, Console(quiet=True))
+    memory = summary.get("memory", {})
+    return {
+        "space": space,
+        "overrides": list(overrides),
+        "layout": run.layout.name,
+        "status": compiled.status,
+        "reason": summary.get("reason"),
+        "step_s": None if replay is None else round(replay.step_s / replay.correction, 6),
+        "parts_s": {} if replay is None else {name: round(s, 6) for name, s in replay.seconds.items()},
+        "executed_flops": None if replay is None else replay.flops,
+        "sent": summary.get("communication", {}).get("bytes_by_mesh_axes"),
+        "peak": memory.get("peak", memory.get("needed")),
+        "usable": memory.get("usable"),
+        "compile_s": round(time.perf_counter() - began, 1),
+        "libtpu": summary["versions"].get("libtpu"),
+    }
+
+
+if __name__ == "__main__":
+    main()

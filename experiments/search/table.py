@@ -1,0 +1,145 @@
+"""Compares estimates with compiled steps over the layouts of spaces.py: order, error, memory, and what does not fit.
+
+python experiments/search/table.py            # the table; each space by constants fitted to the other two
+python experiments/search/table.py --fit      # also the constants fitted to all, for valkyrie/search/estimate
+python experiments/search/table.py --ship     # write the errors that mode=search tells its estimates by
+python experiments/search/table.py --each     # every layout
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import spearmanr
+from spaces import kept_rows
+
+from valkyrie.funnel.candidates import FILE, errors
+from valkyrie.paths import write_whole
+from valkyrie.run import Run
+from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.fit import Known, fitted, without_family
+from valkyrie.search.estimate.memory import Need
+from valkyrie.search.estimate.runs import candidates_of
+from valkyrie.search.estimate.work import work_of
+from valkyrie.train.arguments import run_of
+
+START = Efficiency(
+    products=0.85,
+    mixing=0.4,
+    float32_passes=3.0,
+    hbm=0.8,
+    passes=1.0,
+    passes_again=0.7,
+    passes_kept=4.0,
+    logits_passes=3.0,
+    hidden_weights=0.7,
+    hidden_gradients=0.3,
+    hidden_activations=0.1,
+    gathers=0.9,
+    sums=0.65,
+)
+"""What the constants were before any was fitted."""
+FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
+
+
+def main() -> None:
+    """Print the table of all spaces."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    for flag in ("--fit", "--ship", "--each"):
+        parser.add_argument(flag, action="store_true")
+    asked, console = parser.parse_args(), Console(width=140, highlight=False)
+    alike: dict[str, list[tuple[dict[str, Any], Run]]] = defaultdict(list)
+    for row in kept_rows():
+        run = run_of(row["overrides"])
+        alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
+    known = {key: known_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
+    estimates = {id(one): e for one, e in without_family(list(known.values()), START, FITTED)}
+    steps: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
+    needs: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
+    for key, pairs in alike.items():
+        rows = [row for row, _ in pairs]
+        layouts = candidates_of([run for _, run in pairs])
+        need = Need(work_of(pairs[0][1]), layouts).under(pairs[0][1].config.remat).total
+        needs[rows[0]["space"]] += zip(rows, map(float, need), strict=True)
+        if key in known:
+            compiled = [row for row in rows if row["step_s"]]
+            steps[rows[0]["space"]] += zip(compiled, map(float, estimates[id(known[key])]), strict=True)
+    console.print(table_of(steps, needs))
+    if asked.each:
+        for pairs in steps.values():
+            for row, estimate in pairs:
+                ratio = estimate / row["step_s"]
+                console.print(
+                    f"{row['space']} {row['layout']}: {1e3 * row['step_s']:.1f} ms, estimated {ratio:.2f} of it"
+                )
+    if asked.fit:
+        console.print(fitted(list(known.values()), START, FITTED))
+    if asked.ship:
+        ship(steps, needs)
+
+
+def known_of(pairs: list[tuple[dict[str, Any], Run]]) -> Known:
+    """Return the layouts of a partition and remat that were compiled; a space is a family."""
+    compiled = [(row, run) for row, run in pairs if row["step_s"]]
+    run = compiled[0][1]
+    assert run.config.target.chip is not None
+    layouts = candidates_of([run for _, run in compiled])
+    step_s = np.array([row["step_s"] for row, _ in compiled])
+    return Known(work_of(run), layouts, run.config.remat, run.config.target.chip, step_s, compiled[0][0]["space"])
+
+
+def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:
+    """Return the table of step times and of memory."""
+    table = Table()
+    columns = ("layouts", "Spearman", "mean error", "median", "worst", "regret", "memory median", "verdicts right")
+    columns += ("funnel's regret", "compiles", "of the time")
+    for name in ("space", *columns):
+        table.add_column(name, justify="left" if name == "space" else "right")
+    for space in needs:
+        compiled, estimated = (np.array(v) for v in zip(*((r["step_s"], e) for r, e in steps[space]), strict=True))
+        errors = np.abs(estimated / compiled - 1)
+        peaks = [(e, r["peak"]) for r, e in needs[space] if r["peak"]]
+        verdicts = [(e <= r["usable"]) == (r["status"] == "ok") for r, e in needs[space]]
+        regret = compiled[np.argmin(estimated)] / compiled.min() - 1
+        values = [f"{spearmanr(compiled, estimated).statistic:.3f}"]
+        values += [f"{100 * f(errors):.1f}%" for f in (np.mean, np.median, np.max)] + [f"{100 * regret:.1f}%"]
+        values.append(f"{100 * np.median([abs(e / p - 1) for e, p in peaks]):.1f}%")
+        funnel = funnel_of(steps[space], [row for row, _ in needs[space]])
+        table.add_row(space, str(len(needs[space])), *values, f"{sum(verdicts)} of {len(verdicts)}", *funnel)
+    return table
+
+
+def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, Any]]) -> list[str]:
+    """Return what compiling by estimates, until no other layout can be faster, finds and takes of compiling all."""
+    best, spent, count = float("inf"), 0.0, 0
+    for row, estimate in sorted(pairs, key=lambda pair: pair[1]):
+        if estimate * errors()["low"] > best:
+            break
+        best, spent, count = min(best, row["step_s"]), spent + row["compile_s"], count + 1
+    regret = best / min(row["step_s"] for row, _ in pairs) - 1
+    share = spent / sum(row["compile_s"] for row in every)
+    return [f"{100 * regret:.1f}%", f"{count} of {len(every)}", f"{100 * share:.0f}%"]
+
+
+def ship(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> None:
+    """Write between which shares of their estimates nine of ten compiled steps lay, and half of the peaks."""
+    ratios = [row["step_s"] / estimate for pairs in steps.values() for row, estimate in pairs]
+    peaks = [row["peak"] / estimate for pairs in needs.values() for row, estimate in pairs if row["peak"]]
+    told: dict[str, Any] = {"rows": len(ratios), "spaces": len(steps)}
+    for prefix, values, beyond in (("", ratios, 0.05), ("memory_", peaks, 0.25)):
+        low, high = (float(np.quantile(values, share)) for share in (beyond, 1 - beyond))
+        told |= {f"{prefix}low": low, f"{prefix}high": high}
+        told[f"{prefix}median"] = float(np.median(np.abs(np.array(values) - 1)))
+    rounded = {key: round(value, 3) for key, value in told.items()}
+    write_whole(Path(FILE), json.dumps(rounded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The estimate: what it counts equals what blocks declare and `mode=show` expects; what it calls legal is."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from helpers import names
+from valkyrie.funnel.question import asked
+from valkyrie.hardware import known_chips
+from valkyrie.models.stack import Stack
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.run import Run
+from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
+from valkyrie.search.estimate.fit import Known, fitted
+from valkyrie.search.estimate.network import network_of
+from valkyrie.search.estimate.placed import placements_of
+from valkyrie.search.estimate.rank import Estimated, Ranking, rank
+from valkyrie.search.estimate.runs import candidates_of, estimated
+from valkyrie.search.estimate.times import Step
+from valkyrie.search.estimate.work import work_of
+from valkyrie.train.arguments import run_of
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.program import StepProgram
+
+COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
+
+
+def searched(*arguments: str) -> tuple[Run, Ranking]:
+    """Return the run of a search and the ranking of its layouts."""
+    run = run_of(["mode=search", "precision=bf16_mixed", *arguments])
+    return run, rank(run, asked(run).space())
+
+
+def some(ranking: Ranking, count: int) -> list[Estimated]:
+    """Return so many layouts of a ranking, from the fastest to the slowest."""
+    every = list(ranking)
+    return every[:: max(len(every) // count, 1)]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Run, Ranking]:
+    """A search of the tiny GPT on 8 v5e chips."""
+    return searched("target=v5e-8", "model=gpt_tiny", "batch=32")
+
+
+@pytest.mark.parametrize("model", [name for name in names("model") if not name.startswith("trm")])
+def test_products_and_mixing_have_the_flops_of_the_model(model: str) -> None:
+    run = run_of([f"model={model}", "data.tokenizer=bytes", "mode=show"])
+    assert isinstance(run.model, Stack)
+    work = work_of(run)
+    flops = sum(2.0 * p.k * p.n * p.numbers * p.count for p in work.products)
+    flops += sum(mixing.flops * mixing.count for mixing in work.mixing)
+    head = 2.0 * run.model.embed * run.model.vocab_rows
+    assert flops + head == pytest.approx(run.model.flops_per_token(run.config.seq), rel=1e-9)
+    assert work.passes == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "valkyrie_tiny"])
+def test_memory_is_that_of_mode_show(model: str) -> None:
+    run, ranking = searched("target=v5e-8", f"model={model}", "batch=32")
+    partitions = set()
+    for one in some(ranking, 12):
+        layout = one.run(run)
+        program = StepProgram(layout, abstract_mesh(layout.config.mesh), backend="tpu")
+        expected = expected_memory(layout, program.abstract_state)
+        partitions.add(layout.config.partition.name)
+        assert one.bytes == pytest.approx(expected.total, rel=0.01), one.overrides
+    assert len(partitions) > 3
+
+
+def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
+    run, ranking = tiny
+    checked = some(ranking, 150)
+    assert len(checked) >= 150
+    for one in checked:
+        layout = one.run(run)
+        layout = layout.changed(mode=replace(layout.config.mode, name="compile"))
+        assert layout.problems(advise=False) == [], one.overrides
+
+
+def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
+    run, ranking = tiny
+    for one in some(ranking, 6):
+        typed = run_of(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.overrides])
+        layout = one.run(run)
+        assert typed.layout == layout.layout
+        assert typed.config.target == layout.config.target
+
+
+def test_meshes_that_shard_alike_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
+    _, ranking = tiny
+    fsdp = [e.group for e in ranking.under("fsdp").estimates]
+    assert {mesh for group in fsdp for mesh in group.meshes} == {"8x1x1"}
+    assert ranking.space.duplicates > 20
+
+
+def test_what_does_not_divide_is_refused_with_its_reason() -> None:
+    _, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=6")
+    assert any("batch=6 does not divide" in reason for reason in ranking.space.refused)
+    assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
+
+
+def test_a_hundred_thousand_layouts_a_second() -> None:
+    run = run_of(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
+    space = asked(run).space()
+    assert len(space) > 20_000
+    rates = []
+    for _ in range(3):
+        began = time.perf_counter()
+        rank(run, space)
+        rates.append(len(space) / (time.perf_counter() - began))
+    assert max(rates) > 100_000
+
+
+def test_a_pipeline_is_idle_by_its_formula() -> None:
+    run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=pp", "remat=full")
+    piped = [one for one in ranking if int(one.group.candidates.stages[one.number]) > 1]
+    schedules = set()
+    for one in piped:
+        pipeline = one.run(run).layout.pipeline
+        assert pipeline is not None
+        schedules.add(pipeline.schedule.value)
+        parts = one.parts
+        work = sum(parts[name] for name in ("products", "mixing", "moving", "launching", "activations", "weights"))
+        assert parts["bubble"] == pytest.approx(pipeline.bubble * work, rel=1e-6)
+    assert schedules == {"gpipe", "1f1b", "circular"}
+
+
+def test_seconds_of_collectives() -> None:
+    run = run_of(["target=v4-64", "model=gpt_1b", "mesh=1x32x1", "partition=fsdp", "batch=32", "mode=show"])
+    layouts = candidates_of([run])
+    network = replace(network_of(known_chips()["v4"], Efficiency()), start_s=0.0, hop_s=0.0, gathers=1.0, sums=1.0)
+    links = float(layouts.spans["y"].inner_rate[0])
+    full = np.array([3.2e9])
+    assert network.gather(layouts, ("y",), full)[0] == pytest.approx(3.2e9 * 31 / 32 / links)
+    assert network.sum(layouts, ("y",), full)[0] == pytest.approx(2 * 3.2e9 * 31 / 32 / links)
+    assert network.gather(layouts, ("x", "z"), full)[0] == 0.0  # of one device each
+
+
+def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
+    run = run_of(["target=h100-16", "model=gpt_1b", "mesh=1x1x16", "partition=fsdp", "batch=32", "mode=show"])
+    layouts = candidates_of([run])
+    span = layouts.spans["z"]
+    assert (span.inner[0], span.outer[0]) == (8.0, 2.0)
+    network = replace(network_of(known_chips()["h100"], Efficiency()), start_s=0.0, outer_start_s=0.0, outside=1.0)
+    assert network.gather(layouts, ("z",), np.array([16e9]))[0] == pytest.approx(15e9 / 400e9)
+
+
+def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
+    from valkyrie.hardware import topology_of
+    from valkyrie.targets import parse_target
+
+    topology = topology_of(parse_target("v4-128"))  # 4x4x4, every axis a ring
+    placed = placements_of((1, 4, 4, 4), topology, True)
+    assert [[lying.links for lying in one.lies] for one in placed] == [[0.0, 2.0, 2.0, 2.0]]
+    assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
+
+
+def test_constants_are_found_again() -> None:
+    run = run_of(["target=v4-64", "model=gpt_1b", "mesh=4x4x2", "partition=2d_tp", "batch=64", "mode=show"])
+    others = [run.changed(microbatches=count) for count in (1, 2, 4)]
+    layouts, chip = candidates_of(others), known_chips()["v4"]
+    true = replace(Efficiency(), products=0.6, gathers=0.5)
+    work, remat = work_of(run), run.config.remat
+    step_s = Step(work, layouts, chip, true, network_of(chip, true)).under(remat).step_s
+    known = [Known(work, layouts, remat, chip, step_s, "made up")]
+    found = fitted(known, Efficiency(), ("products",))
+    assert (
+        np.abs(known[0].estimate(found) / step_s - 1).max() < np.abs(known[0].estimate(Efficiency()) / step_s - 1).max()
+    )
+    with pytest.raises(ValueError, match="no step time to fit to"):
+        fitted([], Efficiency(), ("products",))
+
+
+def test_a_chips_own_constants() -> None:
+    chip = replace(known_chips()["v4"], estimate={"products": 0.5})
+    assert efficiency_of(chip).products == 0.5
+    with pytest.raises(ValueError, match=r"target\.chip\.estimate\.speed is no constant of the estimate"):
+        efficiency_of(replace(chip, estimate={"speed": 1.0}))
+
+
+def test_compiled_layouts_stand_in_the_order_of_their_estimates() -> None:
+    rows = [row for row in json.loads(COMPILED.read_text()) if row["space"] == "gpt" and row["step_s"]]
+    runs = [run_of(row["overrides"]) for row in rows]
+    estimates = [one["step"] for one in estimated(runs, Efficiency())]
+    compiled = [row["step_s"] for row in rows]
+    assert len(rows) > 50
+    assert spearmanr(compiled, estimates).statistic > 0.95
+    assert compiled[int(np.argmin(estimates))] == min(compiled)

@@ -1,0 +1,250 @@
+"""`mode=search`: what it is asked, in which order it compiles, when it stops, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from valkyrie.funnel import compiling, mode
+from valkyrie.funnel.answer import command_of
+from valkyrie.funnel.candidates import Shortlist, plain_fsdp, rule_of_thumb, shortlist
+from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
+from valkyrie.funnel.question import Question, asked
+from valkyrie.modes import MODES
+from valkyrie.run import Run
+from valkyrie.search.estimate.rank import Estimated, rank
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.trial import Status, Trial
+from valkyrie.train.arguments import run_of
+from valkyrie.train.shorthand import written_out
+
+TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
+
+
+def question(*arguments: str) -> Question:
+    """Return the question of a search of the tiny GPT."""
+    return asked(run_of([*TINY, *arguments]))
+
+
+def listed_of(of: Question) -> Shortlist:
+    """Return the layouts that a search may compile."""
+    return shortlist(rank(of.run, of.space()))
+
+
+class Compiler:
+    """Stands for `carry_out`: every step takes `factor` of its estimate, of some partitions none fits."""
+
+    def __init__(self, factor: float = 1.0, does_not_fit: Sequence[str] = ()) -> None:
+        self.factor, self.does_not_fit, self.plans = factor, does_not_fit, list[Plan]()
+        self.steps: dict[tuple[str, ...], float] = {}
+
+    def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+        (plan,) = plans
+        self.plans.append(plan)
+        fits = plan.about["partition"] not in self.does_not_fit
+        step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
+        results = {"step": {"step_s": step_s}, "memory": {"peak": 2**30}} if fits else {"memory": {"needed": 2**40}}
+        status = Status.ok if fits else Status.does_not_fit
+        return {plan.key: plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)}
+
+    def key(self, plan: Plan) -> tuple[str, ...]:
+        """Return the overrides of the layout in a plan."""
+        start = next(i for i, o in enumerate(plan.overrides) if o.startswith("mode=")) + 1
+        return plan.overrides[start:]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Takes the place of compiling, in the whole test."""
+    made = Compiler()
+    monkeypatch.setattr(compiling, "carry_out", made)
+    return made
+
+
+def compiled_by(compiler: Compiler, of: Question, listed: Shortlist, folder: Path, most: int = 50) -> Compiles:
+    """Return what a search compiles where steps take what the compiler says."""
+    every = [*listed.fitting, *listed.doubtful]
+    compiler.steps = {tuple(one.overrides): one.step_s for one in every}
+    compiles = Compiles()
+    compile_best(of, listed, [], folder, most, compiles, lambda one, so_far: None)
+    return compiles
+
+
+def test_it_stops_when_no_other_layout_can_be_faster(compiler: Compiler, tmp_path: Path) -> None:
+    of = question()
+    listed = listed_of(of)
+    compiles = compiled_by(compiler, of, listed, tmp_path, most=500)
+    best = compiles.best(of)
+    assert best is not None and best.step_s == pytest.approx(listed.fitting[0].step_s)
+    assert compiles.why == "no other layout can be faster, by the errors of estimates so far"
+    assert len(compiles.done) < len(listed.fitting)
+    first = {(p.about["mesh"], p.about["partition"]) for p in compiler.plans[: compiling.FIRST]}
+    assert len(first) == compiling.FIRST
+
+
+def test_a_layout_that_does_not_fit_is_no_answer(compiler: Compiler, tmp_path: Path) -> None:
+    of = question()
+    listed = listed_of(of)
+    fastest = listed.fitting[0].group.candidates.partition.name
+    compiler.does_not_fit = [fastest]
+    best = compiled_by(compiler, of, listed, tmp_path, most=500).best(of)
+    assert best is not None and best.estimate.group.candidates.partition.name != fastest
+
+
+def test_it_compiles_no_more_than_asked_for(compiler: Compiler, tmp_path: Path) -> None:
+    of = question()
+    compiles = compiled_by(compiler, of, listed_of(of), tmp_path, most=2)
+    assert len(compiles.done) == 2
+    assert compiles.why == "mode.compiles=2 layouts were compiled"
+
+
+def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: Compiler, tmp_path: Path) -> None:
+    of = question("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e9")
+    listed = listed_of(of)
+    compiles = compiled_by(compiler, of, listed, tmp_path, most=1)
+    (one,) = compiles.done
+    cheapest = min(listed.fitting, key=lambda e: of.cost(e.group.target, e.step_s))
+    assert one.target.name == cheapest.group.target.name
+
+
+def test_the_rule_of_thumb_and_plain_fsdp() -> None:
+    of = asked(run_of(["mode=search", "target=v4-64", "model=gpt_1b", "precision=bf16_mixed", "batch=64"]))
+    ranking = rank(of.run, of.space())
+    rule, fsdp = rule_of_thumb(ranking), plain_fsdp(ranking)
+    assert rule is not None and rule.overrides[1:3] == ["mesh=4x4x2", "partition=2d_tp"]
+    assert fsdp is not None and fsdp.overrides[1:3] == ["mesh=32x1x1", "partition=fsdp"]
+
+
+def test_what_is_named_stays_as_it_is() -> None:
+    of = question("partition=fsdp", "remat=dots", "microbatches=2")
+    layouts = list(rank(of.run, of.space()))
+    assert {one.group.candidates.partition.name for one in layouts} == {"fsdp"}
+    assert {one.remat.name for one in layouts} == {"dots"}
+    assert {int(one.group.candidates.microbatches[one.number]) for one in layouts} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("mesh=2x2x2",),
+            "mesh=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout.",
+        ),
+        (("target=cpu8",), "target=cpu8 has no chip whose figures are known, so nothing can be estimated."),
+    ],
+)
+def test_what_is_no_question(arguments: Sequence[str], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        asked(run_of([*TINY, *arguments]))
+    assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("mode.budget_usd=-4", "mode.budget_usd=-4: must be above 0."),
+        ("mode.tokens=0", "mode.tokens=0: must be above 0."),
+        ("mode.compiles=-1", "mode.compiles=-1: must be at least 0."),
+        ("mode.budget=soon", "mode.budget=soon: write a time with its unit, such as 90s, 10min or 2h, or null."),
+    ],
+)
+def test_numbers_that_make_no_sense(argument: str, message: str) -> None:
+    assert message in run_of([*TINY, argument]).problems()
+
+
+def test_a_recursive_model_is_told_what_to_do_instead() -> None:
+    of = asked(run_of(["mode=search", "target=v5e-8", "model=trm_tiny", "data=sudoku", "batch=32"]))
+    with pytest.raises(ValueError, match="goes through its blocks again and again.*hydra/sweeper=layouts"):
+        rank(of.run, of.space())
+
+
+@pytest.mark.parametrize(
+    ("typed", "written"),
+    [
+        (["target.chip=v4", "target.chips=512"], ["target=v4-1024"]),
+        (["mode=search", "target.chip=v4", "target.chips=512"], ["mode=search", "target=v4-1024", "mode.shapes=true"]),
+        (["mode=search", "target=[v4-64, v5e-64]"], ["mode=search", "target=v4-64", "mode.targets=[v4-64,v5e-64]"]),
+        (
+            ["mode=search", "tokens=20e9", "budget_usd=5000"],
+            ["mode=search", "mode.tokens=20e9", "mode.budget_usd=5000"],
+        ),
+        (["target.chip.hbm_gib=9", "tokens=1"], ["target.chip.hbm_gib=9", "tokens=1"]),
+    ],
+)
+def test_abbreviations(typed: list[str], written: list[str]) -> None:
+    assert written_out(typed) == written
+    assert written_out(written) == written
+
+
+def test_a_chip_without_a_number() -> None:
+    with pytest.raises(ValueError, match=r"target.chip=v4 does not say how many: add target.chips=N"):
+        written_out(["target.chip=v4"])
+
+
+def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], Run]:
+    """Carry out a search in an empty folder; return its exit status, search.json and run."""
+    monkeypatch.chdir(tmp_path)
+    run = run_of([*TINY, "name=found", *arguments])
+    assert run.problems() == []
+    status = MODES["search"](run)
+    file = tmp_path / "runs" / "found" / mode.ANSWER
+    return status, json.loads(file.read_text()) if file.exists() else {}, run
+
+
+def test_estimates_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, answer, run = search(monkeypatch, tmp_path, "mode.compiles=0", "mode.tokens=1e9")
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert answer["compiled"] == 0 and len(answer["best"]) == mode.SHOWN
+    assert answer["layouts"] > 1000
+    steps = [row["step_s"] for row in answer["best"]]
+    best = answer["best"][0]
+    assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
+    assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
+    assert f"train it: {command_of(asked(run), best)}" in printed
+    assert "plain FSDP: " in printed and "the TPU v4 paper's rule" in printed
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_of(["mode=search", "target=v5e-4", "model=llama_7b", "batch=64", "precision=bf16_mixed"])
+    assert MODES["search"](run) != 0
+    printed = capsys.readouterr().out
+    assert "nothing fits: the smallest layout needs" in printed
+    assert "16 chips would do: target=v5e-16." in printed
+
+
+def test_no_layout_is_legal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, answer, _ = search(monkeypatch, tmp_path, "batch=1", "partition=fsdp")
+    assert status != 0 and not answer
+    assert "no layout is legal: batch=1" in capsys.readouterr().out
+
+
+def test_ctrl_c_prints_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
+) -> None:
+    def interrupted(*_: Any) -> dict[str, Trial]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "carry_out", interrupted)
+    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    status, answer, _ = search(monkeypatch, tmp_path)
+    assert status == 130
+    assert len(answer["best"]) == mode.SHOWN
+    assert "interrupted; the best so far:" in capsys.readouterr().out
+
+
+def test_a_compiled_layout_tells_what_its_estimate_was_worth(compiler: Compiler, tmp_path: Path) -> None:
+    of = question()
+    listed = listed_of(of)
+    compiler.factor = 2.0
+    compiles = compiled_by(compiler, of, listed, tmp_path, most=3)
+    done: Compiled = compiles.done[0]
+    one: Estimated = done.estimate
+    assert compiles.ratio(compiling.place_of(one)) == pytest.approx(2.0)

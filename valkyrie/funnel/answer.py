@@ -1,0 +1,165 @@
+"""What a search found, as a table on the screen and as `search.json`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from valkyrie.funnel.candidates import Shortlist, errors, place_of
+from valkyrie.funnel.compiling import Compiled, Compiles
+from valkyrie.funnel.question import Question, affordable, dollars, tokens_of
+from valkyrie.hardware import usable_hbm
+from valkyrie.search.estimate.rank import Estimated
+from valkyrie.units import duration, gib
+
+TIGHT = 0.95
+"""From this share of the memory a layout is said to be bound by memory."""
+_BINDING = {
+    "products": "compute",
+    "mixing": "compute",
+    "head": "compute",
+    "launching": "compute",
+    "moving": "HBM bandwidth",
+    "optimizer": "HBM bandwidth",
+    "bubble": "pipeline bubble",
+    "weights": "gathering weights",
+    "gradients": "summing gradients",
+    "activations": "communication of activations",
+    "stages": "communication between stages",
+    "host": "host memory",
+}
+"""What a part of a step's estimate binds by."""
+_OF_COMPILED: dict[str, str] = {"matmul": "compute", "kernel": "compute", "memory": "HBM bandwidth"}
+
+
+def rows_of(question: Question, listed: Shortlist, compiles: Compiles, count: int) -> list[dict[str, Any]]:
+    """Return the best layouts as plain values: those compiled by their replay, then the others by their estimate.
+
+    Of several chips each has its own share of the rows, and they stand by what they cost where tokens or dollars are
+    asked for.
+    """
+    chips = list(dict.fromkeys(target.chip.name for target in question.targets if target.chip is not None))
+    share = max(-(-count // len(chips)), 2)
+    rows = [row for chip in chips for row in _of_chip(question, chip, listed, compiles, share)]
+    priced = question.tokens is not None or question.budget_usd is not None
+    return sorted(rows, key=lambda row: _standing(row, priced))[: max(count, len(chips))]
+
+
+def _of_chip(question: Question, chip: str, listed: Shortlist, compiles: Compiles, count: int) -> list[dict[str, Any]]:
+    done = {tuple(one.estimate.overrides) for one in compiles.done}
+    compiled = [c for c in compiles.done if c.step_s is not None and _chip(c.estimate) == chip]
+    compiled.sort(key=lambda one: one.step_s or 0.0)
+    others = [one for one in listed.best(chip, 2 * count) if tuple(one.overrides) not in done]
+    rows = [row_of(question, one.estimate, one) for one in compiled[:count]]
+    return rows + [row_of(question, one, ratio=compiles.ratio(place_of(one))) for one in others[: count - len(rows)]]
+
+
+def _chip(one: Estimated) -> str | None:
+    return one.group.target.chip.name if one.group.target.chip else None
+
+
+def _standing(row: dict[str, Any], priced: bool) -> tuple[bool, float]:
+    """Return by what a row stands: by dollars of a token where asked for, else compiled ones first, by seconds."""
+    if priced and row["usd_per_million_tokens"] is not None:
+        return False, row["usd_per_million_tokens"]
+    return row["stage"] == "estimate", row["step_s"]
+
+
+def row_of(
+    question: Question, one: Estimated, compiled: Compiled | None = None, ratio: float | None = None
+) -> dict[str, Any]:
+    """Return a layout as plain values: seconds, their interval, bytes, tokens, hours and dollars.
+
+    `ratio`: what the compiled step of another layout on the same mesh and partition took of its estimate.
+    """
+    target, tokens = one.group.target, tokens_of(question.run)
+    step_s = one.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or one.step_s
+    low, high = errors()["low"] * step_s, errors()["high"] * step_s
+    interval = None if compiled is None else compiled.trial.results.get("step", {}).get("interval")
+    if compiled is not None:
+        low, high = (interval["low_s"], interval["high_s"]) if interval else (step_s, step_s)
+    rate = tokens / step_s
+    row = {
+        "overrides": one.overrides,
+        "stage": "estimate" if compiled is None else "compile",
+        "step_s": step_s,
+        "low_s": low,
+        "high_s": high,
+        "memory": one.bytes if compiled is None else compiled.peak,
+        "usable": usable_hbm(target.chip),
+        "tokens_per_second_per_chip": rate / ((target.chips or 1) * target.slices),
+        "usd_per_million_tokens": dollars(target, 1e6 / rate),
+        "bound_by": _bound_by(one, compiled),
+        "parts_s": one.parts,
+    }
+    if question.tokens is not None:
+        row |= {"hours": question.tokens / rate / 3600, "dollars": dollars(target, question.tokens / rate)}
+    if question.budget_usd is not None:
+        row["tokens_for_budget"] = rate * affordable(target, question.budget_usd)
+    return row
+
+
+def _bound_by(one: Estimated, compiled: Compiled | None) -> str:
+    """Return what takes most of a step, with its share; of a compiled one by its replay."""
+    usable = usable_hbm(one.group.target.chip)
+    shares: dict[str, float] = {}
+    if compiled is not None and compiled.trial.results.get("seconds"):
+        for name, seconds in compiled.trial.results["seconds"].items():
+            what = (
+                f"communication over {name[8:]}" if name.startswith("exposed ") else _OF_COMPILED.get(name, str(name))
+            )
+            shares[what] = shares.get(what, 0.0) + seconds
+    else:
+        for name, seconds in one.parts.items():
+            shares[_BINDING[name]] = shares.get(_BINDING[name], 0.0) + seconds
+    what, seconds = max(shares.items(), key=lambda item: item[1])
+    text = f"{what} {100 * seconds / sum(shares.values()):.0f}%"
+    peak = one.bytes if compiled is None else compiled.peak or one.bytes
+    return f"{text}, memory" if usable and peak > TIGHT * usable else text
+
+
+def show(question: Question, rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the best layouts, one a row: seconds, bytes, tokens, what it costs and what binds it."""
+    priced, funded, several = question.tokens is not None, question.budget_usd is not None, len(question.targets) > 1
+    table = Table(box=SIMPLE, header_style="bold", pad_edge=False)
+    table.add_column("#", justify="right")
+    for name in [*(["slice"] if several else []), "layout"]:
+        table.add_column(name, overflow="fold", min_width=8 if name == "slice" else 34)
+    numbers = ["step", "low", "high", "peak", "tokens/s/chip", *(["hours", "dollars"] if priced else [])]
+    for name in [*numbers, *([f"billion tokens for {question.budget_usd:,.0f} dollars"] if funded else [])]:
+        table.add_column(name, justify="right")
+    for name in ("bound by", "by"):
+        table.add_column(name)
+    for place, row in enumerate(rows, 1):
+        values = [str(place), *([row["overrides"][0].partition("=")[2]] if several else [])]
+        values += [" ".join(row["overrides"][1:]), *(duration(row[key]) for key in ("step_s", "low_s", "high_s"))]
+        values += [gib(row["memory"]), f"{row['tokens_per_second_per_chip']:,.0f}"]
+        if priced:
+            values += [f"{row['hours']:,.1f}", "?" if row["dollars"] is None else f"{row['dollars']:,.0f}"]
+        if funded:
+            values.append(f"{row['tokens_for_budget'] / 1e9:,.1f}")
+        table.add_row(*map(Text, [*values, row["bound_by"], row["stage"]]))
+    console.print(table)
+
+
+def command_of(question: Question, row: dict[str, Any]) -> str:
+    """Return the command that trains a layout."""
+    arguments = [a for a in row["overrides"] if not a.startswith("target=")]
+    return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
+
+
+def compared(name: str, one: Estimated | None, compiles: Compiles, best_s: float) -> str:
+    """Return how many times faster the best layout is than another one, in a line."""
+    if one is None:
+        return f"{name}: no layout of it fits"
+    compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
+    if compiled is not None and compiled.step_s is None:
+        return f"{name}: {' '.join(one.overrides[1:])}: {compiled.trial.status.value.replace('_', ' ')}"
+    step_s = one.step_s if compiled is None else compiled.step_s or one.step_s
+    by = "estimate" if compiled is None else "compile"
+    return f"{name}: {duration(step_s)} (by {by}), {step_s / best_s:.2f} times the best; {' '.join(one.overrides[1:])}"

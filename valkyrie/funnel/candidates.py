@@ -1,0 +1,102 @@
+"""Which layouts a search compiles, in which order, and when no other can be better."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from valkyrie.hardware import usable_hbm
+from valkyrie.search.estimate import rank as ranking
+from valkyrie.search.estimate.rank import Estimated
+
+FILE = Path(ranking.__file__).with_name("errors.json")
+"""How far estimates were from compiled steps; experiments/search/table.py writes it."""
+LOOKED_AT = 500
+"""Layouts of a slice, the fastest first, that may be compiled at all."""
+VARIANTS = 3
+"""Layouts of one slice, mesh and partition that are listed before others have had their turn."""
+
+
+Place = tuple[str, str, str]
+"""A slice, mesh and partition by name."""
+
+
+def place_of(one: Estimated) -> Place:
+    """Return the slice, mesh and partition of a layout."""
+    partition = one.group.candidates.partition
+    return one.group.target.name, one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
+
+
+@cache
+def errors() -> dict[str, Any]:
+    """Return the errors of estimates: a compiled step took `low` to `high` of its estimate, a peak `memory_low` ...."""
+    return json.loads(FILE.read_text())
+
+
+@dataclass
+class Shortlist:
+    """The layouts that may be the best: those that should fit, and the fastest of those that should not.
+
+    `smallest`: the layout that needs least memory of all.
+    """
+
+    fitting: list[Estimated] = field(default_factory=list)
+    doubtful: list[Estimated] = field(default_factory=list)
+    smallest: Estimated | None = None
+
+    def best(self, chip: str, count: int) -> list[Estimated]:
+        """Return the fastest layouts of a chip that should fit, at most some of one slice, mesh and partition."""
+        taken: dict[Place, int] = {}
+        best: list[Estimated] = []
+        for one in (e for e in self.fitting if e.group.target.chip is not None and e.group.target.chip.name == chip):
+            place = place_of(one)
+            taken[place] = taken.get(place, 0) + 1
+            if taken[place] <= VARIANTS:
+                best.append(one)
+            if len(best) == count:
+                break
+        return best
+
+
+def shortlist(ranked: ranking.Ranking) -> Shortlist:
+    """Return the layouts of a ranking that may be the best, by what estimates of memory have been off."""
+    made, low = Shortlist(smallest=ranked.smallest()), errors()["memory_low"]
+    for target in dict.fromkeys(e.group.target.name for e in ranked.estimates):
+        fitting, doubtful = [], []
+        for one in itertools.islice(ranked.on(target), 20 * LOOKED_AT):
+            usable = usable_hbm(one.group.target.chip)
+            if one.fits:
+                fitting.append(one)
+            elif usable is not None and one.bytes * low <= usable and len(doubtful) < LOOKED_AT:
+                doubtful.append(one)
+            if len(fitting) == LOOKED_AT:
+                break
+        made.fitting += fitting
+        made.doubtful += doubtful
+    made.fitting.sort(key=lambda one: one.step_s)
+    return made
+
+
+def rule_of_thumb(ranked: ranking.Ranking) -> Estimated | None:
+    """Return the fastest layout by the TPU v4 paper's rule: MP1 and MP2 on a torus axis each, data on the third.
+
+    arXiv 2304.01433, section 2.7. None where no such layout fits.
+    """
+    return next((one for one in ranked.under("2d_tp") if one.fits and _is_the_torus(one)), None)
+
+
+def plain_fsdp(ranked: ranking.Ranking) -> Estimated | None:
+    """Return the fastest layout that shards parameters over all devices and splits data alone; None: none fits."""
+    return next((one for one in ranked.under("fsdp") if one.fits), None)
+
+
+def _is_the_torus(one: Estimated) -> bool:
+    """Return whether the mesh has the sizes of the torus, the shortest for data."""
+    sizes = [int(one.group.candidates.sizes[axis][one.number]) for axis in ("x", "y", "z")]
+    return sorted(sizes) == sorted(int(n) for n in (one.group.target.topology or "").split("x") if n) and (
+        sizes[2] == min(sizes)
+    )

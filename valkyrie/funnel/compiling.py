@@ -1,0 +1,158 @@
+"""The second stage: the layouts with the shortest estimates are compiled, until no other can be faster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from valkyrie.funnel.candidates import Place, Shortlist, errors, place_of
+from valkyrie.funnel.question import Question
+from valkyrie.hardware import TargetConfig
+from valkyrie.search.estimate.rank import Estimated
+from valkyrie.sweep.plan import Plan, plan_run
+from valkyrie.sweep.process import TrialProcess
+from valkyrie.sweep.run import carry_out
+from valkyrie.sweep.trial import Status, Trial
+from valkyrie.train.folder import parts_of
+
+FIRST = 4
+"""So many different meshes and partitions are compiled before variants of one."""
+SAME_PLACE = 0.97
+"""A variant of a layout that was compiled may be this much faster than its estimate, held to that one, says."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A layout with its estimate and the record of its compile."""
+
+    estimate: Estimated
+    trial: Trial
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step by the replay of the compiled program; None where it does not fit or was not compiled."""
+        return self.trial.results["step"]["step_s"] if self.trial.status is Status.ok else None
+
+    @property
+    def target(self) -> TargetConfig:
+        """The slice it was compiled for."""
+        return self.estimate.group.target
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes of one device at the peak, needed where it does not fit."""
+        memory = self.trial.results.get("memory", {})
+        return memory.get("peak", memory.get("needed"))
+
+
+@dataclass
+class Compiles:
+    """What was compiled."""
+
+    done: list[Compiled] = field(default_factory=list)
+    why: str = ""
+    """Why no more was compiled."""
+
+    def best(self, question: Question) -> Compiled | None:
+        """Return the fastest layout that fits, or the cheapest where dollars matter."""
+        fitting = [one for one in self.done if one.step_s is not None]
+        return min(fitting, key=lambda one: question.cost(one.target, one.step_s or 0.0), default=None)
+
+    def ratio(self, place: Place) -> float | None:
+        """Return what the compiled step of a mesh and partition took of its estimate; None where there is none."""
+        own = [one for one in self.done if place_of(one.estimate) == place and one.step_s is not None]
+        return (own[-1].step_s or 0.0) / own[-1].estimate.step_s if own else None
+
+
+Tell = Callable[[Compiled, Compiles], None]
+
+
+def compile_best(
+    question: Question,
+    listed: Shortlist,
+    always: Sequence[Estimated],
+    folder: Path,
+    most: int,
+    compiles: Compiles,
+    tell: Tell,
+) -> None:
+    """Compile layouts into `compiles` until none can be better, the budget is spent or `most` are done.
+
+    `always` are compiled first. A layout that an earlier search compiled is taken from its record. `tell` is called
+    after each. Ctrl-C raises KeyboardInterrupt; what is done until then stands in `compiles`.
+    """
+    began, waiting = time.monotonic(), [*listed.fitting, *listed.doubtful]
+    first = list(always)
+    while True:
+        one = first.pop(0) if first else _next(question, waiting, compiles)
+        bound = min((question.cost(other.group.target, _bound(other, compiles)) for other in waiting), default=0.0)
+        best = compiles.best(question)
+        if one is None:
+            compiles.why = "every layout that may fit was compiled"
+        elif not first and best is not None and bound > question.cost(best.target, best.step_s or 0.0):
+            compiles.why = "no other layout can be faster, by the errors of estimates so far"
+        elif question.budget_s is not None and time.monotonic() - began > question.budget_s:
+            compiles.why = f"mode.budget={question.run.config.mode.budget} is spent"
+        elif len(compiles.done) >= most:
+            compiles.why = f"mode.compiles={most} layouts were compiled"
+        if one is None or compiles.why:
+            return
+        waiting = [other for other in waiting if other is not one]
+        if any(_same(one, other.estimate) for other in compiles.done):
+            continue
+        plan = plan_of(question, one, folder)
+        trial = carry_out([plan], 1, _Silent())[plan.key]
+        compiles.done.append(Compiled(one, trial))
+        tell(compiles.done[-1], compiles)
+
+
+def plan_of(question: Question, one: Estimated, folder: Path, mode: str = "compile") -> Plan:
+    """Return the trial that compiles or measures a layout."""
+    config = question.run.config
+    run = one.run(question.run).changed(mode=replace(config.mode, name=mode, budget=None))
+    hydra = OmegaConf.create(
+        {
+            "sweep": {"dir": str(folder)},
+            "runtime": {"config_sources": []},
+            "job": {"env_set": {}, "config_name": "train"},
+            "overrides": {"hydra": []},
+        }
+    )
+    overrides = [*parts_of(question.command)[1], f"mode={mode}", *one.overrides]
+    plan = plan_run(run, hydra, overrides)
+    return replace(plan, flags=tuple(parts_of(question.command)[0]))
+
+
+def _next(question: Question, waiting: Iterable[Estimated], compiles: Compiles) -> Estimated | None:
+    """Return the layout that is expected to be the fastest; at first each of another mesh and partition."""
+    places = {place_of(one.estimate) for one in compiles.done}
+    others = [one for one in waiting if place_of(one) not in places] if len(places) < FIRST else []
+
+    def expected(one: Estimated) -> float:
+        return question.cost(one.group.target, one.step_s * (compiles.ratio(place_of(one)) or 1.0))
+
+    return min(others or waiting, key=expected, default=None)
+
+
+def _bound(one: Estimated, compiles: Compiles) -> float:
+    """Return the least step time that a layout may have."""
+    ratio = compiles.ratio(place_of(one))
+    return one.step_s * (errors()["low"] if ratio is None else SAME_PLACE * ratio)
+
+
+def _same(one: Estimated, other: Estimated) -> bool:
+    return one.overrides == other.overrides
+
+
+class _Silent:
+    """Watches a trial and prints nothing."""
+
+    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+        """Do nothing."""
+
+    def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
+        """Do nothing."""

@@ -1,0 +1,157 @@
+"""`mode=search`: estimates every layout, compiles the best, prints the answer and keeps it in a folder of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from valkyrie.funnel.answer import command_of, compared, rows_of, show
+from valkyrie.funnel.candidates import Shortlist, plain_fsdp, rule_of_thumb, shortlist
+from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
+from valkyrie.funnel.question import Question, asked
+from valkyrie.hardware import Platform, usable_hbm
+from valkyrie.interrupt import EXIT_STATUS
+from valkyrie.parallel.topology import libtpu_missing
+from valkyrie.paths import write_whole
+from valkyrie.report.page import write_report
+from valkyrie.run import Run
+from valkyrie.search import NOT_COMPILED
+from valkyrie.search.estimate.rank import Estimated, rank
+from valkyrie.search.estimate.space import Space
+from valkyrie.train.screen import make_console
+from valkyrie.units import duration, gib
+
+ANSWER = "search.json"
+SHOWN = 10
+"""Layouts in the answer."""
+RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
+REASONS = 5
+"""Kinds of refusals that are told."""
+
+
+def search(run: Run) -> int:
+    """Search the layouts of a run's model on its target, print the best, and return the exit status."""
+    console, question = make_console(), asked(run)
+    began = time.perf_counter()
+    space = question.space()
+    ranked = rank(run, space)
+    _tell_space(space, time.perf_counter() - began, question, console)
+    listed = shortlist(ranked)
+    compiles, folder, status = Compiles(), _folder(question), 0
+    if not listed.fitting and not listed.doubtful:
+        console.print(_nothing_fits(listed, question), style="bold red", markup=False)
+        return NOT_COMPILED
+    on_torus = all(target.platform is Platform.tpu for target in question.targets)
+    rivals = ({RULE: rule_of_thumb(ranked)} if on_torus else {}) | {"plain FSDP": plain_fsdp(ranked)}
+    folder.mkdir(parents=True, exist_ok=True)
+    if why := _no_compiler(question):
+        console.print(f"estimates alone: {why}", style="yellow", markup=False)
+    else:
+        try:
+            status = _compile(question, listed, [one for one in rivals.values() if one], folder, compiles, console)
+        except KeyboardInterrupt:
+            console.print("interrupted; the best so far:", style="yellow")
+            status = EXIT_STATUS
+    rows = rows_of(question, listed, compiles, SHOWN)
+    show(question, rows, console)
+    for name, one in rivals.items():
+        console.print(compared(name, one, compiles, rows[0]["step_s"]), markup=False, soft_wrap=True)
+    console.print(f"train it: {command_of(question, rows[0])}", markup=False, soft_wrap=True)
+    told = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
+    told |= {"duplicates": space.duplicates, "best": rows, "compiled": len(compiles.done), "why": compiles.why}
+    write_whole(folder / ANSWER, json.dumps(told, indent=1) + "\n")
+    if compiles.done:
+        console.print(f"page: {write_report(folder)}", soft_wrap=True)
+    console.print(f"answer: {folder / ANSWER}", soft_wrap=True)
+    return status
+
+
+def _compile(
+    question: Question,
+    listed: Shortlist,
+    rivals: list[Estimated],
+    folder: Path,
+    compiles: Compiles,
+    console: Console,
+) -> int:
+    most = question.run.config.mode.compiles
+    if most == 0:
+        return 0
+    console.print(f"compiling the best into {folder}; Ctrl-C ends with what is known, the same command goes on")
+
+    def tell(one: Compiled, so_far: Compiles) -> None:
+        step, best = one.step_s, so_far.best(question)
+        result = duration(step) if step is not None else f"{one.trial.status.value.replace('_', ' ')}"
+        told = f"estimated {duration(one.estimate.step_s)}"
+        now = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
+        layout = " ".join(one.estimate.overrides)
+        line = f"[{len(so_far.done)}] {layout}: {result} ({told}, {one.trial.wall_s:.0f} s){now}"
+        console.print(line, markup=False, soft_wrap=True)
+
+    with console.status("compiling"):
+        compile_best(question, listed, rivals, folder, most, compiles, tell)
+    console.print(f"{len(compiles.done)} compiled: {compiles.why}")
+    return 0 if compiles.best(question) is not None else NOT_COMPILED
+
+
+def _tell_space(space: Space, seconds: float, question: Question, console: Console) -> None:
+    """Print how many layouts there are, and why not more."""
+    slices = ", ".join(target.describe() for target in question.targets)
+    refused = sum(space.refused.values())
+    console.print(
+        f"{len(space):,} layouts of {question.run.model.name} on {slices} estimated in {seconds:.1f} s; {refused:,} "
+        f"refused, {space.duplicates:,} meshes that shard like another left out",
+        soft_wrap=True,
+    )
+    for reason, count in space.refused.most_common(REASONS):
+        console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
+
+
+def _nothing_fits(listed: Shortlist, question: Question) -> str:
+    """Return that nothing fits, what the smallest layout needs, and how many chips would do."""
+    one = listed.smallest
+    if one is None:
+        return (
+            f"no layout is legal: batch={question.run.config.batch} or an axis of {question.run.model.name} is divided "
+            "by none of the meshes. The reasons are above; a batch that is a multiple of the devices divides best."
+        )
+    chip = one.group.target.chip
+    usable = usable_hbm(chip)
+    text = f"nothing fits: the smallest layout needs {gib(one.bytes)} a device of {gib(usable)}"
+    enough = _enough_chips(question, one.group.target.chips or 1)
+    return f"{text} ({' '.join(one.overrides)}). {enough}"
+
+
+def _enough_chips(question: Question, chips: int) -> str:
+    """Return how many chips of the same kind would do, by estimates of ever larger slices."""
+    target = question.targets[0]
+    for factor in (2, 4, 8, 16, 32):
+        larger = target.resized((target.devices or 1) * factor)
+        if larger is not None:
+            other = replace(question, targets=(larger,))
+            if shortlist(rank(question.run, other.space())).fitting:
+                return f"{larger.chips} chips would do: target={larger.name}."
+    return f"No slice up to {32 * chips} chips would do: make the model or the batch smaller."
+
+
+def _no_compiler(question: Question) -> str | None:
+    """Return why nothing can be compiled here for the slices asked for."""
+    if any(target.platform is not Platform.tpu for target in question.targets):
+        return "only TPU slices are compiled for without the devices"
+    return next((missing for target in question.targets if (missing := libtpu_missing(target))), None)
+
+
+def _folder(question: Question) -> Path:
+    """Return the folder of a search: its name, or one that the same question finds again."""
+    config = question.run.config
+    if config.name is not None:
+        return Path(config.runs) / config.name
+    asked = [question.command, [t.name for t in question.targets], repr(question.run.model), asdict(config.precision)]
+    asked += [config.batch, config.seq, [p.name for p in question.partitions], [r.name for r in question.remats]]
+    digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
+    return Path(config.runs) / f"search-{question.run.model.name}-{question.targets[0].name}-{digest}"

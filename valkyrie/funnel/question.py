@@ -1,0 +1,119 @@
+"""What a search is asked: the slices, what may vary, for how long it may look, and for how many tokens or dollars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from valkyrie.hardware import Platform, TargetConfig, slice_of
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import RematConfig
+from valkyrie.paths import read_group
+from valkyrie.run import Run
+from valkyrie.search.estimate.space import Space, space_of
+from valkyrie.targets import parse_target
+from valkyrie.train.folder import key_value, parts_of
+from valkyrie.units import seconds_of
+
+LOOKED_FOR = ("mesh", "mesh.placement", "mesh.shape", "mesh.slices")
+"""Keys that a search sets itself."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A search as it was asked: the run that says model, batch and precision, and the rest of the command.
+
+    What the command names of partition, remat and microbatches stays as it is; the rest varies. `budget_s`: seconds
+    after which nothing new is compiled. `tokens`, `budget_usd`: for which hours and dollars are told.
+    """
+
+    run: Run
+    targets: tuple[TargetConfig, ...]
+    partitions: tuple[PartitionConfig, ...]
+    remats: tuple[RematConfig, ...]
+    microbatches: int | None
+    budget_s: float | None
+    tokens: float | None
+    budget_usd: float | None
+
+    def space(self) -> Space:
+        """Return every layout that may answer it."""
+        return space_of(self.run, self.targets, self.partitions, self.remats, self.microbatches)
+
+    def cost(self, target: TargetConfig, step_s: float) -> float:
+        """Return what a layout is chosen by: its step, or where tokens or dollars are asked for, what that costs."""
+        usd = dollars(target, step_s) if self.tokens is not None or self.budget_usd is not None else None
+        return step_s if usd is None else usd
+
+    @property
+    def command(self) -> list[str]:
+        """The arguments of the command that say nothing of layout, slice or search."""
+        dropped = {"mode", "target", "mesh", "partition", "remat", "microbatches", "name"}
+        flags, overrides = parts_of(self.run.arguments)
+        kept = [o for o in overrides if key_value(o)[0].partition(".")[0] not in dropped | {"target/chip"}]
+        return [*flags, *(o for o in kept if key_value(o)[0].partition(".")[0] != "mode")]
+
+
+def asked(run: Run) -> Question:
+    """Return the question of a run with `mode=search`; ValueError where it makes none."""
+    config, given = run.config, {key_value(o)[0] for o in parts_of(run.arguments)[1]}
+    if wrong := [key for key in LOOKED_FOR if key in given]:
+        raise ValueError(
+            f"{wrong[0]}=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout."
+        )
+    budget = config.mode.budget
+    partition_given = any(key.partition(".")[0] == "partition" for key in given)
+    remat_given = any(key.partition(".")[0] == "remat" for key in given)
+    return Question(
+        run=run,
+        targets=tuple(_targets(run)),
+        partitions=(config.partition,) if partition_given else tuple(read_group("partition", PartitionConfig)),
+        remats=() if remat_given else tuple(read_group("remat", RematConfig)),
+        microbatches=config.microbatches if "microbatches" in given else None,
+        budget_s=None if budget is None else seconds_of(budget),
+        tokens=config.mode.tokens,
+        budget_usd=config.mode.budget_usd,
+    )
+
+
+def _targets(run: Run) -> list[TargetConfig]:
+    """Return the slices that are compared; with `mode.shapes` every shape that each comes in."""
+    target, named = run.config.target, run.config.mode.targets
+    targets = [parse_target(name) for name in named] if named else [target]
+    without = [
+        t for t in targets if t.chip is None or t.chips is None or t.platform not in (Platform.tpu, Platform.gpu)
+    ]
+    if without:
+        raise ValueError(
+            f"target={without[0].name} has no chip whose figures are known, so nothing can be estimated. Name a slice, "
+            "such as target=v4-64, or several: target=[v4-64,v5e-64]. To time layouts on this machine: "
+            "valkyrie-train -m mode=measure hydra/sweeper=layouts."
+        )
+    return [shape for t in targets for shape in _shapes(t)] if run.config.mode.shapes else targets
+
+
+def _shapes(target: TargetConfig) -> Sequence[TargetConfig]:
+    chip, chips = target.chip, target.chips
+    assert chip is not None and chips is not None
+    if chip.ici_axes is None:
+        return [target]
+    found = [slice_of(chip, shape) for shape in chip.slices.shapes(chips)]
+    return [replace(shape, slices=target.slices) for shape in found] or [target]
+
+
+def tokens_of(run: Run) -> int:
+    """Return the tokens of a step."""
+    return run.config.batch * run.config.seq
+
+
+def dollars(target: TargetConfig, seconds: float) -> float | None:
+    """Return what a slice costs for so long, on demand; None where no price is known."""
+    usd = None if target.chip is None else target.chip.usd_per_hour
+    return None if usd is None or target.chips is None else usd * target.chips * target.slices * seconds / 3600
+
+
+def affordable(target: TargetConfig, usd: float) -> float:
+    """Return the seconds that a slice can be had for so many dollars."""
+    one = dollars(target, 1.0)
+    return math.inf if not one else usd / one

@@ -1,0 +1,151 @@
+"""Layouts as arrays: the sizes of mesh axes of thousands of layouts that share a partition's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
+from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
+
+
+@dataclass(frozen=True)
+class Span:
+    """How a mesh axis lies, one entry a layout: devices that fast links join, devices beyond them, and both rates.
+
+    Of a TPU axis `inner` are the devices of a slice, which the torus joins, `outer` the slices; of a GPU axis those of
+    a host and the hosts. Rates are bytes a second that one device sends over the axis.
+    """
+
+    inner: np.ndarray
+    inner_rate: np.ndarray
+    outer: np.ndarray
+    outer_rate: np.ndarray
+    hops: np.ndarray
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Layouts of one partition: arrays with one entry a layout.
+
+    `sizes`: devices along each mesh axis. `spans`: how each axis lies. `microbatches`; `rounds`: stretches of
+    layers that each pipeline stage has (circular schedule), else 1. `sums_once`: gradients are summed over
+    devices after the last microbatch, as PyTorch does, not after each. `shares_loss`: stages share the logits; else
+    the last one has them.
+    """
+
+    partition: PartitionConfig
+    parameters: Rules
+    activations: Rules
+    arrays: Arrays
+    sizes: Mapping[str, np.ndarray]
+    spans: Mapping[str, Span]
+    microbatches: np.ndarray
+    rounds: np.ndarray
+    sums_once: bool = False
+    shares_loss: bool = True
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def take(self, chosen: np.ndarray) -> Candidates:
+        """Return the layouts that a mask or a list of numbers chooses."""
+        spans = {a: Span(*(getattr(s, f)[chosen] for f in s.__dataclass_fields__)) for a, s in self.spans.items()}
+        sizes = {axis: size[chosen] for axis, size in self.sizes.items()}
+        changes = {"sizes": sizes, "spans": spans}
+        changes |= {"microbatches": self.microbatches[chosen], "rounds": self.rounds[chosen]}
+        return Candidates(**{**{f: getattr(self, f) for f in self.__dataclass_fields__}, **changes})
+
+    def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
+        """Return into how many parts these mesh axes split."""
+        product = np.ones(len(self), np.int64)
+        for axis in mesh_axes:
+            product = product * self.sizes[axis]
+        return product
+
+    @cached_property
+    def data(self) -> tuple[str, ...]:
+        """The mesh axes that split data."""
+        return tuple(dict.fromkeys([*self.activations[BATCH], *self.activations[SEQ]]))
+
+    @cached_property
+    def stages(self) -> np.ndarray:
+        """How many pipeline stages each layout has."""
+        return self.parts(self.parameters.get(LAYERS, ()))
+
+    def stored(self, logical: str | None) -> tuple[str, ...]:
+        """Return the mesh axes over which a logical axis of parameters rests split."""
+        return () if logical is None else self.parameters[logical]
+
+    def used(self, logical: str | None) -> tuple[str, ...]:
+        """Return the mesh axes over which a parameter's axis is split while it is used: those that split no data."""
+        return tuple(axis for axis in self.stored(logical) if axis not in self.data)
+
+    def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
+        """Return into how many parts a logical axis of this length is split: `stored`, `used` or `active`.
+
+        An axis that follows another one is split no further than its length divides.
+        """
+        if logical is None:
+            return np.ones(len(self), np.int64)
+        axes = self.activations[logical] if kind == "active" else getattr(self, kind)(logical)
+        whole = self.parts(axes)
+        if logical not in self.arrays.follows:
+            return whole
+        rules = self.activations if kind == "active" else self.parameters
+        if rules[logical] != rules[self.arrays.follows[logical]]:
+            return whole
+        limited = np.ones(len(self), np.int64)
+        for end in range(1, len(axes) + 1):
+            further = self.parts(axes[:end])
+            limited = np.where(length % further == 0, further, limited)
+        return limited
+
+    def refusals(self, batch: int, seq: int) -> dict[str, np.ndarray]:
+        """Return which layouts do not divide the batch, the sequence or an array of the model, by reason."""
+        rows = self.parts(self.activations[BATCH]) * self.microbatches
+        reasons = {f"batch={batch} does not divide": batch % rows != 0}
+        reasons |= self._refused_pipelines(batch)
+        reasons[f"seq={seq} does not divide"] = seq % self.parts(self.activations[SEQ]) != 0
+        for tensors, kind in ((self.arrays.parameters, "stored"), (self.arrays.activations, "active")):
+            for tensor in tensors:
+                for axis, length in zip(tensor.axes, tensor.shape, strict=True):
+                    if axis not in (None, BATCH, SEQ):
+                        reason = f"{axis} ({length}) does not divide"
+                        wrong = length % self.split(axis, kind, length) != 0
+                        reasons[reason] = reasons.get(reason, np.zeros(len(self), bool)) | wrong
+        return reasons
+
+    def _refused_pipelines(self, batch: int) -> dict[str, np.ndarray]:
+        """Return which layouts have a pipeline that its schedule does not allow, by reason."""
+        stages, m = self.stages, self.microbatches
+        piped, partition = stages > 1, self.partition
+        rows = batch // self.parts(self.activations[BATCH])
+        both = np.where(self.alternates, stages * m, np.lcm(stages, m))
+        layers = np.zeros(len(self), bool)
+        for repeats in self.arrays.stacked:
+            layers |= repeats % (stages * self.rounds.astype(np.int64)) != 0
+        return {
+            f"batch={batch} does not divide by stages and microbatches": piped & (rows % both != 0),
+            f"schedule={partition.schedule.value} needs as many microbatches as stages": (
+                piped & (self.rounds > 1) & (m < stages)
+            ),
+            f"layers do not divide into stages of rounds={partition.rounds}": piped & layers,
+            "this model has no stack of equal layers": piped & (not self.arrays.stacked),
+            "schedule=1f1b needs one stack of equal layers": piped & self.alternates & (len(self.arrays.stacked) > 1),
+        }
+
+    @property
+    def alternates(self) -> bool:
+        """Whether microbatches go back while others still go forward."""
+        return self.partition.schedule is PipelineSchedule["1f1b"]
+
+    @property
+    def in_flight(self) -> np.ndarray:
+        """For how many microbatches a stage keeps its layers' inputs, as `valkyrie.parallel.schedule` counts them."""
+        stages, m = self.stages, self.microbatches
+        kept = np.minimum(2 * stages - 1, m) if self.alternates else self.rounds * m + stages - 1
+        return np.where(stages > 1, kept / self.rounds, 1)

@@ -1,0 +1,79 @@
+"""Seconds of collectives over mesh axes, for many layouts at once.
+
+All-gather and reduce-scatter of B bytes over n devices send B (n-1)/n from each, an all-reduce twice that; several axes
+of a torus carry parts at the same time (scaling book, sharding: jax-ml.github.io/scaling-book/sharding). Between slices
+of TPUs goes what the devices of each have summed; a ring of GPUs goes through all hosts, as fast as the network cards
+of its devices (NCCL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from valkyrie.hardware import ChipConfig, Platform
+from valkyrie.machine import assumptions
+from valkyrie.search.estimate.candidates import Candidates
+from valkyrie.search.estimate.efficiency import Efficiency
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a chip: whether axes add up (a torus) or share one port (a switch), and what links reach.
+
+    `gathers` and `sums`: shares of the fast links' rate that gathers and all-reduces reach; `outside` of the slow.
+    `start_s` is the start of a collective, `hop_s` of each hop, `outer_start_s` of a message over slow links.
+    """
+
+    adds_up: bool
+    gathers: float
+    sums: float
+    outside: float
+    start_s: float
+    hop_s: float
+    outer_start_s: float = assumptions.DCN_LATENCY_S
+
+    def gather(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
+        """Return the seconds of an all-gather to `full` bytes on each device, or of a reduce-scatter of as many."""
+        return self._seconds(layouts, axes, full, self.gathers)
+
+    def sum(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
+        """Return the seconds of an all-reduce of `full` bytes on each device."""
+        return 2 * self._seconds(layouts, axes, full, self.sums)
+
+    def exchange(self, layouts: Candidates, axes: Sequence[str], sent: np.ndarray) -> np.ndarray:
+        """Return the seconds in which each device sends so many bytes to its neighbour along axes."""
+        seconds = np.zeros(len(layouts))
+        for axis in axes:
+            span, size = layouts.spans[axis], layouts.sizes[axis]
+            near, far = sent / (span.inner_rate * self.gathers), sent / (span.outer_rate * self.outside)
+            seconds += np.where(size > 1, self.start_s + np.where(span.outer > 1, far, near), 0.0)
+        return seconds
+
+    def _seconds(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, share: float) -> np.ndarray:
+        inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
+        rate, slow, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
+        for axis in axes:
+            span = layouts.spans[axis]
+            inner, outer = inner * span.inner, outer * span.outer
+            own = np.where(span.inner > 1, span.inner_rate, 0.0)
+            rate = rate + own if self.adds_up else np.maximum(rate, own)
+            slow = np.where(span.outer > 1, np.minimum(slow, span.outer_rate), slow)
+            hops = hops + span.hops
+        members = inner * outer
+        latency = self.start_s * (members > 1) + hops * self.hop_s + self.outer_start_s * np.log2(outer)
+        near = np.where(inner > 1, full * (inner - 1) / inner / np.maximum(rate * share, 1.0), 0.0)
+        if self.adds_up:
+            return near + full / inner * (outer - 1) / outer / (slow * self.outside) + latency
+        ring = np.minimum(np.where(inner > 1, rate * share, np.inf), slow * self.outside * inner)
+        return np.where(outer > 1, full * (members - 1) / members / ring, near) + latency
+
+
+def network_of(chip: ChipConfig, efficiency: Efficiency) -> Network:
+    """Return the links of a chip at the rates that it reaches."""
+    hop = (chip.hop_us or 0.0) * 1e-6
+    torus = chip.platform is Platform.tpu
+    start = assumptions.COLLECTIVE_START_S
+    return Network(torus, efficiency.gathers, efficiency.sums, efficiency.outside, start, hop)

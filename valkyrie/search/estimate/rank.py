@@ -1,0 +1,131 @@
+"""The layouts of a space by their estimated step time, those that do not fit apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from valkyrie.hardware import usable_hbm
+from valkyrie.parallel.remat import RematConfig
+from valkyrie.run import Run
+from valkyrie.search.estimate.efficiency import efficiency_of
+from valkyrie.search.estimate.memory import ExpectedBytes, Need
+from valkyrie.search.estimate.network import network_of
+from valkyrie.search.estimate.space import Group, Space
+from valkyrie.search.estimate.times import Step, Times
+from valkyrie.search.estimate.work import work_of
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A layout with its estimate: seconds of a step by part, and bytes of one device at the peak."""
+
+    group: Group
+    number: int
+    remat: RematConfig
+    times: Times
+    memory: ExpectedBytes
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return float(self.times.step_s[self.number])
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by part."""
+        return {name: float(seconds[self.number]) for name, seconds in self.times.parts.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one device at the peak."""
+        return int(self.memory.total[self.number])
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is no more than a program may have; what is not known is no limit."""
+        usable = usable_hbm(self.group.target.chip)
+        return usable is None or self.bytes <= usable
+
+    @property
+    def overrides(self) -> list[str]:
+        """What asks for it on the command line."""
+        return self.group.overrides(self.number, self.remat)
+
+    def run(self, run: Run) -> Run:
+        """Return a run of this layout that asks for the rest as another does."""
+        return self.group.run(self.number, self.remat, run)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """The estimates of a group of layouts under one remat policy."""
+
+    group: Group
+    remat: RematConfig
+    times: Times
+    memory: ExpectedBytes
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The estimates of a space, one group and remat policy after another."""
+
+    space: Space
+    estimates: list[Estimates]
+
+    @cached_property
+    def order(self) -> list[tuple[int, int]]:
+        """Which estimates and which layout of them, the fastest first; of equal ones the plainest partition."""
+        sizes = [len(e.times.step_s) for e in self.estimates]
+        step = np.concatenate([e.times.step_s for e in self.estimates] or [np.zeros(0)])
+        which, number = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes] or [[]])
+        classes = np.repeat([e.group.classes for e in self.estimates], sizes)
+        offloads = np.repeat([len(e.remat.offload) for e in self.estimates], sizes)
+        order = np.lexsort((number, offloads, classes, np.round(step, 7)))
+        return [(int(which[i]), int(number[i])) for i in order]
+
+    def under(self, partition: str) -> Ranking:
+        """Return the estimates of one partition."""
+        chosen = [e for e in self.estimates if e.group.candidates.partition.name == partition]
+        return Ranking(self.space, chosen)
+
+    def on(self, target: str) -> Ranking:
+        """Return the estimates of one slice."""
+        return Ranking(self.space, [e for e in self.estimates if e.group.target.name == target])
+
+    def smallest(self) -> Estimated | None:
+        """Return the layout that needs least memory; None where there is none."""
+        least = [(float(e.memory.total.min()), i) for i, e in enumerate(self.estimates) if len(e.memory.total)]
+        if not least:
+            return None
+        e = self.estimates[min(least)[1]]
+        return Estimated(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
+
+    def __iter__(self) -> Iterator[Estimated]:
+        """Yield every layout, the fastest first; those that split every array alike once."""
+        seen: set[tuple[object, ...]] = set()
+        for which, number in self.order:
+            e = self.estimates[which]
+            one = Estimated(e.group, number, e.remat, e.times, e.memory)
+            microbatches = int(e.group.candidates.microbatches[number])
+            key = (e.group.target.name, round(one.step_s, 7), one.bytes, microbatches)
+            if key not in seen:
+                seen.add(key)
+                yield one
+
+
+def rank(run: Run, space: Space) -> Ranking:
+    """Return the estimates of every layout of a space, for the model, batch and precision of a run."""
+    work, estimates = work_of(run), []
+    for group in space.groups:
+        chip = group.target.chip
+        assert chip is not None
+        efficiency = efficiency_of(chip)
+        step = Step(work, group.candidates, chip, efficiency, network_of(chip, efficiency))
+        need = Need(work, group.candidates)
+        estimates += [Estimates(group, remat, step.under(remat), need.under(remat)) for remat in group.remats]
+    return Ranking(space, estimates)

@@ -1,0 +1,277 @@
+"""Every layout of a model on a target, as arrays: partition, mesh, placement, remat, microbatches.
+
+Mesh axes that a partition treats alike are one class: only the product of their sizes matters, so that a class is put
+on its first axis and the other divisions are counted as duplicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from valkyrie.axes import BATCH, LAYERS
+from valkyrie.hardware import Platform, TargetConfig, Topology, topology_of
+from valkyrie.parallel.mesh import parse_mesh
+from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, resolve_rules, roles
+from valkyrie.parallel.placement import SLICE_AXIS
+from valkyrie.parallel.remat import RematConfig
+from valkyrie.run import Run, known_axes
+from valkyrie.search.estimate.candidates import Candidates
+from valkyrie.search.estimate.placed import Placement, between_slices, placements_of, spans_of
+from valkyrie.train.kept import place_of
+
+MOST_MICROBATCHES = 128
+"""More do not shorten a pipeline's bubble by one percent."""
+
+
+ROUNDS = (2, 4)
+"""Stretches of layers of a stage that are tried under the circular schedule."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Candidates on one target, each under every remat policy, and how each is asked for: mesh and placement.
+
+    `classes`: how many kinds of mesh axes their partition has.
+    """
+
+    target: TargetConfig
+    candidates: Candidates
+    remats: Sequence[RematConfig]
+    classes: int
+    meshes: list[str]
+    placements: list[list[str] | None]
+
+    def overrides(self, number: int, remat: RematConfig) -> list[str]:
+        """Return the overrides that ask for a candidate."""
+        c = self.candidates
+        given = [f"target={self.target.name}", f"mesh={self.meshes[number]}", f"partition={c.partition.name}"]
+        if c.partition.schedule is not PipelineSchedule.gpipe:
+            given.append(f"partition.schedule={c.partition.schedule.value}")
+        if c.partition.rounds > 1:
+            given.append(f"partition.rounds={c.partition.rounds}")
+        if (placement := self.placements[number]) is not None:
+            given.append(f"mesh.placement=[{','.join(placement)}]")
+        given.append(f"remat={remat.name}")
+        if (count := int(c.microbatches[number])) > 1:
+            given.append(f"microbatches={count}")
+        return given
+
+    def run(self, number: int, remat: RematConfig, run: Run) -> Run:
+        """Return a run of a candidate that asks for the rest as another does."""
+        c = self.candidates
+        mesh = replace(parse_mesh(self.meshes[number]), placement=self.placements[number])
+        count = int(c.microbatches[number])
+        return run.changed(target=self.target, mesh=mesh, partition=c.partition, remat=remat, microbatches=count)
+
+
+@dataclass(frozen=True)
+class Space:
+    """All legal layouts in groups; how many were refused, by reason, and how many divisions shard like another one."""
+
+    groups: list[Group]
+    refused: Counter[str]
+    duplicates: int
+
+    def __len__(self) -> int:
+        return sum(len(group.candidates) * len(group.remats) for group in self.groups)
+
+
+def space_of(
+    run: Run,
+    targets: Sequence[TargetConfig],
+    partitions: Sequence[PartitionConfig],
+    remats: Sequence[RematConfig],
+    microbatches: int | None = None,
+) -> Space:
+    """Return every layout of a run's model on these targets under these partitions and remat policies.
+
+    The run's own remat is among them; without any other it is the only one. `microbatches` None varies them.
+    """
+    groups, refused, duplicates = [], Counter[str](), 0
+    distinct = _distinct(run, remats)
+    for target, partition in itertools.product(targets, [v for p in partitions for v in _schedules(p)]):
+        group, illegal, same = _of_partition(run, target, partition, distinct, microbatches)
+        refused.update(illegal)
+        duplicates += same
+        groups += [] if group is None else [group]
+    return Space(groups, refused, duplicates)
+
+
+def _schedules(partition: PartitionConfig) -> list[PartitionConfig]:
+    """Return a partition under each schedule where it has a pipeline."""
+    if not partition.parameters.get(LAYERS):
+        return [partition]
+    others = [(PipelineSchedule["1f1b"], 1), *((PipelineSchedule.circular, rounds) for rounds in ROUNDS)]
+    changed = [replace(partition, schedule=schedule, rounds=rounds) for schedule, rounds in others]
+    return [partition, *(other for other in changed if other != partition)]
+
+
+def _distinct(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
+    """Return the policies that keep different activations of this model, the run's own first."""
+    kept, distinct = run.model.kept(), {}
+    for remat in [run.config.remat, *remats]:
+        distinct.setdefault(tuple(place_of(entry, remat) for entry in kept), remat)
+    return list(distinct.values())
+
+
+def _of_partition(
+    run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig], microbatches: int | None
+) -> tuple[Group | None, Counter[str], int]:
+    """Return the legal layouts of a partition on a target, those refused by reason, and how many are duplicates."""
+    slices = target.slices
+    mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
+    parameters, activations, problems = resolve_rules(partition, mesh, run.arrays.axes, known_axes())
+    if problems:
+        return None, Counter(problems[:1]), 0
+    classes = _classes(parameters, activations, list(mesh.axes), roles(mesh, parameters, activations))
+    assert target.devices is not None
+    meshes, seen = [], 0
+    for sizes in _divisions(target.devices // slices, len(classes)):
+        seen += math.prod(len(list(_divisions(n, len(c)))) for n, c in zip(sizes, classes, strict=True))
+        meshes.append({c[0]: n for c, n in zip(classes, sizes, strict=True)})
+    duplicates = seen - len(meshes)
+    if partition.schedule is not PipelineSchedule.gpipe:  # without a pipeline they are those of gpipe
+        meshes = [m for m in meshes if any(m.get(axis, 1) > 1 for axis in parameters[LAYERS])]
+    rows = _rows(run, target, mesh.axes, meshes, parameters, activations, microbatches)
+    group, refused = None, Counter[str]()
+    if rows:
+        candidates = _candidates(run, target, partition, parameters, activations, list(mesh.axes), rows)
+        group, refused = _legal(run, target, candidates, rows, remats, len(classes))
+    return group, refused, duplicates
+
+
+@dataclass(frozen=True)
+class _Row:
+    sizes: dict[str, int]
+    placement: Placement
+    microbatches: int
+
+
+def _rows(
+    run: Run,
+    target: TargetConfig,
+    axes: dict[str, int],
+    meshes: Sequence[dict[str, int]],
+    parameters: Rules,
+    activations: Rules,
+    microbatches: int | None,
+) -> list[_Row]:
+    """Return every mesh with each of its placements and numbers of microbatches."""
+    topology, torus = topology_of(target), target.platform is Platform.tpu
+    rows = []
+    for mesh in meshes:
+        sizes = {axis: mesh.get(axis, 1) for axis in axes} | ({SLICE_AXIS: target.slices} if SLICE_AXIS in axes else {})
+        on_slice = tuple(sizes[axis] for axis in axes if axis != SLICE_AXIS)
+        placed = placements_of(on_slice, _one_slice(topology), torus)
+        shards = math.prod(sizes[a] for a in activations[BATCH])
+        stages = math.prod(sizes[a] for a in parameters.get(LAYERS, ()))
+        counts = _microbatches(run.config.batch, shards, stages) if microbatches is None else [microbatches]
+        rows += [_Row(sizes, placement, count) for placement in placed for count in counts]
+    return rows
+
+
+def _candidates(
+    run: Run,
+    target: TargetConfig,
+    partition: PartitionConfig,
+    parameters: Rules,
+    activations: Rules,
+    axes: list[str],
+    rows: Sequence[_Row],
+) -> Candidates:
+    assert target.chip is not None
+    inner = [axis for axis in axes if axis != SLICE_AXIS]
+    spans = dict(spans_of([row.placement.lies for row in rows], inner, target.chip))
+    if SLICE_AXIS in axes:
+        spans[SLICE_AXIS] = between_slices(len(rows), target)
+    return Candidates(
+        partition,
+        parameters,
+        activations,
+        run.arrays,
+        {axis: np.array([row.sizes[axis] for row in rows]) for axis in axes},
+        spans,
+        np.array([row.microbatches for row in rows]),
+        np.full(len(rows), float(partition.rounds)),
+    )
+
+
+def _legal(
+    run: Run,
+    target: TargetConfig,
+    candidates: Candidates,
+    rows: Sequence[_Row],
+    remats: Sequence[RematConfig],
+    classes: int,
+) -> tuple[Group | None, Counter[str]]:
+    """Return the legal ones among candidates, and how many are refused, each by its first reason."""
+    legal, refused, partition = np.ones(len(rows), bool), Counter[str](), candidates.partition
+    for reason, wrong in candidates.refusals(run.config.batch, run.config.seq).items():
+        if count := int((wrong & legal).sum()):
+            refused[f"partition={partition.name}: {reason}"] += count * len(remats)
+        legal &= ~wrong
+    chosen = [row for row, fine in zip(rows, legal, strict=True) if fine]
+    if not chosen:
+        return None, refused
+    if candidates.alternates:
+        remats = [remat for remat in remats if not remat.save and not remat.offload]
+    inner = [axis for axis in candidates.sizes if axis != SLICE_AXIS]
+    meshes = [_mesh_name(row.sizes, partition) for row in chosen]
+    placements = [_entries(row, inner, target) for row in chosen]
+    return Group(target, candidates.take(legal), remats, classes, meshes, placements), refused
+
+
+def _classes(parameters: Rules, activations: Rules, axes: Sequence[str], role_of: dict[str, str]) -> list[list[str]]:
+    """Return the mesh axes that some rule uses, those that stand in the same rules together; x, y and z before w."""
+    classes: dict[tuple[object, ...], list[str]] = {}
+    for axis in sorted(axes, key=lambda axis: (axis == "w", axis)):
+        if axis != SLICE_AXIS and role_of[axis] != "idle":
+            within = tuple(
+                (i, a) for i, rules in enumerate((parameters, activations)) for a in rules if axis in rules[a]
+            )
+            classes.setdefault(within, []).append(axis)
+    return list(classes.values())
+
+
+def _divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write n as a product of so many factors, in order."""
+    if parts < 2:
+        if parts == 1 or n == 1:
+            yield (n,) * parts
+        return
+    for factor in (d for d in range(1, n + 1) if n % d == 0):
+        for rest in _divisions(n // factor, parts - 1):
+            yield (factor, *rest)
+
+
+def _microbatches(batch: int, shards: int, stages: int) -> list[int]:
+    """Return numbers of microbatches: powers of two, of a pipeline at least as many as it has stages."""
+    most = min(batch // shards, MOST_MICROBATCHES)
+    counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    return [n for n in counts if n >= stages] if stages > 1 else counts[:6]
+
+
+def _mesh_name(sizes: dict[str, int], partition: PartitionConfig) -> str:
+    """Return the mesh as the command line has it; with a fourth axis where it has devices or a rule needs it."""
+    needs = any("w" in entries for rules in (partition.parameters, partition.activations) for entries in rules.values())
+    axes = [a for a in ("w", "x", "y", "z") if a != "w" or sizes[a] > 1 or needs]
+    prefix = f"{sizes[SLICE_AXIS]}s" if sizes.get(SLICE_AXIS, 1) > 1 else ""
+    return prefix + "x".join(str(sizes[a]) for a in axes)
+
+
+def _entries(row: _Row, inner: Sequence[str], target: TargetConfig) -> list[str] | None:
+    """Return the placement of a row; None where one axis has all devices, which JAX places as well."""
+    if target.chip is None or sum(row.sizes[a] > 1 for a in inner) < 2:
+        return None
+    entries = row.placement.entries(inner, [row.sizes[a] for a in inner])
+    return [SLICE_AXIS, *entries] if SLICE_AXIS in row.sizes else entries
+
+
+def _one_slice(topology: Topology) -> Topology:
+    return replace(topology, slices=1)

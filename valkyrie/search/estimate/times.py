@@ -1,0 +1,321 @@
+"""The step time of many layouts by closed formulas, part by part.
+
+FLOPs and bytes are those that the blocks declare. What a partition's rules make of a product follows from where its
+operands lie (GSPMD, arXiv 2105.04663): axes that split the sum leave partial results, which are summed; axes that split
+an operand and not the parameter are gathered. A pipeline of p stages is idle for (p - 1)/(m + p - 1) of a step of m
+microbatches, interleaved rounds divide that (Megatron-LM, arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
+from valkyrie.hardware import ChipConfig
+from valkyrie.machine import assumptions
+from valkyrie.parallel.remat import Place, RematConfig
+from valkyrie.search.estimate.candidates import Candidates
+from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.network import Network
+from valkyrie.search.estimate.work import Mixing, Product, Work, size_of
+
+BACKWARD = 2.0
+"""A product's backward pass has two products of its size."""
+MIXING_BACKWARD = 2.5
+"""Attention's backward pass has five products for the forward's two (FlashAttention-2, arXiv 2307.08691)."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by part, one entry a layout; their sum is the step.
+
+    `products`, `mixing` (attention's scores, scans), `moving` (activations through HBM), `head`, `optimizer`,
+    `launching` (what starting operations takes beyond them), `bubble` of a pipeline, and waiting: `weights` gathered,
+    `gradients` summed, `activations` of tensor and sequence parallelism, `host` memory, `stages` that hand on
+    activations.
+    """
+
+    parts: dict[str, np.ndarray]
+    sent: dict[str, np.ndarray]
+    """Seconds in which links are busy, hidden or not, for the four kinds of communication."""
+
+    @property
+    def step_s(self) -> np.ndarray:
+        """Seconds of a step."""
+        return np.sum(list(self.parts.values()), axis=0)
+
+
+class Step:
+    """The seconds of a step of each layout on a chip; what no remat policy changes is computed once for all of them."""
+
+    def __init__(
+        self, work: Work, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: Network
+    ) -> None:
+        self.work, self.layouts = work, layouts
+        self.efficiency, self.network = efficiency, network
+        peak = max(chip.peak_tflops.get(name, 0.0) for name in ("bfloat16", work.run.config.precision.compute.value))
+        self.peak = peak * 1e12 / chip.devices
+        self.hbm = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
+        self.host = assumptions.HOST_GBS.get(chip.name, assumptions.HOST_GBS_OTHERWISE) * 1e9
+        self.rows = work.tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
+        self.rows = self.rows / layouts.microbatches
+        """Tokens of a device in a microbatch."""
+        self.share = work.passes / layouts.stages
+        """The part of all layers that a device has."""
+
+    def under(self, remat: RematConfig) -> Times:
+        """Return the parts of a step under a remat policy."""
+        layouts, e = self.layouts, self.efficiency
+        m, stages = layouts.microbatches, layouts.stages
+        again = [product.is_remade(remat) for product in self.work.products]
+        products = self.share * _total((1 + BACKWARD + a) * s for a, s in zip(again, self._products, strict=True))
+        mixing, (moved, to_host) = self._mixing_under(remat), self._moved_under(remat)
+        moving = moved / self.hbm * self.share
+        computing = products + mixing + moving
+        launches = [(1 + BACKWARD + a) * p.count for a, p in zip(again, self.work.products, strict=True)]
+        launching = e.launch_s * sum(launches) * self.share
+        activations = self._activations_under(remat, again)
+        gathered, summed = self._weights, self._gradients
+        waiting = {
+            "activations": _exposed(activations, computing, e.hidden_activations),
+            "weights": _exposed(gathered, computing, e.hidden_weights),
+            "gradients": _exposed(summed / m, computing, e.hidden_gradients),
+            "host": _exposed(2 * to_host * self.share / self.host, computing, e.hidden_host),
+        }
+        of_stage = computing + waiting["activations"] + waiting["weights"]
+        parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
+        parts |= {"moving": m * moving, "head": m * self._head}
+        parts |= {name: m * seconds for name, seconds in waiting.items()}
+        parts["launching"] = m * np.maximum(launching - of_stage, 0.0)
+        idle = (stages - 1) / layouts.rounds
+        parts["bubble"] = idle * np.maximum(of_stage, launching)
+        parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._handed_on * (1 - e.hidden_stages), 0.0)
+        parts["optimizer"] = self._optimizer
+        sent = {"activations": m * activations, "weights": m * gathered, "gradients": summed}
+        return Times(parts, sent | {"stages": m * self._handed_on})
+
+    @cached_property
+    def _products(self) -> list[np.ndarray]:
+        """The seconds of each product with a parameter of a block, once for a microbatch."""
+        return [product.count * self._product(product) for product in self.work.products]
+
+    def _product(self, product: Product) -> np.ndarray:
+        k, n = float(product.k), float(product.n)
+        for axis, length in product.reads:
+            k = k / self.layouts.split(axis, "used", length)
+        for axis, length in product.makes:
+            n = n / self.layouts.split(axis, "used", length)
+        passes = self.efficiency.float32_passes if product.float32 else 1.0
+        return product.numbers * passes * self._matrix(self.rows, np.asarray(k), np.asarray(n))
+
+    def _matrix(self, rows: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
+        """Return the seconds of a product of these sizes: at the matrix unit's rate in whole tiles, or at HBM's."""
+        e, flops = self.efficiency, 2.0 * rows * k * n
+        padded = _tiles(k, e.tile) * _tiles(n, e.tile)
+        rate = self.peak * e.products * padded * flops / (flops + e.half_rate_flops)
+        bytes_ = self.work.itemsize * (rows * k + k * n + rows * n)
+        return np.maximum(flops / rate, bytes_ / self.hbm)
+
+    @cached_property
+    def _head(self) -> np.ndarray:
+        """The seconds of the logits, forward and backward, which the stages of a pipeline may share."""
+        model = self.work.run.model
+        rows = self.rows / self._loss_rows() / (self.layouts.stages if self.layouts.shares_loss else 1)
+        n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
+        k = np.full(len(self.layouts), float(_width(self.work)))
+        logits = 4.0 * 2 * rows * n / self.hbm
+        return (1 + BACKWARD) * self._matrix(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
+
+    def _loss_rows(self) -> np.ndarray:
+        """Return into how many parts axes of the residual stream that split no vocabulary split the loss' positions."""
+        free = [a for a in self.layouts.activations["embed"] if a not in self.layouts.activations["vocab"]]
+        return self.layouts.parts(free)
+
+    def _mixing_under(self, remat: RematConfig) -> np.ndarray:
+        """Return the seconds of attention's scores and of scans, forward, again and backward."""
+        again = [remat.place(mixing.name) is Place.nowhere for mixing in self.work.mixing]
+        flops = _total((1 + MIXING_BACKWARD + a) * n for a, n in zip(again, self._mixing_flops, strict=True))
+        return flops * self.share / (self.peak * self.efficiency.mixing)
+
+    @cached_property
+    def _mixing_flops(self) -> list[np.ndarray]:
+        return [mixing.count * mixing.flops * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
+
+    def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
+        of = self.layouts.activations
+        split = [a for axis in mixing.axes for a in of[axis]]
+        free = [a for a in of["embed"] if a not in split] if mixing.over_rows else []
+        return self.layouts.parts(tuple(dict.fromkeys([*split, *free])))
+
+    def _moved_under(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of activations that go through HBM: forward, again and backward; and those to the host."""
+        e, moved, to_host = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
+        for (kept, _), bytes_ in zip(self.work.moved, self._moved, strict=True):
+            place = remat.place(kept.name, product=kept.product)
+            moved = moved + bytes_ * (e.passes + (e.passes_again if place is Place.nowhere else e.passes_kept))
+            to_host = to_host + (bytes_ if place is Place.host else 0.0)
+        return moved, to_host
+
+    @cached_property
+    def _moved(self) -> list[np.ndarray]:
+        """The bytes of each kind of activation of a microbatch."""
+        each = []
+        for kept, count in self.work.moved:
+            numbers = kept.count * count * self.rows
+            for axis, length in zip(kept.tensor.axes[2:], kept.tensor.shape[2:], strict=True):
+                numbers = numbers * length / self.layouts.split(axis, "active", length)
+            each.append(numbers * (4 if kept.float32 else self.work.itemsize))
+        return each
+
+    def _activations_under(self, remat: RematConfig, again: Sequence[bool]) -> np.ndarray:
+        """Return the seconds of what products and mixing send of activations in a microbatch."""
+        seconds = _total((1 + a) * f + b for a, (f, b) in zip(again, self._sent_by_products, strict=True))
+        for mixing, sent in zip(self.work.mixing, self._sent_by_mixing, strict=True):
+            seconds = seconds + mixing.count * (2 + (remat.place(mixing.name) is Place.nowhere)) * sent
+        return seconds * self.share + self._table_collectives
+
+    @cached_property
+    def _sent_by_products(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        operands, each = set[tuple[object, ...]](), []
+        for product in self.work.products:
+            forward, backward = self._sent_by(product, product.operand not in operands)
+            operands.add(product.operand)
+            each.append((product.count * forward, product.count * backward))
+        return each
+
+    @cached_property
+    def _sent_by_mixing(self) -> list[np.ndarray]:
+        return [self._neighbours(mixing) for mixing in self.work.mixing]
+
+    def _sent_by(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of the collectives around a product, forward and backward; `first` of its operand."""
+        layouts, network = self.layouts, self.network
+        reading = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.reads]
+        making = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.makes]
+        width = 4 if product.float32 else self.work.itemsize
+        read = self.rows * width * product.numbers
+        for axis, n, _, _ in reading:
+            read = read * n / layouts.split(axis, "used", n)
+        made = self.rows * width * product.numbers
+        for axis, n, _, _ in making:
+            made = made * n / layouts.split(axis, "used", n)
+        gathered = [m for _, _, active, used in reading for m in active if m not in used]
+        summed = [m for _, _, _, used in reading for m in used]
+        scattered = [m for _, _, active, used in making for m in active if m in summed]
+        summed = [m for m in summed if m not in scattered]
+        back_summed = [m for _, _, _, used in making for m in used]
+        back_scattered = [m for m in gathered if m in back_summed]
+        back_summed = [m for m in back_summed if m not in back_scattered]
+        forward = network.sum(layouts, summed, made) + network.gather(layouts, scattered, made)
+        backward = network.gather(layouts, scattered, made)
+        if first:
+            forward = forward + network.gather(layouts, gathered, read)
+            backward = backward + network.sum(layouts, back_summed, read)
+            backward = backward + network.gather(layouts, back_scattered, read)
+        return forward, backward
+
+    def _neighbours(self, mixing: Mixing) -> np.ndarray:
+        """Return the seconds in which a block fetches what it reads of other parts of the sequence."""
+        layouts, axes = self.layouts, self.layouts.activations[SEQ]
+        seconds, seq = np.zeros(len(layouts)), self.work.run.config.seq
+        for kept, positions in mixing.neighbours:
+            width = kept.count * (4 if kept.float32 else self.work.itemsize)
+            for axis, n in zip(kept.tensor.axes[2:], kept.tensor.shape[2:], strict=True):
+                width = width * n / layouts.split(axis, "active", n)
+            per_position = width * self.rows / (seq / layouts.parts(axes))
+            if positions is None:
+                seconds += self.network.gather(layouts, axes, per_position * seq)
+            else:
+                seconds += self.network.exchange(layouts, axes, per_position * min(positions, seq))
+        return seconds
+
+    @cached_property
+    def _table_collectives(self) -> np.ndarray:
+        """The seconds of summing over the vocabulary: looked-up rows, and the gradient of the last hidden states."""
+        layouts, vocab = self.layouts, self.layouts.used("vocab")
+        stream = self.rows * _width(self.work) * self.work.itemsize
+        free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
+        rows = stream / layouts.parts(free)
+        return 2 * self.network.sum(layouts, vocab, rows)
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        """Return the seconds of gathering parameters that rest split over data, forward and backward."""
+        seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
+        for spec in self.work.parameters.values():
+            axes = self._data_axes(spec)
+            if axes:
+                seconds += 2 * self.network.gather(self.layouts, axes, self._of_device(spec) * itemsize)
+        return seconds
+
+    @cached_property
+    def _gradients(self) -> np.ndarray:
+        """Return the seconds of summing gradients over the axes that split data, in all microbatches.
+
+        A pipeline sums them once, after its last microbatch.
+        """
+        layouts, seconds = self.layouts, np.zeros(len(self.layouts))
+        itemsize = size_of(self.work.run.config.precision.reduction)
+        for spec in self.work.parameters.values():
+            split = self._data_axes(spec)
+            rest = tuple(axis for axis in layouts.data if axis not in split)
+            bytes_ = self._of_device(spec) * itemsize
+            seconds += self.network.gather(layouts, split, bytes_)
+            seconds += self.network.sum(layouts, rest, bytes_ / layouts.parts(split))
+        once = layouts.sums_once | (layouts.stages > 1)
+        return seconds * np.where(once, 1, layouts.microbatches)
+
+    def _data_axes(self, spec: Parameter) -> tuple[str, ...]:
+        data = self.layouts.data
+        return tuple(m for axis in spec.axes for m in self.layouts.stored(axis) if m in data)
+
+    def _of_device(self, spec: Parameter) -> np.ndarray:
+        """Return how many numbers of a parameter a device uses."""
+        numbers = np.full(len(self.layouts), float(spec.size))
+        for axis, n in zip(spec.axes, spec.shape, strict=True):
+            numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "used", n))
+        return numbers
+
+    @cached_property
+    def _handed_on(self) -> np.ndarray:
+        """Return the seconds in which a stage hands a microbatch on, forward and backward."""
+        layouts = self.layouts
+        width = _width(self.work) / layouts.split("embed", "active", _width(self.work))
+        bytes_ = self.rows * width * self.work.itemsize
+        return 2 * layouts.rounds * self.network.exchange(layouts, layouts.parameters.get(LAYERS, ()), bytes_)
+
+    @cached_property
+    def _optimizer(self) -> np.ndarray:
+        """Return the seconds of the optimizer's step: parameters, two moments and gradients read, three written."""
+        bytes_ = np.zeros(len(self.layouts))
+        for spec in self.work.parameters.values():
+            numbers = np.full(len(self.layouts), float(spec.size))
+            for axis, n in zip(spec.axes, spec.shape, strict=True):
+                numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "stored", n))
+            bytes_ += 28.0 * numbers
+        return bytes_ / self.hbm
+
+
+def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the sum of arrays."""
+    return functools.reduce(np.add, arrays)
+
+
+def _width(work: Work) -> int:
+    """Return the width of the residual stream."""
+    return next(spec.shape[1] for name, spec in work.parameters.items() if name == "embedding")
+
+
+def _exposed(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
+    """Return the seconds that communication is waited for: a share is hidden while there is computing beside it."""
+    return np.maximum((1 - hidden) * sent, sent - computing)
+
+
+def _tiles(length: np.ndarray, tile: float) -> np.ndarray:
+    """Return the share of whole tiles that a length fills."""
+    return length / (np.ceil(length / tile) * tile)

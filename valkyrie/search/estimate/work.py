@@ -1,0 +1,157 @@
+"""What a step has to do, whatever its layout: products, mixing, activations, parameters, as blocks declare them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from valkyrie.axes import BATCH, SEQ, Parameter
+from valkyrie.models.block import Block, Kept, Site
+from valkyrie.models.stack import Layer, Stack
+from valkyrie.parallel.remat import Place, RematConfig
+from valkyrie.precision import DType
+from valkyrie.run import Run
+
+_OF_PRODUCTS = ("matrix", "ssm")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of every token with a parameter, in `count` layers.
+
+    `reads` and `makes` are the logical axes of its operand and of its result, with their lengths. `numbers` is the size
+    of the parameter over those, 2 for complex ones. Products of a layer with the same `operand` read the same
+    activations. `name` is that of its result as remat knows it; None where remat does not.
+    """
+
+    reads: tuple[tuple[str, int], ...]
+    makes: tuple[tuple[str, int], ...]
+    count: int
+    numbers: int
+    float32: bool
+    operand: tuple[object, ...]
+    name: str | None
+    remade: bool
+    """Whether a backward pass that finds none of the block's activations needs its result."""
+
+    @property
+    def k(self) -> int:
+        """The length it sums over."""
+        return math.prod(n for _, n in self.reads)
+
+    @property
+    def n(self) -> int:
+        """The length of its result."""
+        return math.prod(n for _, n in self.makes)
+
+    def is_remade(self, remat: RematConfig) -> bool:
+        """Return whether a backward pass computes it again."""
+        return self.remade and remat.place(self.name, product=True) is Place.nowhere
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What a block does beside its products, in `count` layers: `flops` of a token forward, `axes` that split it.
+
+    `name` is that of its result as remat knows it. `over_rows`: axes of the residual stream that split none of `axes`
+    split its rows. `neighbours`: what it reads of positions that another device holds where the sequence is split.
+    """
+
+    flops: float
+    axes: tuple[str, ...]
+    count: int
+    name: str | None
+    over_rows: bool
+    neighbours: tuple[tuple[Kept, int | None], ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of a model: its products, mixing, and parameters; `passes`: how often the stack is gone through.
+
+    `moved`: activations that are written and read again, with the number of layers that have each.
+    """
+
+    run: Run
+    products: tuple[Product, ...]
+    mixing: tuple[Mixing, ...]
+    moved: tuple[tuple[Kept, int], ...]
+    parameters: dict[str, Parameter]
+    passes: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch."""
+        return self.run.config.batch * self.run.config.seq
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return size_of(self.run.config.precision.compute)
+
+
+def size_of(dtype: DType) -> int:
+    """Return the bytes of a number."""
+    return 4 if dtype is DType.float32 else 2
+
+
+def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
+    """Return what a step of a run has to do; ValueError for a model that is no stack of blocks.
+
+    `whole_blocks`: blocks are computed again to their last product, as by PyTorch; XLA leaves out what nothing reads.
+    """
+    model = run.model
+    if not isinstance(model, Stack):
+        raise ValueError(
+            f"model.family={model.family} goes through its blocks again and again, and estimates are of models whose "
+            "blocks stand one after another. Compile its layouts: valkyrie-train -m mode=compile hydra/sweeper=layouts."
+        )
+    products, mixing, moved = [], [], []
+    total = 2.0 * model.embed * model.vocab_rows
+    for group, repeats in model.segments():
+        for i, layer in enumerate(group):
+            total += repeats * layer.flops(run.config.seq)
+            for block, site, after in _blocks(layer):
+                last = i == len(group) - 1 and after and not whole_blocks
+                found = _products(block, site, repeats, (i, site.number, after), last)
+                products += found
+                own = sum(2.0 * p.k * p.n * p.numbers for p in found)
+                mixing.append(_mixing(block, site, repeats, block.flops(site, run.config.seq) - own))
+                moved += [(kept, repeats) for kept in block.kept(site)]
+    passes = model.flops_per_token(run.config.seq) / total
+    return Work(run, tuple(products), tuple(mixing), tuple(moved), model.parameters(), passes)
+
+
+def _blocks(layer: Layer) -> list[tuple[Block, Site, bool]]:
+    """Return the blocks of a layer, and whether each is its last."""
+    if layer.feed_forward is None:
+        return [(layer.mixer, layer.site, True)]
+    return [(layer.mixer, layer.site, False), (layer.feed_forward, layer.feed_forward_site, True)]
+
+
+def _products(block: Block, site: Site, count: int, place: tuple[object, ...], last: bool) -> list[Product]:
+    """Return the products of a block; each takes the name of the next activation of its result's axes."""
+    named = [pair for pair in zip(block.saves(site), block.kept(site), strict=True) if pair[0].product]
+    products = []
+    for parameter in block.parameters(site).values():
+        pairs = [(a, n) for a, n in zip(parameter.axes, parameter.shape, strict=True) if a is not None]
+        if parameter.group not in _OF_PRODUCTS or len(pairs) < 2:
+            continue
+        first, rest = tuple(pairs[:1]), tuple(pairs[1:])
+        reads, makes = (rest, first) if parameter.output_first else (first, rest)
+        length = math.prod(n for _, n in makes)
+        given = next((pair for pair in named if math.prod(pair[1].tensor.shape[2:]) == length), None)
+        if given is not None:
+            named.remove(given)
+        numbers = parameter.size // math.prod(n for _, n in pairs)
+        operand = (*place, tuple(axis for axis, _ in reads), parameter.group)
+        name, remade = (None, True) if given is None else (given[0].name, not (last and given[0].result))
+        products.append(Product(reads, makes, count, numbers, parameter.float32, operand, name, remade))
+    return products
+
+
+def _mixing(block: Block, site: Site, count: int, flops: float) -> Mixing:
+    inner = [kept for kept in block.kept(site) if kept.name is not None and not kept.product]
+    axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
+    of_positions = tuple(block.neighbours(site))
+    return Mixing(max(flops, 0.0), axes, count, inner[0].name if inner else None, block.over_rows, of_positions)

@@ -1,0 +1,44 @@
+"""What may be written shorter on the command line: slices by chips, several slices, what a search is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from valkyrie.hardware import known_chips
+from valkyrie.train.folder import key_value
+
+_OF_SEARCH = {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"}
+
+
+def written_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without abbreviations; ValueError where one makes no sense.
+
+    `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`; there
+    `target=[v4-64,v5e-64]` compares slices, and `tokens=`, `budget=` and `budget_usd=` are keys of the mode.
+    """
+    given = dict(key_value(argument) for argument in arguments if "=" in argument)
+    searching = given.get("mode") == "search"
+    written: list[str] = []
+    for argument in arguments:
+        key, value = key_value(argument) if "=" in argument else (argument, "")
+        if key == "target.chip" and value in known_chips():
+            written += _slice_of(value, given.get("target.chips"), searching)
+        elif key == "target.chips" and given.get("target.chip") in known_chips():
+            continue
+        elif searching and key == "target" and value.startswith("[") and value.endswith("]"):
+            names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
+            if not names:
+                raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
+            written += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
+        elif searching and key in _OF_SEARCH:
+            written.append(f"{_OF_SEARCH[key]}={value}")
+        else:
+            written.append(argument)
+    return written
+
+
+def _slice_of(chip: str, chips: str | None, searching: bool) -> list[str]:
+    if chips is None or not chips.isdecimal():
+        raise ValueError(f"target.chip={chip} does not say how many: add target.chips=N, or write target={chip}-N.")
+    size = int(chips) * known_chips()[chip].units_in_name
+    return [f"target={chip}-{size}", *(["mode.shapes=true"] if searching else [])]
