@@ -71,7 +71,7 @@ SPACES = (
         ("target=v5p-64", "model=llama_7b", "precision=bf16_mixed", "batch=64", "seq=4096"),
         remats=("full", "none"),
         microbatches=(1, 2),
-        count=9,
+        count=16,
     ),
 )
 
