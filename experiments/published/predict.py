@@ -35,7 +35,7 @@ from typing import Any
 
 from rich.console import Console
 
-from valkyrie.paths import source_digest, write_whole
+from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.search.compile import program_key
 from valkyrie.search.modes import compile_and_summarise
@@ -45,7 +45,7 @@ from valkyrie.train.arguments import run_of
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from guesses import row_of  # noqa: E402  # beside this script
-from programs import program_of, still_of  # noqa: E402
+from programs import program_of, replay_of, still_of  # noqa: E402
 from tables import markdown, order, shipped_errors, with_guesses  # noqa: E402
 
 NEEDED = ("row", "experiment", "overrides", "step_s")
@@ -180,7 +180,7 @@ def kept_or_predicted(
 
 def made_by_now(run: Run) -> str:
     """Return a name for what decides a prediction: the program, its compiler, and the sources that replay it."""
-    return f"{program_key(run)} {source_digest('compiled', 'machine', 'hardware.py', 'slices.py')[:16]}"
+    return f"{program_key(run)} {replay_of(run)}"
 
 
 def libtpu() -> str:

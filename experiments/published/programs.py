@@ -6,7 +6,13 @@ import hashlib
 import os
 from typing import Any
 
+from valkyrie.hardware import topology_of
+from valkyrie.paths import source_digest
 from valkyrie.run import Run
+
+FIGURES = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
+FIGURES += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
+"""The figures of a chip that the replay goes by."""
 
 
 def program_of(run: Run) -> str:
@@ -28,6 +34,14 @@ def program_of(run: Run) -> str:
         jax.config.update("jax_traceback_in_locations_limit", limit)
     digest.update(repr(sorted(map(repr, program.options))).encode())
     return digest.hexdigest()[:32]
+
+
+def replay_of(run: Run) -> str:
+    """Return a digest of what replays a program of a run: the sources that do, the torus, and the chip's figures."""
+    chip = run.config.target.chip
+    figures = [getattr(chip, name) for name in FIGURES]
+    text = repr([source_digest("compiled", "machine"), topology_of(run.config.target), figures])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def still_of(result: dict[str, Any], made_by: str, libtpu: str, run: Run) -> bool:
