@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from dataclasses import replace
@@ -194,3 +195,11 @@ def test_compiled_layouts_stand_in_the_order_of_their_estimates() -> None:
     assert len(rows) > 50
     assert spearmanr(compiled, estimates).statistic > 0.95
     assert compiled[int(np.argmin(estimates))] == min(compiled)
+
+
+@pytest.mark.parametrize("pair", ["LLM", "GPT-3"])
+def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(COMPILED.parent))
+    paper = importlib.import_module("paper")
+    _, model, _, fast, slow = next(p for p in paper.PAIRS if p[0] == pair)
+    assert paper.estimate(model, fast) < paper.estimate(model, slow)

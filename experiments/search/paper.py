@@ -1,0 +1,74 @@
+"""The TPU v4 paper's two pairs of layouts (arXiv 2304.01433, table 3) by estimate: which of each pair is faster.
+
+    python experiments/search/paper.py
+
+On 512 v4 chips, as [pipeline, data, model1, model2]: an LLM is 2.3 times faster on 8x8x8 with [1, 1, 64, 8] than on
+4x8x16 with [1, 1, 16, 32], and GPT-3 1.2 times on 4x8x16 with [16, 4, 1, 8] than on 8x8x8 with [8, 1, 8, 8]. The paper
+does not say the LLM's shape: a dense decoder of 64 layers, 16,384 wide, stands for it here. Each layout has the
+placement and the microbatches that are estimated best for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from valkyrie.funnel.question import asked
+from valkyrie.search.estimate.rank import rank
+from valkyrie.train.arguments import run_of
+
+LLM = ("model=gpt_1b", "model.name=llm", "model.layers=64", "model.embed=16384", "model.mlp=65536")
+LLM += ("model.feed_forward=gelu", "model.attention.heads=128", "model.attention.kv_heads=128", "batch=256")
+GPT3 = ("model=gpt3_175b", "batch=1024")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the paper: the slice's shape, its partition here, and devices along mesh axes."""
+
+    shape: str
+    partition: str
+    sizes: Mapping[str, int]
+
+
+PAIRS: Sequence[tuple[str, Sequence[str], float, Layout, Layout]] = (
+    (
+        "LLM",
+        LLM,
+        2.3,
+        Layout("8x8x8", "2d_tp", {"x": 64, "y": 8, "z": 1}),
+        Layout("4x8x16", "2d_tp", {"x": 16, "y": 32, "z": 1}),
+    ),
+    (
+        "GPT-3",
+        GPT3,
+        1.2,
+        Layout("4x8x16", "pp_2d_tp", {"z": 16, "w": 4, "x": 1, "y": 8}),
+        Layout("8x8x8", "pp_2d_tp", {"z": 8, "w": 1, "x": 8, "y": 8}),
+    ),
+)
+
+
+def main() -> None:
+    """Print for each pair how many times faster its first layout is, published and estimated."""
+    for name, model, published, fast, slow in PAIRS:
+        times = [estimate(model, layout) for layout in (fast, slow)]
+        print(
+            f"{name}: {fast.shape} {published} times faster than {slow.shape}, estimated {times[1] / times[0]:.2f} "
+            f"({times[0]:.2f} s and {times[1]:.2f} s a step)"
+        )
+
+
+def estimate(model: Sequence[str], layout: Layout) -> float:
+    """Return the least estimated seconds of a step of a layout."""
+    run = run_of(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
+    space = asked(run).space()
+    for one in rank(run, space).under(layout.partition):
+        sizes = one.group.candidates.sizes
+        if all(int(sizes[axis][one.number]) == n for axis, n in layout.sizes.items()):
+            return one.step_s
+    raise ValueError(f"{layout} is no legal layout")
+
+
+if __name__ == "__main__":
+    main()
