@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from valkyrie.funnel import compiling, mode
+from valkyrie.funnel import compiling, mode, tuning
 from valkyrie.funnel.answer import command_of
 from valkyrie.funnel.candidates import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
@@ -17,6 +18,7 @@ from valkyrie.funnel.question import Question, asked
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search.estimate.rank import Estimated, rank
+from valkyrie.search.tune import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.arguments import run_of
@@ -149,6 +151,7 @@ def test_what_is_no_question(arguments: Sequence[str], message: str) -> None:
         ("mode.budget_usd=-4", "mode.budget_usd=-4: must be above 0."),
         ("mode.tokens=0", "mode.tokens=0: must be above 0."),
         ("mode.compiles=-1", "mode.compiles=-1: must be at least 0."),
+        ("mode.tune=5", "mode.tune=5: write a time with its unit, such as 90s, 10min or 2h, or null."),
         ("mode.budget=soon", "mode.budget=soon: write a time with its unit, such as 90s, 10min or 2h, or null."),
     ],
 )
@@ -248,3 +251,25 @@ def test_a_compiled_layout_tells_what_its_estimate_was_worth(compiler: Compiler,
     done: Compiled = compiles.done[0]
     one: Estimated = done.estimate
     assert compiles.ratio(compiling.place_of(one)) == pytest.approx(2.0)
+
+
+def test_compiler_options_of_the_best_stand_in_the_command(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    of = question("mode.tune=5min")
+    best = compiled_by(compiler, of, listed_of(of), tmp_path, most=1).done[0]
+    asked_of = list[Any]()
+
+    def tuned(run: Run, candidates: Any, budget_s: float | None, on_result: Any) -> Tuned:
+        asked_of.append((run.layout, budget_s))
+        attempt = Attempt({"xla_flag": True}, Verdict.kept, 1, 0.9, 2**30, -0.1)
+        found = Tuned(run, 1.0, 0.9, {"xla_flag": True}, (attempt,), finished=True)
+        on_result(found)
+        return found
+
+    monkeypatch.setattr(tuning, "tune", tuned)
+    status, options = tuning.tune_best(of, best, Console(quiet=True))
+    assert (status, options) == (0, ["xla_flag=true"])
+    assert asked_of == [(best.estimate.run(of.run).layout, 300.0)]
+    row = {"overrides": best.estimate.overrides}
+    assert command_of(of, row, options).endswith("target.chip.xla_options.xla_flag=true")

@@ -50,7 +50,8 @@ class ModeConfig:
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
     For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is.
     For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is; at most `compiles` layouts
-    are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); hours and dollars are told for `tokens`,
+    are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); for so long as `tune` says options of the
+    compiler are then tried on the best; hours and dollars are told for `tokens`,
     tokens for `budget_usd`.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
     the next time.
@@ -68,6 +69,7 @@ class ModeConfig:
     targets: list[str] = field(default_factory=list)
     shapes: bool = False
     compiles: int = 12
+    tune: str | None = None
     tokens: float | None = None
     budget_usd: float | None = None
     keep: str | None = None
@@ -168,7 +170,7 @@ MODES = {
             description="find the fastest layout on a slice: estimate all, compile the best",
             function="valkyrie.funnel.mode:search",
             needs=Needs.nothing,
-            keys=("budget", "targets", "shapes", "compiles", "tokens", "budget_usd", "time_limit_s", "cache"),
+            keys=("budget", "targets", "shapes", "compiles", "tune", "tokens", "budget_usd", "time_limit_s", "cache"),
             any_layout=True,
             defaults={"budget": "8min"},
             limit_s=lambda config: None,

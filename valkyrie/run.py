@@ -265,10 +265,9 @@ class Run:
         for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1)):
             if (value := getattr(c.mode, key)) is not None and not least < value < math.inf:
                 problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
-        if c.mode.budget is not None and seconds_of(c.mode.budget) is None:
-            problems.append(
-                f"mode.budget={c.mode.budget}: write a time with its unit, such as 90s, 10min or 2h, or null."
-            )
+        for key in ("budget", "tune"):
+            if (text := getattr(c.mode, key)) is not None and seconds_of(text) is None:
+                problems.append(f"mode.{key}={text}: write a time with its unit, such as 90s, 10min or 2h, or null.")
         if c.trial.limit_s is not None and c.trial.limit_s <= 0:
             problems.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
         if not 0 <= c.temperature < math.inf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -147,9 +148,10 @@ def show(question: Question, rows: list[dict[str, Any]], console: Console) -> No
     console.print(table)
 
 
-def command_of(question: Question, row: dict[str, Any]) -> str:
-    """Return the command that trains a layout."""
+def command_of(question: Question, row: dict[str, Any], options: Sequence[str] = ()) -> str:
+    """Return the command that trains a layout; `options` are settings of the compiler, as they are written."""
     arguments = [a for a in row["overrides"] if not a.startswith("target=")]
+    arguments += [f"target.chip.xla_options.{option}" for option in options]
     return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
 
 

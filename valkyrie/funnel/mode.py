@@ -14,6 +14,7 @@ from valkyrie.funnel.answer import command_of, compared, rows_of, show
 from valkyrie.funnel.candidates import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
+from valkyrie.funnel.tuning import tune_best
 from valkyrie.hardware import Platform, usable_hbm
 from valkyrie.interrupt import EXIT_STATUS
 from valkyrie.parallel.topology import libtpu_missing
@@ -57,13 +58,22 @@ def search(run: Run) -> int:
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = EXIT_STATUS
+    best, options = compiles.best(question), []
+    if status == 0 and best is not None and question.run.config.mode.tune is not None:
+        status, options = tune_best(question, best, console)
     rows = rows_of(question, listed, compiles, SHOWN)
     show(question, rows, console)
     for name, one in rivals.items():
         console.print(compared(name, one, compiles, rows[0]["step_s"]), markup=False, soft_wrap=True)
-    console.print(f"train it: {command_of(question, rows[0])}", markup=False, soft_wrap=True)
+    console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
     told = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
-    told |= {"duplicates": space.duplicates, "best": rows, "compiled": len(compiles.done), "why": compiles.why}
+    told |= {
+        "duplicates": space.duplicates,
+        "best": rows,
+        "compiled": len(compiles.done),
+        "why": compiles.why,
+        "options": options,
+    }
     write_whole(folder / ANSWER, json.dumps(told, indent=1) + "\n")
     if compiles.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)

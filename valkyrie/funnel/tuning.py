@@ -1,0 +1,40 @@
+"""The third stage: compiler options are tried on the best layout, by compile alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from valkyrie.funnel.compiling import Compiled
+from valkyrie.funnel.question import Question
+from valkyrie.interrupt import EXIT_STATUS
+from valkyrie.search.tune import Tuned, assignments, tune
+from valkyrie.search.tune_mode import row
+from valkyrie.units import duration, seconds_of
+
+
+def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int, list[str]]:
+    """Return the exit status, and the options with which the best layout's step is shortest, as they are written.
+
+    Ctrl-C, and the end of `mode.tune`, leave the best so far.
+    """
+    mode = question.run.config.mode
+    run = best.estimate.run(question.run).changed(mode=replace(mode, name="compile", budget=None))
+    known: list[Tuned] = []
+
+    def tell(tuned: Tuned) -> None:
+        known.append(tuned)
+        console.print("  ".join(row(tuned.attempts[-1])), markup=False, soft_wrap=True)
+
+    console.print(f"trying compiler options on {' '.join(best.estimate.overrides[1:])}", markup=False, soft_wrap=True)
+    status = 0
+    try:
+        known.append(tune(run, None, seconds_of(mode.tune or ""), tell))
+    except KeyboardInterrupt:
+        status = EXIT_STATUS
+    if not known:
+        return status, []
+    tuned = known[-1]
+    console.print(f"compiler options: {duration(tuned.start_s)} as it is, {duration(tuned.step_s)} with the best")
+    return status, assignments(tuned.settings)
