@@ -27,7 +27,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.layouts import cells_of, count_line, reasons, spread, sweep_layouts
 from valkyrie.sweep.trial import Status, TrialLog
 
-CELLS = {"laptop_8": (44, 39), "v4_64_topology": (62, 58), "partition_by_length": (42, 34), "pa_nas_1b": (52, 52)}
+CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length": (54, 44), "pa_nas_1b": (52, 52)}
 """Of every enumerated sweep: its cells, and how many of them are legal."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +16,10 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from valkyrie.modes import ModeConfig
 from valkyrie.slices import shortened
 from valkyrie.trees import flat
+from valkyrie.units import seconds_of
 
 _ELSEWHERE = {
     "lr": "optimizer.learning_rate",
@@ -137,4 +140,21 @@ def too_large(values: dict[str, Any]) -> list[str]:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:
                 problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
+    return problems
+
+
+def mode_problems(mode: ModeConfig) -> list[str]:
+    """Return what is wrong with the keys of modes, in the words of the command line."""
+    problems = []
+    if mode.repeats < 1 or mode.warmup < 0 or mode.time_limit_s <= 0:
+        problems.append(
+            f"mode.repeats={mode.repeats}, mode.warmup={mode.warmup}, mode.time_limit_s={mode.time_limit_s:g}: "
+            "repeats must be at least 1, warmup at least 0, the limit above 0."
+        )
+    for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1)):
+        if (value := getattr(mode, key)) is not None and not least < value < math.inf:
+            problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
+    for key in ("budget", "tune"):
+        if (text := getattr(mode, key)) is not None and seconds_of(text) is None:
+            problems.append(f"mode.{key}={text}: write a time with its unit, such as 90s, 10min or 2h, or null.")
     return problems

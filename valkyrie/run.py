@@ -40,11 +40,10 @@ from valkyrie.parallel.problems import Problem, nearest_legal
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
-from valkyrie.refusals import refusal_of, too_large
+from valkyrie.refusals import mode_problems, refusal_of, too_large
 from valkyrie.tasks import task_of
 from valkyrie.tracking import TrackingConfig, profile_problems
 from valkyrie.trees import as_written, at, flat, with_value
-from valkyrie.units import seconds_of
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
@@ -257,17 +256,7 @@ class Run:
             if getattr(c, key) < 1:
                 problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
         problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
-        if c.mode.repeats < 1 or c.mode.warmup < 0 or c.mode.time_limit_s <= 0:
-            problems.append(
-                f"mode.repeats={c.mode.repeats}, mode.warmup={c.mode.warmup}, mode.time_limit_s="
-                f"{c.mode.time_limit_s:g}: repeats must be at least 1, warmup at least 0, the limit above 0."
-            )
-        for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1)):
-            if (value := getattr(c.mode, key)) is not None and not least < value < math.inf:
-                problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
-        for key in ("budget", "tune"):
-            if (text := getattr(c.mode, key)) is not None and seconds_of(text) is None:
-                problems.append(f"mode.{key}={text}: write a time with its unit, such as 90s, 10min or 2h, or null.")
+        problems += mode_problems(c.mode)
         if c.trial.limit_s is not None and c.trial.limit_s <= 0:
             problems.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
         if not 0 <= c.temperature < math.inf:

@@ -43,7 +43,7 @@ SHAPING = (
     "checksums.py",
 )
 SHAPING += ("hardware.py", "hub.py", "modes.py", "optim", "paths.py", "precision.py", "refusals.py", "run.py")
-SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "__init__.py", "search/__init__.py")
+SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "units.py", "__init__.py", "search/__init__.py")
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
