@@ -14,20 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from runs import SINGLE, command, copied, records, tiny, trained
+from runs import SINGLE, command, copied, needs_sandbox, records, tiny, trained
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, not_possible
 from valkyrie.code_eval.judge import Limits, Result, cut, is_whole, judge, judge_all, pass_at_k, summary
 from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
 from valkyrie.code_eval.problems import OWN, Problem, read_problems
-from valkyrie.code_eval.sandbox import SandboxError, trouble
+from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.tracking import read_metrics
 
 SOLUTIONS = Path(__file__).parent / "goldens"
-# Kept, because namespaces are Linux's, some containers allow none, and a C++ compiler is no Python package: without
-# them nothing can be compiled or run apart. Refusals, which are what users see there, are tested in any case.
-needs_sandbox = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+# Kept, because a C++ compiler is no Python package, so that no command of ours can install one: C++ is then refused,
+# which is tested in any case.
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 CODE = ("code_eval.problems=python", "code_eval.samples=2", "code_eval.tokens=6", "code_eval.batch=4")
 ADD = {"name": "add", "language": "python", "difficulty": "easy", "prompt": "def f():\n", "tests": "assert f()\n"}

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from runs import needs_sandbox
 from valkyrie.code_eval import sandbox
 from valkyrie.code_eval.judge import Limits, Result, judge
 from valkyrie.code_eval.problems import Problem, read_problems
 from valkyrie.code_eval.sandbox import Ended, Step, run_steps, trouble
 
-# Kept, because namespaces are Linux's, and some containers allow none: there is then no sandbox to test. What users are
-# told there is tested in any case (`test_code_eval.py`).
-pytestmark = pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+pytestmark = needs_sandbox
 MARK = "98765.4321"
 """The seconds that programs of these tests sleep, by which they are found among all processes."""
 

@@ -13,10 +13,12 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
+from valkyrie.data import stream_loader
 from valkyrie.data.batches import Batch
 from valkyrie.data.config import DataConfig, Packing, Source
 from valkyrie.data.loader import make_loader
 from valkyrie.data.stream import Streamed, open_stream
+from valkyrie.data.stream_loader import StreamLoader
 from valkyrie.team import Team
 
 BOS = 256
@@ -233,3 +235,15 @@ def test_files_without_text_are_refused(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.jsonl").write_text('{"text": ""}\n')
     assert "0.jsonl and the other files have no text" in refusal(lambda: take(streamed(tmp_path), 1))
+
+
+def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Path) -> None:
+    """What grain may ask of a worker's iterator, though the loader itself starts new ones."""
+    data = streamed(shards)
+    loader = StreamLoader(data, "train", np.arange(4), 4, 32, 0, True)
+    iterator = iter(stream_loader._Rows(loader._lanes, [None] * len(loader._lanes), 32, 1, data.bos_id))
+    next(iterator)
+    place = iterator.get_state()
+    expected = [next(iterator) for _ in range(3)]
+    iterator.set_state(place)
+    assert_same([next(iterator) for _ in range(3)], expected)

@@ -19,8 +19,7 @@ import pytest
 
 from helpers import compose_run
 from processes import ended, free_address, meet, several
-from runs import TINY, start
-from valkyrie.code_eval.sandbox import trouble
+from runs import TINY, needs_sandbox, start
 from valkyrie.interrupt import PREEMPTED
 from valkyrie.locks import only_writer
 from valkyrie.parallel.distributed import DistributedConfig, find_place
@@ -325,9 +324,8 @@ def test_several_processes_measure_and_evaluate(tmp_path: Path):
         assert "run at step 2" in first[1] + first[2]
 
 
-# Kept, because namespaces are Linux's and some containers allow none: judging is then refused.
 @pytest.mark.slow
-@pytest.mark.skipif(trouble() is not None, reason=f"no sandbox: {trouble()}")
+@needs_sandbox
 def test_one_of_several_processes_judges_code(tmp_path: Path):
     code = ("code_eval.problems=python", "code_eval.samples=1", "code_eval.tokens=4", "code_eval_every=1")
     asked = [*TINY, "mesh=2x1x1", "partition=fsdp", "steps=2", "name=run", *code]

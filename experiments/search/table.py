@@ -30,22 +30,6 @@ from valkyrie.search.estimate.runs import candidates_of
 from valkyrie.search.estimate.work import work_of
 from valkyrie.train.arguments import run_of
 
-START = Efficiency(
-    products=0.85,
-    mixing=0.4,
-    float32_passes=3.0,
-    hbm=0.8,
-    passes=1.0,
-    passes_again=0.7,
-    passes_kept=4.0,
-    logits_passes=3.0,
-    hidden_weights=0.7,
-    hidden_gradients=0.3,
-    hidden_activations=0.1,
-    gathers=0.9,
-    sums=0.65,
-)
-"""What the constants were before any was fitted."""
 FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
 
 
@@ -60,7 +44,8 @@ def main() -> None:
         run = run_of(row["overrides"])
         alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
     known = {key: known_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
-    estimates = {id(one): e for one, e in without_family(list(known.values()), START, FITTED)}
+    names = FITTED if asked.fit else ()
+    estimates = {id(one): e for one, e in without_family(list(known.values()), Efficiency(), names)}
     steps: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     needs: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     for key, pairs in alike.items():
@@ -80,7 +65,7 @@ def main() -> None:
                     f"{row['space']} {row['layout']}: {1e3 * row['step_s']:.1f} ms, estimated {ratio:.2f} of it"
                 )
     if asked.fit:
-        console.print(fitted(list(known.values()), START, FITTED))
+        console.print(fitted(list(known.values()), Efficiency(), names))
     if asked.ship:
         ship(steps, needs)
 

@@ -143,23 +143,26 @@ class _RowsIterator(grain.DatasetIterator):
 
     def __init__(self, rows: _Rows) -> None:
         super().__init__()
-        self._rows, self._count = rows, 0
-        self._lanes = [rows_of(lane, rows.seq, state) for lane, state in zip(rows.lanes, rows.states, strict=True)]
-        self._batches = batches_of(self._lanes, rows.each)
+        self._rows = rows
+        self._go_to(rows.states)
 
     def __next__(self) -> dict[str, Any]:
         windows = next(self._batches)
-        self._count += 1
-        places = json.dumps([lane.state() for lane in self._lanes])
-        return {**make_batch(windows, self._rows.seq, self._rows.bos_id), _STATES: places}
+        self._places = json.dumps([lane.state() for lane in self._lanes])
+        return {**make_batch(windows, self._rows.seq, self._rows.bos_id), _STATES: self._places}
 
     def get_state(self) -> dict[str, Any]:
-        """Return the number of batches, which grain asks for; the places go with each batch."""
-        return {"batches": self._count}
+        """Return the places of the lanes."""
+        return {_STATES: self._places}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Refuse what grain may ask for and the loader does not: it goes elsewhere with new lanes."""
-        raise NotImplementedError("a place is restored by StreamLoader.restore")
+        """Go to places that `get_state` returned."""
+        self._go_to(json.loads(state[_STATES]))
+
+    def _go_to(self, states: list[Any]) -> None:
+        rows = self._rows
+        self._lanes = [rows_of(lane, rows.seq, state) for lane, state in zip(rows.lanes, states, strict=True)]
+        self._batches, self._places = batches_of(self._lanes, rows.each), json.dumps(states)
 
 
 def _ignore_interrupts(worker: int, count: int) -> None:

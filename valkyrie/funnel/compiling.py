@@ -88,12 +88,13 @@ def compile_best(
     began, waiting = time.monotonic(), [*listed.fitting, *listed.doubtful]
     first = list(always)
     while True:
+        wanted = bool(first)
         one = first.pop(0) if first else _next(question, waiting, compiles)
         bound = min((question.cost(other.group.target, _bound(other, compiles)) for other in waiting), default=0.0)
         best = compiles.best(question)
         if one is None:
             compiles.why = "every layout that may fit was compiled"
-        elif not first and best is not None and bound > question.cost(best.target, best.step_s or 0.0):
+        elif not wanted and best is not None and bound > question.cost(best.target, best.step_s or 0.0):
             compiles.why = "no other layout can be faster, by the errors of estimates so far"
         elif question.budget_s is not None and time.monotonic() - began > question.budget_s:
             compiles.why = f"mode.budget={question.run.config.mode.budget} is spent"
@@ -110,10 +111,10 @@ def compile_best(
         tell(compiles.done[-1], compiles)
 
 
-def plan_of(question: Question, one: Estimated, folder: Path, mode: str = "compile") -> Plan:
-    """Return the trial that compiles or measures a layout."""
+def plan_of(question: Question, one: Estimated, folder: Path) -> Plan:
+    """Return the trial that compiles a layout."""
     config = question.run.config
-    run = one.run(question.run).changed(mode=replace(config.mode, name=mode, budget=None))
+    run = one.run(question.run).changed(mode=replace(config.mode, name="compile", budget=None))
     hydra = OmegaConf.create(
         {
             "sweep": {"dir": str(folder)},
@@ -122,7 +123,7 @@ def plan_of(question: Question, one: Estimated, folder: Path, mode: str = "compi
             "overrides": {"hydra": []},
         }
     )
-    overrides = [*parts_of(question.command)[1], f"mode={mode}", *one.overrides]
+    overrides = [*parts_of(question.command)[1], "mode=compile", *one.overrides]
     plan = plan_run(run, hydra, overrides)
     return replace(plan, flags=tuple(parts_of(question.command)[0]))
 

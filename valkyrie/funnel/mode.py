@@ -16,7 +16,7 @@ from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.tuning import tune_best
 from valkyrie.hardware import Platform, usable_hbm
-from valkyrie.interrupt import EXIT_STATUS
+from valkyrie.interrupt import EXIT_STATUS, raises
 from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import write_whole
 from valkyrie.report.page import write_report
@@ -54,7 +54,8 @@ def search(run: Run) -> int:
         console.print(f"estimates alone: {why}", style="yellow", markup=False)
     else:
         try:
-            status = _compile(question, listed, [one for one in rivals.values() if one], folder, compiles, console)
+            with raises():
+                status = _compile(question, listed, [one for one in rivals.values() if one], folder, compiles, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = EXIT_STATUS
@@ -162,6 +163,6 @@ def _folder(question: Question) -> Path:
     if config.name is not None:
         return Path(config.runs) / config.name
     asked = [question.command, [t.name for t in question.targets], repr(question.run.model), asdict(config.precision)]
-    asked += [config.batch, config.seq, [p.name for p in question.partitions], [r.name for r in question.remats]]
+    asked += [config.batch, config.seq, question.microbatches, question.partitions, question.remats, config.remat]
     digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
     return Path(config.runs) / f"search-{question.run.model.name}-{question.targets[0].name}-{digest}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from valkyrie.hardware import Platform, TargetConfig, slice_of
@@ -11,20 +11,23 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group
 from valkyrie.run import Run
-from valkyrie.search.estimate.space import Space, space_of
+from valkyrie.search.estimate.space import Space, schedules, space_of
 from valkyrie.targets import parse_target
 from valkyrie.train.folder import key_value, parts_of
 from valkyrie.units import seconds_of
 
-LOOKED_FOR = ("mesh", "mesh.placement", "mesh.shape", "mesh.slices")
-"""Keys that a search sets itself."""
+ITS_OWN = ("mode", "target", "partition", "remat", "microbatches", "name")
+"""Keys that the answer writes anew, or that are the search's alone."""
+_OF_ANY_PARTITION = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
+"""Keys of a partition that all of them can have."""
 
 
 @dataclass(frozen=True)
 class Question:
     """A search as it was asked: the run that says model, batch and precision, and the rest of the command.
 
-    What the command names of partition, remat and microbatches stays as it is; the rest varies. `budget_s`: seconds
+    What the command names of partition, remat and microbatches stays as it is; the rest varies. A setting such as
+    `partition.zero1=true` goes for every partition. `budget_s`: seconds
     after which nothing new is compiled. `tokens`, `budget_usd`: for which hours and dollars are told.
     """
 
@@ -49,32 +52,48 @@ class Question:
     @property
     def command(self) -> list[str]:
         """The arguments of the command that say nothing of layout, slice or search."""
-        dropped = {"mode", "target", "mesh", "partition", "remat", "microbatches", "name"}
         flags, overrides = parts_of(self.run.arguments)
-        kept = [o for o in overrides if key_value(o)[0].partition(".")[0] not in dropped | {"target/chip"}]
-        return [*flags, *(o for o in kept if key_value(o)[0].partition(".")[0] != "mode")]
+        own = (*ITS_OWN, "partition.schedule", "partition.rounds")
+        keys = [(override, key_value(override)[0]) for override in overrides]
+        return [*flags, *(override for override, key in keys if key not in own and not key.startswith("mode."))]
 
 
 def asked(run: Run) -> Question:
     """Return the question of a run with `mode=search`; ValueError where it makes none."""
     config, given = run.config, {key_value(o)[0] for o in parts_of(run.arguments)[1]}
-    if wrong := [key for key in LOOKED_FOR if key in given]:
+    if wrong := sorted(key for key in given if key.partition(".")[0] == "mesh"):
         raise ValueError(
             f"{wrong[0]}=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout."
         )
+    if config.mode.targets and (wrong := sorted(key for key in given if key.startswith("target."))):
+        raise ValueError(f"{wrong[0]}=: which of several slices is meant? Search one at a time: target=SLICE.")
     budget = config.mode.budget
-    partition_given = any(key.partition(".")[0] == "partition" for key in given)
     remat_given = any(key.partition(".")[0] == "remat" for key in given)
     return Question(
         run=run,
         targets=tuple(_targets(run)),
-        partitions=(config.partition,) if partition_given else tuple(read_group("partition", PartitionConfig)),
+        partitions=tuple(_partitions(config.partition, given)),
         remats=() if remat_given else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in given else None,
         budget_s=None if budget is None else seconds_of(budget),
         tokens=config.mode.tokens,
         budget_usd=config.mode.budget_usd,
     )
+
+
+def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[PartitionConfig]:
+    """Yield the partitions that are looked at, those with a pipeline under each schedule unless one is named.
+
+    The run's own alone where it, or a rule of it, is named; else every shipped one, with the settings that are named.
+    """
+    named = {key.partition(".")[2].partition(".")[0] for key in given if key.startswith("partition.")}
+    if "partition" in given or named - {*_OF_ANY_PARTITION}:
+        partitions = [partition]
+    else:
+        settings = {key: getattr(partition, key) for key in named}
+        partitions = [replace(other, **settings) for other in read_group("partition", PartitionConfig)]
+    for one in partitions:
+        yield from [one] if named & {"schedule", "rounds"} else schedules(one)
 
 
 def _targets(run: Run) -> list[TargetConfig]:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from valkyrie.funnel.compiling import Compiled
 from valkyrie.funnel.question import Question
-from valkyrie.interrupt import EXIT_STATUS
+from valkyrie.interrupt import EXIT_STATUS, raises
 from valkyrie.search.tune import Tuned, assignments, tune
 from valkyrie.search.tune_mode import row
 from valkyrie.units import duration, seconds_of
@@ -30,7 +30,8 @@ def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int
     console.print(f"trying compiler options on {' '.join(best.estimate.overrides[1:])}", markup=False, soft_wrap=True)
     status = 0
     try:
-        known.append(tune(run, None, seconds_of(mode.tune or ""), tell))
+        with raises():
+            known.append(tune(run, None, seconds_of(mode.tune or ""), tell))
     except KeyboardInterrupt:
         status = EXIT_STATUS
     if not known:

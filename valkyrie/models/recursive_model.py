@@ -78,16 +78,18 @@ class RecursiveLayer(nnx.Module):
     def _attention(self, x: Array, shard: Shard) -> Array:
         positions, theta = jnp.arange(x.shape[1]), self.config.rope_theta
 
+        def weights(name: str) -> nnx.Param:
+            return getattr(self, name)
+
         def of(name: str) -> Array:
-            y = project("bse,ehd->bshd", x, getattr(self, name), shard=shard, numerics=self.numerics)
+            y = project("bse,ehd->bshd", x, weights(name), shard=shard, numerics=self.numerics)
             y = y if name == "value" else rotate(y, positions, theta, shard.backend)
             return checkpoint_name(shard(y, "batch", "seq", "heads", "head_dim"), name)
 
-        out: nnx.Param = getattr(self, "out")  # noqa: B009 - made by name, as all of a layer's
         query, key, value = of("query"), of("key"), of("value")
         with jax.named_scope(CONTEXT):
             mixed = jax.nn.dot_product_attention(query, key, value, implementation="xla")
-        return project("bshd,ehd->bse", mixed, out, shard=shard, numerics=self.numerics, name="out")
+        return project("bshd,ehd->bse", mixed, weights("out"), shard=shard, numerics=self.numerics, name="out")
 
 
 class RecursiveModel(nnx.Module):

@@ -95,7 +95,7 @@ def space_of(
     """
     groups, refused, duplicates = [], Counter[str](), 0
     distinct = _distinct(run, remats)
-    for target, partition in itertools.product(targets, [v for p in partitions for v in _schedules(p)]):
+    for target, partition in itertools.product(targets, partitions):
         group, illegal, same = _of_partition(run, target, partition, distinct, microbatches)
         refused.update(illegal)
         duplicates += same
@@ -103,7 +103,7 @@ def space_of(
     return Space(groups, refused, duplicates)
 
 
-def _schedules(partition: PartitionConfig) -> list[PartitionConfig]:
+def schedules(partition: PartitionConfig) -> list[PartitionConfig]:
     """Return a partition under each schedule where it has a pipeline."""
     if not partition.parameters.get(LAYERS):
         return [partition]

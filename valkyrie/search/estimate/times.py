@@ -41,8 +41,6 @@ class Times:
     """
 
     parts: dict[str, np.ndarray]
-    sent: dict[str, np.ndarray]
-    """Seconds in which links are busy, hidden or not, for the four kinds of communication."""
 
     @property
     def step_s(self) -> np.ndarray:
@@ -96,8 +94,7 @@ class Step:
         parts["bubble"] = idle * np.maximum(of_stage, launching)
         parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._handed_on * (1 - e.hidden_stages), 0.0)
         parts["optimizer"] = self._optimizer
-        sent = {"activations": m * activations, "weights": m * gathered, "gradients": summed}
-        return Times(parts, sent | {"stages": m * self._handed_on})
+        return Times(parts)
 
     @cached_property
     def _products(self) -> list[np.ndarray]:
