@@ -12,9 +12,9 @@ from rich.console import Console
 
 from valkyrie.funnel import compiling, mode, tuning
 from valkyrie.funnel.answer import command_of
-from valkyrie.funnel.candidates import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
+from valkyrie.funnel.shortlist import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search.estimate.rank import Estimated, rank

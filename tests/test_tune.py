@@ -17,8 +17,8 @@ from machines import needs_libtpu
 from runs import command as carry_out
 from valkyrie.hardware import known_chips
 from valkyrie.run import Run
-from valkyrie.search.candidates import Candidate, all_candidates, candidates_of
 from valkyrie.search.compile import Compiled
+from valkyrie.search.compiler_options import CompilerOption, all_options, options_for
 from valkyrie.search.tune import Tuned, Verdict, tune
 from valkyrie.search.tune_mode import bought, fragment, row, training_command
 from valkyrie.train.options import KEY, TO_FIT, Option, options_of
@@ -84,8 +84,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compiler]:
     return put
 
 
-def candidate(name: str, *values: Any, **also: Any) -> Candidate:
-    return Candidate(name, values, "what it does", "where that is known from", also=tuple(also.items()))
+def candidate(name: str, *values: Any, **also: Any) -> CompilerOption:
+    return CompilerOption(name, values, "what it does", "where that is known from", also=tuple(also.items()))
 
 
 A, B, N = candidate("xla_a", True, False), candidate("xla_b", True, False), candidate("xla_n", 1, 2, 3)
@@ -173,7 +173,7 @@ def test_what_is_mostly_idle_on_a_chip_is_tried_together(compiles: Callable[...,
     ]
     same = "same program"
     assert first_round == [(3, same), (3, "see below"), (1, same), (2, "see below"), (1, same), (1, "kept")]
-    assert [c.name for c in candidates_of("v4") if c.idle] != [c.name for c in candidates_of("v6e") if c.idle]
+    assert [c.name for c in options_for("v4") if c.idle] != [c.name for c in options_for("v6e") if c.idle]
 
 
 def test_what_changed_nothing_may_matter_beside_what_was_kept(compiles: Callable[..., Compiler]):
@@ -323,7 +323,7 @@ def test_all_attempts_are_kept(tuned: tuple[Path, str]):
     first, second = kept["attempts"][:2]
     assert (first["verdict"], first["step_s"], second["verdict"], second["step_s"]) == ("as it is", 10, "kept", 8)
     tried = {name for attempt in kept["attempts"] for name in attempt["options"]}
-    assert tried == {name for candidate in candidates_of("v4") for name in candidate.names}
+    assert tried == {name for candidate in options_for("v4") for name in candidate.names}
 
 
 def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_with_it(
@@ -369,15 +369,15 @@ def test_nothing_better_is_said_so(
 
 def test_every_candidate_has_its_source_and_known_chips():
     tpus = {name for name, chip in known_chips().items() if chip.platform.value == "tpu"}
-    for candidate in all_candidates():
+    for candidate in all_options():
         assert candidate.does and candidate.source and candidate.values
         assert set(candidate.chips or ()) <= tpus, candidate.name
         assert all(name.startswith("xla_") for name in candidate.names)
     for chip in tpus:
-        named = [candidate.name for candidate in candidates_of(chip)]
+        named = [candidate.name for candidate in options_for(chip)]
         assert len(named) == len(set(named)) > 10, chip
     shipped = {name for chip in tpus for name in known_chips()[chip].xla_options}
-    assert shipped <= {name for candidate in all_candidates() for name in candidate.names}, "its worth is shown too"
+    assert shipped <= {name for candidate in all_options() for name in candidate.names}, "its worth is shown too"
 
 
 @needs_libtpu

@@ -20,7 +20,7 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from spaces import kept_rows
 
-from valkyrie.funnel.candidates import FILE, errors
+from valkyrie.funnel.shortlist import FILE, errors
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import Efficiency

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from valkyrie.funnel.candidates import Shortlist, errors, place_of
 from valkyrie.funnel.compiling import Compiled, Compiles
 from valkyrie.funnel.question import Question, affordable, dollars, tokens_of
+from valkyrie.funnel.shortlist import Shortlist, errors, place_of
 from valkyrie.hardware import usable_hbm
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.units import duration, gib

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from valkyrie.funnel.candidates import Place, Shortlist, errors, place_of
 from valkyrie.funnel.question import Question
+from valkyrie.funnel.shortlist import Place, Shortlist, errors, place_of
 from valkyrie.hardware import TargetConfig
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.sweep.plan import Plan, plan_run

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.funnel.answer import command_of, compared, rows_of, show
-from valkyrie.funnel.candidates import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
+from valkyrie.funnel.shortlist import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.funnel.tuning import tune_best
 from valkyrie.hardware import Platform, usable_hbm
 from valkyrie.interrupt import EXIT_STATUS, raises

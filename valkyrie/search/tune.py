@@ -10,8 +10,8 @@ from typing import Any
 
 from valkyrie.hardware import Platform, TargetConfig
 from valkyrie.run import Run
-from valkyrie.search.candidates import Candidate, candidates_of
 from valkyrie.search.compile import Compiled, compile_layout
+from valkyrie.search.compiler_options import CompilerOption, options_for
 from valkyrie.search.replayed import replayed
 from valkyrie.train.options import CHIP, TO_FIT, YOU, option_text
 from valkyrie.units import gib
@@ -117,7 +117,7 @@ class _Look:
 
 def tune(
     run: Run,
-    candidates: Sequence[Candidate] | None = None,
+    candidates: Sequence[CompilerOption] | None = None,
     budget_s: float | None = None,
     on_result: Callable[[Tuned], None] | None = None,
     progress: Callable[[str], None] | None = None,
@@ -135,7 +135,7 @@ def tune(
     tuner = _Tuner(run, budget_s, on_result or (lambda tuned: None), progress or (lambda line: None))
     tuner.start()
     assert run.config.target.chip is not None
-    tuner.try_all(candidates_of(run.config.target.chip.name) if candidates is None else candidates)
+    tuner.try_all(options_for(run.config.target.chip.name) if candidates is None else candidates)
     return tuner.tuned
 
 
@@ -202,7 +202,7 @@ class _Tuner:
         self.tuned = Tuned(run, look.step_s, look.step_s, {}, (first,), to_fit, look.options(YOU))
         self._report(self.tuned)
 
-    def try_all(self, candidates: Sequence[Candidate]) -> None:
+    def try_all(self, candidates: Sequence[CompilerOption]) -> None:
         """Go through the candidates; once more where that kept any. Ends early when the time is over.
 
         The chip's defaults come last: they are there for a reason.
@@ -219,7 +219,7 @@ class _Tuner:
                 break
         self.tuned = replace(self.tuned, finished=True)
 
-    def _first_round(self, candidates: Sequence[Candidate]) -> Iterator[_Move]:
+    def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
         """Yield each value of each candidate. A switch has two: where one changes the program, the other is as now.
 
         Where it changes nothing, it may be what the compiler does unasked: the other positions come last, together, as
@@ -238,10 +238,10 @@ class _Tuner:
         yield from self._together([settings[0] for settings in idle])
         yield from self._together(others)
 
-    def _again(self, candidates: Sequence[Candidate]) -> Iterator[_Move]:
+    def _again(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
         """Yield what a second round tries: what changed nothing, together; each kept option taken back; the others."""
         idle: dict[str, Options] = {}
-        active: list[tuple[Candidate, list[Options]]] = []
+        active: list[tuple[CompilerOption, list[Options]]] = []
         for candidate in candidates:
             effects = [(options, self._effects.get(_texts(options))) for options in candidate.settings()]
             changed = [options for options, effect in effects if effect in (Verdict.kept, Verdict.no_gain)]

@@ -1,4 +1,4 @@
-"""The compiler options that may be worth setting on a chip: `candidates.yaml`, where each has its source."""
+"""The compiler options that may be worth setting on a chip: `compiler_options.yaml`, where each has its source."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("candidates.yaml")
+FILE = Path(__file__).with_name("compiler_options.yaml")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CompilerOption:
     """An option of the compiler with the values to try, on some `chips` or (None) on all TPUs.
 
     A value of None leaves the choice to the compiler. `also` are options set together with each value. `does` says
     what the option changes, `source` where that is known from. On the chips of `idle_on` no program that was looked at
-    changed by it; `idle` says that of the chip whose candidate it is.
+    changed by it; `idle` says that of the chip that was asked about.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Candidate:
 
 
 @cache
-def all_candidates() -> tuple[Candidate, ...]:
-    """Return all candidates, in the order in which they are tried."""
+def all_options() -> tuple[CompilerOption, ...]:
+    """Return all of them, in the order in which they are tried."""
     from omegaconf import OmegaConf
 
     rows = OmegaConf.to_container(OmegaConf.load(FILE))
     assert isinstance(rows, list)
-    return tuple(_candidate(**{str(key): value for key, value in row.items()}) for row in rows)
+    return tuple(_option(**{str(key): value for key, value in row.items()}) for row in rows)
 
 
-def candidates_of(chip: str) -> list[Candidate]:
-    """Return the candidates of a chip, by its name, in the order in which they are tried."""
-    there = (candidate for candidate in all_candidates() if candidate.chips is None or chip in candidate.chips)
-    return [replace(candidate, idle=chip in candidate.idle_on) for candidate in there]
+def options_for(chip: str) -> list[CompilerOption]:
+    """Return those that may be worth setting on a chip, by its name, in the order in which they are tried."""
+    there = (option for option in all_options() if option.chips is None or chip in option.chips)
+    return [replace(option, idle=chip in option.idle_on) for option in there]
 
 
-def _candidate(
+def _option(
     *,
     name: str,
     values: list[Any],
@@ -68,6 +68,6 @@ def _candidate(
     chips: list[str] | None = None,
     also: dict[str, Any] | None = None,
     idle_on: list[str] | None = None,
-) -> Candidate:
+) -> CompilerOption:
     on = None if chips is None else tuple(chips)
-    return Candidate(name, tuple(values), does, source, on, tuple((also or {}).items()), tuple(idle_on or ()))
+    return CompilerOption(name, tuple(values), does, source, on, tuple((also or {}).items()), tuple(idle_on or ()))
