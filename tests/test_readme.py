@@ -227,6 +227,17 @@ def test_the_report_is_of_the_run_and_agrees_with_itself():
         assert float(percent) == pytest.approx(float(milliseconds) / step / 10, abs=0.06)
 
 
+def test_the_table_of_the_search_agrees_with_itself_and_with_the_model():
+    found = README.split("| layout on v4-64 |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d,]+) ms \| ([\d,]+) \| ([\d.]+)% \|$", found, re.MULTILINE)
+    run, steps = compose_run("target=v4-64", "model=valkyrie_1b", "batch=128", "mesh=32x1x1", "partition=fsdp"), []
+    for _, milliseconds, rate, mfu in rows:
+        steps.append(float(milliseconds.replace(",", "")) / 1000)
+        assert float(rate.replace(",", "")) == pytest.approx(128 * 2048 / 32 / steps[-1], rel=2e-3)
+        assert float(mfu) == pytest.approx(100 * run.step_flops / (32 * 275e12) / steps[-1], abs=0.06)
+    assert len(steps) == 4 and steps == sorted(steps)
+
+
 def test_the_table_of_partitions_agrees_with_itself_and_with_what_is_said_of_it():
     assert len(ROWS) == 6
     for partition, (_, milliseconds, rate, mfu) in ROWS.items():
