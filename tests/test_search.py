@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from valkyrie.funnel import compiling, mode, tuning
-from valkyrie.funnel.answer import command_of
+from valkyrie.funnel.answer import command_of, compared, rows_of
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, plain_fsdp, rule_of_thumb, shortlist
@@ -104,6 +104,48 @@ def test_it_compiles_no_more_than_asked_for(compiler: Compiler, tmp_path: Path) 
     assert compiles.why == "mode.compiles=2 layouts were compiled"
 
 
+def test_rivals_are_compiled_even_where_nothing_can_be_faster(compiler: Compiler, tmp_path: Path) -> None:
+    of = question()
+    ranked = rank(of.run, of.space())
+    listed, every = shortlist(ranked), list(ranked)
+    slow = [one for one in every if one.fits and one.step_s > 3 * every[0].step_s][:2]
+    compiler.steps, compiles = {tuple(one.overrides): one.step_s for one in every}, Compiles()
+    compile_best(of, listed, slow, tmp_path, 500, compiles, lambda one, so_far: None)
+    done = [one.estimate.overrides for one in compiles.done]
+    assert done[0] == listed.fitting[0].overrides and done[1:3] == [one.overrides for one in slow]
+
+
+def test_no_compile_is_begun_that_would_end_after_the_budget(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
+
+    def slow(plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+        clock[0] += 40.0
+        return compiler(plans, jobs, watcher)
+
+    monkeypatch.setattr(compiling, "carry_out", slow)
+    of = question("mode.budget=100s")
+    compiles = compiled_by(compiler, of, listed_of(of), tmp_path)
+    assert len(compiles.done) == 2
+    assert compiles.why == "another compile would take longer than mode.budget=100s"
+
+
+def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Compiler, tmp_path: Path) -> None:
+    of = question()
+    listed, compiler.factor = listed_of(of), 1.0
+    slow = [one for one in rank(of.run, of.space()) if one.fits and one.step_s > 4 * listed.fitting[0].step_s][0]
+    compiles, fast = Compiles(), listed.fitting[0]
+    compiler.steps = {tuple(slow.overrides): slow.step_s, tuple(fast.overrides): fast.step_s}
+    plan = compiling.plan_of(of, slow, tmp_path)
+    compiles.done.append(Compiled(slow, compiler([plan], 1, None)[plan.key]))
+    rows = rows_of(of, listed, compiles, 10)
+    assert (rows[0]["stage"], rows[0]["overrides"]) == ("estimate", fast.overrides)
+    told = compared("plain FSDP", slow, compiles, rows[0])
+    assert "(by estimate)" in told and f"{slow.step_s / fast.step_s:.2f} times the best by estimate" in told
+
+
 def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: Compiler, tmp_path: Path) -> None:
     of = question("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e9")
     listed = listed_of(of)
@@ -129,12 +171,46 @@ def test_what_is_named_stays_as_it_is() -> None:
     assert {int(one.group.candidates.microbatches[one.number]) for one in layouts} == {2}
 
 
+def test_a_setting_of_partitions_goes_for_all_of_them() -> None:
+    of = question("partition.zero1=true")
+    ranking = rank(of.run, of.space())
+    found = [group.candidates.partition for group in ranking.space.groups]
+    assert len({partition.name for partition in found}) > 3 and all(partition.zero1 for partition in found)
+    best = next(iter(ranking))
+    assert "partition.zero1=true" in best.overrides and "partition.zero1=true" not in of.command
+    assert best.run(of.run).config.partition.zero1
+
+
+def test_zero1_is_looked_at_where_it_changes_anything() -> None:
+    layouts = list(rank(question().run, question().space()))
+    spread = [one for one in layouts if one.group.candidates.partition.zero1]
+    assert {one.group.candidates.partition.name for one in spread} >= {"dp", "1d_tp", "2d_tp", "pp"}
+    for one in spread[:: len(spread) // 6]:
+        layout = one.run(question().run).layout
+        arrays = question().run.arrays.parameters
+        moments = [layout.optimizer(p.axes, p.shape) for p in arrays]
+        assert moments != [layout.stored(p.axes) for p in arrays], one.overrides
+    kept = {(p.name, p.zero1) for p in question("partition=fsdp").partitions}
+    assert kept == {("fsdp", False), ("fsdp", True)}, "the second makes no layout"
+    assert not [one for one in spread if one.group.candidates.partition.name == "fsdp"]
+
+
+def test_a_schedule_that_is_named_stays() -> None:
+    of = question("partition.schedule=1f1b")
+    piped = [one for one in rank(of.run, of.space()) if one.group.candidates.stages[one.number] > 1]
+    assert piped and all("partition.schedule=1f1b" in one.overrides for one in piped)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
             ("mesh=2x2x2",),
             "mesh=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout.",
+        ),
+        (
+            ("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"),
+            "target.chip.hbm_gib=: which of several slices is meant? Search one at a time: target=SLICE.",
         ),
         (("target=cpu8",), "target=cpu8 has no chip whose figures are known, so nothing can be estimated."),
     ],

@@ -48,7 +48,8 @@ def rows_of(question: Question, listed: Shortlist, compiles: Compiles, count: in
     share = max(-(-count // len(chips)), 2)
     rows = [row for chip in chips for row in _of_chip(question, chip, listed, compiles, share)]
     priced = question.tokens is not None or question.budget_usd is not None
-    return sorted(rows, key=lambda row: _standing(row, priced))[: max(count, len(chips))]
+    best_s = min((row["step_s"] for row in rows if row["stage"] == "compile"), default=0.0)
+    return sorted(rows, key=lambda row: _standing(row, best_s, priced))[: max(count, len(chips))]
 
 
 def _of_chip(question: Question, chip: str, listed: Shortlist, compiles: Compiles, count: int) -> list[dict[str, Any]]:
@@ -64,11 +65,14 @@ def _chip(one: Estimated) -> str | None:
     return one.group.target.chip.name if one.group.target.chip else None
 
 
-def _standing(row: dict[str, Any], priced: bool) -> tuple[bool, float]:
-    """Return by what a row stands: by dollars of a token where asked for, else compiled ones first, by seconds."""
+def _standing(row: dict[str, Any], best_s: float, priced: bool) -> tuple[bool, float]:
+    """Return by what a row stands: by dollars of a token where asked for, else compiled ones first, by seconds.
+
+    With those stand estimates that are below the best compiled step, `best_s`, even at the end of their interval.
+    """
     if priced and row["usd_per_million_tokens"] is not None:
         return False, row["usd_per_million_tokens"]
-    return row["stage"] == "estimate", row["step_s"]
+    return row["stage"] == "estimate" and row["high_s"] >= best_s, row["step_s"]
 
 
 def row_of(
@@ -155,13 +159,19 @@ def command_of(question: Question, row: dict[str, Any], options: Sequence[str] =
     return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
 
 
-def compared(name: str, one: Estimated | None, compiles: Compiles, best_s: float) -> str:
-    """Return how many times faster the best layout is than another one, in a line."""
+def compared(name: str, one: Estimated | None, compiles: Compiles, best: dict[str, Any]) -> str:
+    """Return how many times faster the best layout, `best`, is than another one, in a line.
+
+    Where one of both was not compiled their estimates are compared.
+    """
     if one is None:
         return f"{name}: no layout of it fits"
+    layout = " ".join(one.overrides[1:])
     compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
     if compiled is not None and compiled.step_s is None:
-        return f"{name}: {' '.join(one.overrides[1:])}: {compiled.trial.status.value.replace('_', ' ')}"
-    step_s = one.step_s if compiled is None else compiled.step_s or one.step_s
-    by = "estimate" if compiled is None else "compile"
-    return f"{name}: {duration(step_s)} (by {by}), {step_s / best_s:.2f} times the best; {' '.join(one.overrides[1:])}"
+        return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
+    if compiled is not None and compiled.step_s is not None and best["stage"] != "estimate":
+        times = compiled.step_s / best["step_s"]
+        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
+    times = one.step_s / sum(best["parts_s"].values())
+    return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"

@@ -82,22 +82,24 @@ def compile_best(
 ) -> None:
     """Compile layouts into `compiles` until none can be better, the budget is spent or `most` are done.
 
-    `always` are compiled first. A layout that an earlier search compiled is taken from its record. `tell` is called
-    after each. Ctrl-C raises KeyboardInterrupt; what is done until then stands in `compiles`.
+    `always` are compiled in any case, after the one that is expected to be the fastest. A layout that an earlier search
+    compiled is taken from its record. None is begun that would end after the budget, if it took as long as the longest
+    until then. `tell` is called after each. Ctrl-C raises KeyboardInterrupt; what is done until then stands in
+    `compiles`.
     """
-    began, waiting = time.monotonic(), [*listed.fitting, *listed.doubtful]
+    began, longest, waiting = time.monotonic(), 0.0, [*listed.fitting, *listed.doubtful]
     first = list(always)
     while True:
         wanted = bool(first)
-        one = first.pop(0) if first else _next(question, waiting, compiles)
+        one = first.pop(0) if first and compiles.done else _next(question, waiting, compiles)
         bound = min((question.cost(other.group.target, _bound(other, compiles)) for other in waiting), default=0.0)
         best = compiles.best(question)
         if one is None:
             compiles.why = "every layout that may fit was compiled"
         elif not wanted and best is not None and bound > question.cost(best.target, best.step_s or 0.0):
             compiles.why = "no other layout can be faster, by the errors of estimates so far"
-        elif question.budget_s is not None and time.monotonic() - began > question.budget_s:
-            compiles.why = f"mode.budget={question.run.config.mode.budget} is spent"
+        elif question.budget_s is not None and time.monotonic() - began + longest > question.budget_s:
+            compiles.why = f"another compile would take longer than mode.budget={question.run.config.mode.budget}"
         elif len(compiles.done) >= most:
             compiles.why = f"mode.compiles={most} layouts were compiled"
         if one is None or compiles.why:
@@ -105,8 +107,9 @@ def compile_best(
         waiting = [other for other in waiting if other is not one]
         if any(_same(one, other.estimate) for other in compiles.done):
             continue
-        plan = plan_of(question, one, folder)
+        plan, start = plan_of(question, one, folder), time.monotonic()
         trial = carry_out([plan], 1, _Silent())[plan.key]
+        longest = max(longest, time.monotonic() - start)
         compiles.done.append(Compiled(one, trial))
         tell(compiles.done[-1], compiles)
 

@@ -63,9 +63,11 @@ def search(run: Run) -> int:
     if status == 0 and best is not None and question.run.config.mode.tune is not None:
         status, options = tune_best(question, best, console)
     rows = rows_of(question, listed, compiles, SHOWN)
+    if best is None or rows[0]["overrides"] != best.estimate.overrides:
+        options = []
     show(question, rows, console)
     for name, one in rivals.items():
-        console.print(compared(name, one, compiles, rows[0]["step_s"]), markup=False, soft_wrap=True)
+        console.print(compared(name, one, compiles, rows[0]), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
     told = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
     told |= {

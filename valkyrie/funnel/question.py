@@ -11,7 +11,7 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group
 from valkyrie.run import Run
-from valkyrie.search.estimate.space import Space, schedules, space_of
+from valkyrie.search.estimate.space import Space, schedules, space_of, with_zero1
 from valkyrie.targets import parse_target
 from valkyrie.train.folder import key_value, parts_of
 from valkyrie.units import seconds_of
@@ -53,7 +53,7 @@ class Question:
     def command(self) -> list[str]:
         """The arguments of the command that say nothing of layout, slice or search."""
         flags, overrides = parts_of(self.run.arguments)
-        own = (*ITS_OWN, "partition.schedule", "partition.rounds")
+        own = (*ITS_OWN, "partition.schedule", "partition.rounds", "partition.zero1")
         keys = [(override, key_value(override)[0]) for override in overrides]
         return [*flags, *(override for override, key in keys if key not in own and not key.startswith("mode."))]
 
@@ -82,9 +82,10 @@ def asked(run: Run) -> Question:
 
 
 def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[PartitionConfig]:
-    """Yield the partitions that are looked at, those with a pipeline under each schedule unless one is named.
+    """Yield the partitions that are looked at, each schedule of a pipeline, and each without and with ZeRO-1.
 
-    The run's own alone where it, or a rule of it, is named; else every shipped one, with the settings that are named.
+    The run's own alone where it, or a rule of it, is named; else every shipped one, with the settings that are named;
+    a schedule, or ZeRO-1, that is named does not vary.
     """
     named = {key.partition(".")[2].partition(".")[0] for key in given if key.startswith("partition.")}
     if "partition" in given or named - {*_OF_ANY_PARTITION}:
@@ -93,7 +94,8 @@ def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[
         settings = {key: getattr(partition, key) for key in named}
         partitions = [replace(other, **settings) for other in read_group("partition", PartitionConfig)]
     for one in partitions:
-        yield from [one] if named & {"schedule", "rounds"} else schedules(one)
+        for scheduled in [one] if named & {"schedule", "rounds"} else schedules(one):
+            yield from [scheduled] if "zero1" in named or scheduled.zero1 else with_zero1(scheduled)
 
 
 def _targets(run: Run) -> list[TargetConfig]:

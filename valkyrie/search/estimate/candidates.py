@@ -84,6 +84,14 @@ class Candidates:
         """Return the mesh axes over which a parameter's axis is split while it is used: those that split no data."""
         return tuple(axis for axis in self.stored(logical) if axis not in self.data)
 
+    def spread(self, axes: Sequence[str | None]) -> tuple[str, ...]:
+        """Return over which mesh axes ZeRO-1 spreads the moments of a parameter: data axes on none of which it rests.
+
+        Outside of its stages a pipeline's axis splits data as well.
+        """
+        data = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
+        return tuple(a for a in data if not any(a in self.stored(axis) for axis in axes))
+
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         """Return into how many parts a logical axis of this length is split: `stored`, `used` or `active`.
 

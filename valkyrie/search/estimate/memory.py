@@ -65,7 +65,9 @@ class Need:
             reduced += numbers * sums
             added += numbers * size_of(ACCUMULATED)
             of_moments = 1 if config.optimizer.kind is Kind.muon and spec.group == "matrix" else 2
-            moments += 4 * of_moments * numbers / (_spread(layouts, spec) if layouts.partition.zero1 else 1)
+            moments += (
+                4 * of_moments * numbers / (layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1)
+            )
             average += numbers * 4 * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced) + np.where(layouts.microbatches > 1, added, 0)
         return parameters, gradients, moments, average
@@ -133,9 +135,3 @@ def _shard(spec: Parameter, layouts: Candidates, kind: str) -> np.ndarray:
     for axis, length in zip(spec.axes, spec.shape, strict=True):
         numbers = numbers / (layouts.stages if axis == LAYERS else layouts.split(axis, kind, length))
     return numbers
-
-
-def _spread(layouts: Candidates, spec: Parameter) -> np.ndarray:
-    """Return over how many data shards ZeRO-1 spreads the moments of a parameter that rests on none of their axes."""
-    free = [a for a in layouts.activations[BATCH] if not any(a in layouts.stored(axis) for axis in spec.axes)]
-    return layouts.parts(free)

@@ -55,6 +55,8 @@ class Group:
             given.append(f"partition.schedule={c.partition.schedule.value}")
         if c.partition.rounds > 1:
             given.append(f"partition.rounds={c.partition.rounds}")
+        if c.partition.zero1:
+            given.append("partition.zero1=true")
         if (placement := self.placements[number]) is not None:
             given.append(f"mesh.placement=[{','.join(placement)}]")
         given.append(f"remat={remat.name}")
@@ -112,6 +114,11 @@ def schedules(partition: PartitionConfig) -> list[PartitionConfig]:
     return [partition, *(other for other in changed if other != partition)]
 
 
+def with_zero1(partition: PartitionConfig) -> list[PartitionConfig]:
+    """Return a partition without ZeRO-1 and with it."""
+    return [replace(partition, zero1=zero1) for zero1 in (False, True)]
+
+
 def _distinct(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
     """Return the policies that keep different activations of this model, the run's own first."""
     kept, distinct = run.model.kept(), {}
@@ -138,6 +145,9 @@ def _of_partition(
     duplicates = seen - len(meshes)
     if partition.schedule is not PipelineSchedule.gpipe:  # without a pipeline they are those of gpipe
         meshes = [m for m in meshes if any(m.get(axis, 1) > 1 for axis in parameters[LAYERS])]
+    if partition.zero1:  # with no data axis on which parameters are whole they are those without it
+        free = [a for a in activations[BATCH] if not any(a in axes for axes in parameters.values())]
+        meshes = [m for m in meshes if slices > 1 or any(m.get(axis, 1) > 1 for axis in free)]
     rows = _rows(run, target, mesh.axes, meshes, parameters, activations, microbatches)
     group, refused = None, Counter[str]()
     if rows:

@@ -89,6 +89,7 @@ class Step:
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
         parts |= {"moving": m * moving, "head": m * self._head}
         parts |= {name: m * seconds for name, seconds in waiting.items()}
+        parts["gradients"] = parts["gradients"] + self._updated * (1 - e.hidden_weights)
         parts["launching"] = m * np.maximum(launching - of_stage, 0.0)
         idle = (stages - 1) / layouts.rounds
         parts["bubble"] = idle * np.maximum(of_stage, launching)
@@ -254,7 +255,7 @@ class Step:
     def _gradients(self) -> np.ndarray:
         """Return the seconds of summing gradients over the axes that split data, in all microbatches.
 
-        A pipeline sums them once, after its last microbatch.
+        A pipeline sums them once, after its last microbatch. Under ZeRO-1 those are scattered that are whole otherwise.
         """
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = size_of(self.work.run.config.precision.reduction)
@@ -263,9 +264,20 @@ class Step:
             rest = tuple(axis for axis in layouts.data if axis not in split)
             bytes_ = self._of_device(spec) * itemsize
             seconds += self.network.gather(layouts, split, bytes_)
-            seconds += self.network.sum(layouts, rest, bytes_ / layouts.parts(split))
+            reduce = self.network.gather if layouts.partition.zero1 else self.network.sum
+            seconds += reduce(layouts, rest, bytes_ / layouts.parts(split))
         once = layouts.sums_once | (layouts.stages > 1)
         return seconds * np.where(once, 1, layouts.microbatches)
+
+    @cached_property
+    def _updated(self) -> np.ndarray:
+        """Return the seconds of gathering what ZeRO-1 updated in parts, once a step."""
+        seconds = np.zeros(len(self.layouts))
+        if self.layouts.partition.zero1:
+            for spec in self.work.parameters.values():
+                bytes_ = 4 * self._of_device(spec) / self.layouts.parts(self._data_axes(spec))
+                seconds += self.network.gather(self.layouts, self.layouts.spread(spec.axes), bytes_)
+        return seconds
 
     def _data_axes(self, spec: Parameter) -> tuple[str, ...]:
         data = self.layouts.data
@@ -289,12 +301,12 @@ class Step:
     @cached_property
     def _optimizer(self) -> np.ndarray:
         """Return the seconds of the optimizer's step: parameters, two moments and gradients read, three written."""
-        bytes_ = np.zeros(len(self.layouts))
+        bytes_, zero1 = np.zeros(len(self.layouts)), self.layouts.partition.zero1
         for spec in self.work.parameters.values():
             numbers = np.full(len(self.layouts), float(spec.size))
             for axis, n in zip(spec.axes, spec.shape, strict=True):
                 numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "stored", n))
-            bytes_ += 28.0 * numbers
+            bytes_ += 28.0 * numbers / (self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1)
         return bytes_ / self.hbm
 
 
