@@ -18,6 +18,8 @@ SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
 """The files of a run folder in which a compile, a measurement and a training leave their numbers."""
 TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
 """The files of a run folder with the compiler options found best, and with all that were tried."""
+EXPLAINED = "explain.json"
+"""The file with what makes one of two layouts faster."""
 CODE_EVAL = "code_eval.json"
 """The file with the last completions of a run's problems, and what became of each."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
@@ -53,6 +55,7 @@ class ModeConfig:
     are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); for so long as `tune` says options of the
     compiler are then tried on the best; hours and dollars are told for `tokens`,
     tokens for `budget_usd`.
+    For `explain`: `first` and `second` are the layouts compared: overrides of the command's own, or a run folder.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
     the next time.
     """
@@ -72,6 +75,8 @@ class ModeConfig:
     tune: str | None = None
     tokens: float | None = None
     budget_usd: float | None = None
+    first: str | None = None
+    second: str | None = None
     keep: str | None = None
 
 
@@ -173,6 +178,15 @@ MODES = {
             keys=("budget", "targets", "shapes", "compiles", "tune", "tokens", "budget_usd", "time_limit_s", "cache"),
             any_layout=True,
             defaults={"budget": "8min"},
+            limit_s=lambda config: None,
+        ),
+        Mode(
+            name="explain",
+            description="say why one of two layouts is faster: what each waits for, computes twice and keeps",
+            function="valkyrie.search.explain_mode:explain_mode",
+            needs=Needs.nothing,
+            keys=("first", "second", "time_limit_s", "cache"),
+            any_layout=True,
             limit_s=lambda config: None,
         ),
         Mode(

@@ -150,7 +150,9 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 
 
 def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
-    """Return the arguments with `prompt=` and the paths of `data.paths=` in quotes, so that Hydra takes them as typed.
+    """Return the arguments with texts and the paths of `data.paths=` in quotes, so that Hydra takes them as typed.
+
+    Texts are `prompt=` and the layouts of `mode=explain`.
 
     A home directory's `~` in `runs=` and `resume=` is written out.
 
@@ -160,7 +162,7 @@ def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
     typed = []
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key.lstrip("+") == "prompt" and not _is_for_hydra(value, multirun):
+        if key.lstrip("+") in ("prompt", "mode.first", "mode.second") and not _is_for_hydra(value, multirun):
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
         elif key.lstrip("+") == "data.paths":
             argument = f"{key}={_list_of_paths(value, multirun)}"

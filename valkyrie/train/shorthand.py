@@ -1,4 +1,4 @@
-"""What may be written shorter on the command line: slices by chips, several slices, what a search is asked."""
+"""What may be written shorter on the command line: slices by chips, several slices, keys of a mode."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from valkyrie.hardware import known_chips
 from valkyrie.train.folder import key_value
 
-_OF_SEARCH = {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"}
+_OF_MODE = {
+    "search": {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"},
+    "explain": {"first": "mode.first", "second": "mode.second"},
+}
+"""Keys of a mode that may be written without it."""
 
 
 def written_out(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without abbreviations; ValueError where one makes no sense.
 
     `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`; there
-    `target=[v4-64,v5e-64]` compares slices, and `tokens=`, `budget=` and `budget_usd=` are keys of the mode.
+    `target=[v4-64,v5e-64]` compares slices, and `tokens=`, `budget=` and `budget_usd=` are keys of the mode, as under
+    `mode=explain` `first=` and `second=`.
     """
     given = dict(key_value(argument) for argument in arguments if "=" in argument)
     searching = given.get("mode") == "search"
@@ -30,8 +35,8 @@ def written_out(arguments: Sequence[str]) -> list[str]:
             if not names:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
             written += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
-        elif searching and key in _OF_SEARCH:
-            written.append(f"{_OF_SEARCH[key]}={value}")
+        elif key in (short := _OF_MODE.get(given.get("mode", ""), {})):
+            written.append(f"{short[key]}={value}")
         else:
             written.append(argument)
     return written

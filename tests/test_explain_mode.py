@@ -1,0 +1,159 @@
+"""`mode=explain`: its numbers add up, its sentences follow from them, and what cannot be compared is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from machines import needs_libtpu
+from runs import command
+from valkyrie.search.difference import difference
+
+ROLES = {"fsdp": "x=8 FSDP(batch,embed) · y=1 unused", "2d_tp": "x=4 MP1(mlp) · y=2 MP2(embed)"}
+
+
+def summary(partition: str = "fsdp", **seconds: float) -> dict[str, Any]:
+    """Return the summary of a compiled layout whose step has these parts."""
+    parts = {"matmul": 0.3, "memory": 0.1} | {k.replace("_over_", " "): v for k, v in seconds.items()}
+    step_s = sum(parts.values())
+    causes = [
+        {"kind": "all-reduce", "mesh_axes": name[8:].split(","), "cause": f"jit(step)/{way}/down/dot_general",
+         "source": "/x/valkyrie/models/layers.py:75", "calls": 12.0, "bytes": 1e9, "exposed_s": value / 2}
+        for name, value in parts.items() if name.startswith("exposed ") for way in ("jvp()/a/b", "transpose(jvp())/a/b")
+    ]  # fmt: skip
+    about = {"model": "gpt_tiny", "layout": f"8x1-{partition}", "roles": ROLES[partition], "target": "v5e-8"}
+    about |= {"batch": 8, "seq": 64, "precision": "bf16"}
+    sent = {",".join(use["mesh_axes"]): 2e9 for use in causes}
+    return {
+        "about": about,
+        "status": "ok",
+        "seconds": parts,
+        "step": {"step_s": step_s, "executed_flops": 4e12, "model_flops": 3e12, "product_rate": 0.7, "interval": None},
+        "communication": {"bytes_by_mesh_axes": sent, "causes": causes},
+        "memory": {"peak": 3 * 2**30, "split": {"parameters": 2**30, "activations and temporaries": 2 * 2**30}},
+        "remat": {"again": [{"name": "up", "seconds": 0.05}]},
+    }
+
+
+def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
+    made = difference(
+        summary(exposed_over_x=0.05), summary("2d_tp", exposed_over_x=0.5, exposed_over_y=0.7, kernel=0.1)
+    )
+    assert sum(part.first for part in made.parts) == pytest.approx(made.steps.first)
+    assert sum(part.more for part in made.parts) == pytest.approx(made.steps.more)
+    assert [abs(part.more) for part in made.parts] == sorted((abs(part.more) for part in made.parts), reverse=True)
+    named = {part.name: (part.first, part.second) for part in made.parts}
+    assert named["waiting for communication over x (FSDP)"] == (0.05, 0.0)
+    assert named["waiting for communication over x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
+    (use,) = made.dearest[0]
+    assert (use["calls"], use["bytes"], use["waited_s"]) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
+
+
+def test_sentences_follow_from_the_numbers() -> None:
+    slow = summary("2d_tp", exposed_over_y=1.2)
+    made = difference(summary(), slow)
+    assert made.sentences[0] == "A is 4.00 times as fast as B: 400.0 ms a step, not 1.600 s."
+    assert made.sentences[1].startswith(
+        "100% of the difference is waiting for communication: B waits 1.200 s of a step, A "
+    )
+    assert "for the all-reduce over y (MP2) of" in made.sentences[1]
+    turned = difference(slow, summary())
+    assert turned.sentences[0] == "B is 4.00 times as fast as A: 400.0 ms a step, not 1.600 s."
+
+
+def test_what_is_computed_again_and_kept() -> None:
+    full, keeping = summary(), summary()
+    keeping["about"]["layout"] = "8x1-fsdp-remat_dots"
+    keeping["remat"]["again"], keeping["step"]["executed_flops"] = [], 3e12
+    keeping["seconds"]["matmul"], keeping["step"]["step_s"] = 0.2, 0.3
+    keeping["memory"]["split"]["activations and temporaries"] *= 3
+    text = " ".join(difference(full, keeping).sentences)
+    assert "A device executes 1.00 times the FLOPs of the model under B and 1.33 under A" in text
+    assert "For the backward pass A computes again what B keeps: up." in text
+    assert "most of that difference is activations and temporaries: 6.0 GiB and 2.0 GiB." in text
+
+
+def test_steps_within_what_predictions_have_been_off() -> None:
+    one, other = summary(), summary(kernel=0.01)
+    for of in (one, other):
+        of["step"]["interval"] = {"low": 0.9, "high": 1.1}
+    other["about"]["layout"] = "another"
+    assert "the order may be the other way round." in difference(one, other).sentences[1]
+
+
+def test_other_batches_are_compared_for_as_many_tokens() -> None:
+    double = summary(kernel=0.4)
+    double["about"]["batch"] = 16
+    made = difference(summary(), double)
+    assert made.steps.second == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
+    assert "Seconds and bytes of B are those for 512 tokens, a step of A." in made.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "A and B are the same layout, 8x1-fsdp: name another one in second=."),
+        ({"about": {"model": "other", "layout": "x"}}, "A is of gpt_tiny and B of other: only layouts of one model"),
+        ({"status": "does_not_fit", "reason": "needs 3 GiB"}, "B, 8x1-fsdp, has no step: does not fit: needs 3 GiB"),
+        ({"about": {"program": "mine"}}, "B is no layout of a model but another program: mine."),
+        ({"step": None}, "B, 8x1-fsdp, has no predicted step: compile for a TPU slice, such as target=v4-64."),
+    ],
+)
+def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
+    other = copy.deepcopy(summary()) | changes
+    if other["step"] is None:
+        del other["step"]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        difference(summary(), other)
+
+
+def folder_of(of: dict[str, Any], folder: Path) -> str:
+    folder.mkdir()
+    (folder / "compile.json").write_text(json.dumps(of))
+    return str(folder)
+
+
+def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first = folder_of(summary(), tmp_path / "one")
+    second = folder_of(summary("2d_tp", exposed_over_y=1.2), tmp_path / "other")
+    assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
+    printed = capfd.readouterr().out
+    assert "A is 4.00 times as fast as B" in printed and "+1.200 s" in printed
+    told = json.loads((tmp_path / "why" / "explain.json").read_text())
+    assert told["step_s"] == pytest.approx([0.4, 1.6]) and told["names"] == ["8x1-fsdp", "8x1-2d_tp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("first=partition=fsdp",), "mode=explain compares two layouts: say both"),
+        (("first=partition=fsdp", "second=partition=fsdp"), "first= and second= are the same: 'partition=fsdp'."),
+        (("first=no/such/folder", "second=partition=fsdp"), "no/such/folder is neither a folder nor an override"),
+        (("first=partition=nothing", "second=partition=fsdp"), "nothing"),
+        (("first=mesh=3x1x1 partition=fsdp", "second=partition=fsdp"), "mesh=3x1x1 partition=fsdp: "),
+    ],
+)
+def test_what_is_no_pair(arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_folder_without_a_compile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
+    assert "has no compile.json: it is no folder of a layout that was compiled." in capfd.readouterr().err
+
+
+@needs_libtpu
+def test_two_layouts_are_compiled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    asked = ("target=v4-8", "model=s5_tiny", "batch=8", "seq=64", f"runs={tmp_path}", "name=why")
+    assert command("mode=explain", *asked, "first=mesh=4x1x1 partition=fsdp", "second=mesh=2x2x1 partition=2d_tp") == 0
+    told = json.loads((tmp_path / "why" / "explain.json").read_text())
+    for i, which in enumerate(("first", "second")):
+        assert sum(part[which] for part in told["seconds"]) == pytest.approx(told["step_s"][i])
+    assert any("(MP2)" in part["name"] for part in told["seconds"])
+    assert capfd.readouterr().out.count("times as fast as") == 1

@@ -1,0 +1,120 @@
+"""`mode=explain`: compiles two layouts, or reads them from run folders, and says why one of both is faster."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from valkyrie.modes import EXPLAINED, SUMMARY
+from valkyrie.paths import write_whole
+from valkyrie.run import Run
+from valkyrie.search.difference import LETTERS, Difference, Pair, as_json, difference
+from valkyrie.search.modes import compile_and_summarise
+from valkyrie.train.arguments import run_of
+from valkyrie.train.folder import key_value, parts_of, run_folder, write_about
+from valkyrie.train.screen import make_console
+from valkyrie.units import duration, gib, sent
+
+LEAST = 0.001
+"""The share of the longer step from which a part is listed."""
+SMALL = 0.01
+"""The share of the largest kind of memory from which one is listed."""
+_OF_THE_MODE = ("mode", "first", "second", "name")
+
+
+def explain_mode(run: Run) -> int:
+    """Print why one of two layouts is faster, keep it in the run folder, and return the exit status."""
+    console, asked = make_console(), (run.config.mode.first, run.config.mode.second)
+    if asked[0] is None or asked[1] is None:
+        raise ValueError(
+            "mode=explain compares two layouts: say both, as first='partition=fsdp' "
+            "second='mesh=4x4x2 partition=2d_tp', or as run folders with a compile.json."
+        )
+    if asked[0] == asked[1]:
+        raise ValueError(f"first= and second= are the same: {asked[0]!r}. Name two layouts.")
+    made = difference(*(_summary(run, layout, console) for layout in (asked[0], asked[1])))
+    folder = run_folder(run)
+    write_about(run, folder)
+    write_whole(folder / EXPLAINED, json.dumps(as_json(made), indent=1) + "\n")
+    show(made, console)
+    console.print(f"answer: {folder / EXPLAINED}", soft_wrap=True)
+    return 0
+
+
+def _summary(run: Run, layout: str, console: Console) -> dict[str, Any]:
+    """Return the summary of a layout: that of a folder, or of the command's run with these overrides, compiled."""
+    folder = next((f for f in (Path(layout).expanduser(), Path(run.config.runs) / layout) if f.is_dir()), None)
+    if folder is not None:
+        return _read(folder)
+    changes = shlex.split(layout)
+    if wrong := [change for change in changes if "=" not in change]:
+        raise ValueError(
+            f"{wrong[0]} is neither a folder nor an override such as partition=fsdp. Two layouts are compared by "
+            "first= and second=."
+        )
+    flags, overrides = parts_of(run.arguments)
+    kept = [o for o in overrides if key_value(o)[0] not in _OF_THE_MODE and not key_value(o)[0].startswith("mode.")]
+    mode = [o for o in overrides if key_value(o)[0] in ("mode.time_limit_s", "mode.cache")]
+    other = run_of([*flags, *kept, "mode=compile", *mode, *changes])
+    if problems := other.problems():
+        raise ValueError(f"{layout}: {problems[0]}")
+    _, summary, _ = compile_and_summarise(other, console)
+    return summary
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / SUMMARY
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} has no {SUMMARY}: it is no folder of a layout that was compiled. mode=compile leaves one."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
+
+
+def show(made: Difference, console: Console) -> None:
+    """Print both layouts side by side, and in sentences why one of them is faster."""
+    for letter, name in zip(LETTERS, made.names, strict=True):
+        console.print(f"{letter}: {name}", style="bold", markup=False)
+    least = LEAST * max(made.steps.first, made.steps.second)
+    parts = [part for part in made.parts if max(part.first, part.second) >= least]
+    _table("where a step goes", [*parts, made.steps], duration, console)
+    _table("what a device sends in a step, over", made.sent, sent, console)
+    most = max(max(kind.first, kind.second) for kind in made.memory)
+    kinds = [kind for kind in made.memory if max(kind.first, kind.second) >= SMALL * most]
+    _table("memory of one device at the peak", kinds, lambda size: gib(int(size)), console)
+    _collectives(made, console)
+    for sentence in made.sentences:
+        console.print(sentence, markup=False)
+
+
+def _table(title: str, pairs: list[Pair], written: Any, console: Console) -> None:
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
+    table.add_column("what")
+    for name in (*LETTERS, "B - A"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for pair in pairs:
+        sign = "-" if pair.more < 0 else "+"
+        values = [written(value) if value else "" for value in (pair.first, pair.second)]
+        table.add_row(pair.name, *values, f"{sign}{written(abs(pair.more))}" if pair.more else "")
+    console.print(table)
+
+
+def _collectives(made: Difference, console: Console) -> None:
+    table = Table(title="collectives waited for longest", title_justify="left", header_style="bold", box=SIMPLE)
+    for name in ("", "kind", "over", "waited", "sent", "calls", "cause", "source"):
+        table.add_column(name, justify="right" if name in ("waited", "sent", "calls") else "left")
+    for letter, uses in zip(LETTERS, made.dearest, strict=True):
+        for use in uses:
+            numbers = duration(use["waited_s"]), sent(use["bytes"]), f"{use['calls']:,.0f}"
+            table.add_row(letter, use["kind"], use["over"], *numbers, use["cause"], use["source"])
+    if table.row_count:
+        console.print(table)
