@@ -73,7 +73,7 @@ def test_what_is_computed_again_and_kept() -> None:
     keeping["seconds"]["matmul"], keeping["step"]["step_s"] = 0.2, 0.3
     keeping["memory"]["split"]["activations and temporaries"] *= 3
     text = " ".join(difference(full, keeping).sentences)
-    assert "A device executes 1.00 times the FLOPs of the model under B and 1.33 under A" in text
+    assert "Each device executes 1.00 times the FLOPs of the model under B and 1.33 under A" in text
     assert "For the backward pass A computes again what B keeps: up." in text
     assert "most of that difference is activations and temporaries: 6.0 GiB and 2.0 GiB." in text
 

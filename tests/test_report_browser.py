@@ -104,6 +104,17 @@ def test_ranked_and_drawn(opened: Opened):
     assert "x as fast as" in opened.page.locator("#answers").inner_text()
 
 
+def test_two_layouts_beside_each_other(opened: Opened):
+    page = opened.page
+    options = page.locator("#one option").all_inner_texts()
+    assert len(options) == 3, "those that were predicted"
+    assert page.locator("#why li").first.inner_text().startswith("A is ")
+    sums = [row.inner_text().split("\t") for row in page.locator("#sides tr", has_text="all").all()]
+    assert sums[0][0] == "all" and len(sums[0]) == 4
+    page.select_option("#one", page.input_value("#other"))
+    assert page.locator("#why").inner_text() == "These are the same layout."
+
+
 def test_every_simulated_speed_bears_the_word(opened: Opened):
     for name in ("tokens/s/chip", "tokens/s", "step"):
         assert [("simulated" in text) for text in opened.column(name)[-3:]] == [True] * 3

@@ -16,6 +16,7 @@ from markupsafe import Markup
 from valkyrie.paths import cache_root, write_whole
 from valkyrie.report import ranking, tables, words
 from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
+from valkyrie.report.pairs import compared
 from valkyrie.report.rank import Comparison, best_per_target, groups, refusals
 from valkyrie.report.records import Row, read_rows
 from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
@@ -147,6 +148,7 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
         "columns": [vars(column) for column in ranking.COLUMNS],
         "rows": ranking.cells(kinds),
         "details": [ranking.details(row) for row in ordered],
+        "pairs": compared(ordered),
         "timelines": {place[id]: drawing for id, drawing in timelines.items()},
         "toruses": {place[id]: drawing for id, drawing in toruses.items()},
         "timeline": timeline_spec(),

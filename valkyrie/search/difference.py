@@ -78,6 +78,13 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> Differenc
     return made
 
 
+def sides(one: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `difference` sets side by side of one layout: `seconds`, `sent` and `memory`, and `tokens` a step."""
+    about = one["about"]
+    parts = {"seconds": _labelled(one), "sent": _over(one), "memory": dict(one["memory"]["split"])}
+    return parts | {"tokens": about["batch"] * about["seq"], "model": about["model"]}
+
+
 def as_json(made: Difference) -> dict[str, Any]:
     """Return a difference as plain values."""
 
@@ -231,7 +238,7 @@ def _on_products(
         lines.append(f"{text}, {percent(rates[0])} and {percent(rates[1])} of peak." if all(rates) else f"{text}.")
     if len(times) == 2 and abs(times[1] / times[0] - 1) >= MORE_FLOPS:
         lines.append(
-            f"A device executes {times[0]:.2f} times the FLOPs of the model under {a} and {times[1]:.2f} under {b}: "
+            f"Each device executes {times[0]:.2f} times the FLOPs of the model under {a} and {times[1]:.2f} under {b}: "
             "the rest is computed again for the backward pass, or the same on several devices."
         )
     again = [{e["name"]: e["seconds"] for e in both[which].get("remat", {}).get("again", [])} for which in (fast, slow)]
@@ -267,7 +274,7 @@ def _on_memory(made: Difference, both: tuple[Mapping[str, Any], ...], fast: int,
     if most is None or None in peaks:
         return []
     return [
-        f"A device needs {gib(peaks[0])} at its peak under {LETTERS[fast]} and {gib(peaks[1])} under "
+        f"Each device needs {gib(peaks[0])} at its peak under {LETTERS[fast]} and {gib(peaks[1])} under "
         f"{LETTERS[slow]}; most of that difference is {most.name}: {gib(int(_of(most, fast)))} and "
         f"{gib(int(_of(most, slow)))}."
     ]

@@ -208,6 +208,45 @@
   });
   byId("chosen").addEventListener("change", (event) => choose(Number(event.target.value), false));
 
+  // ---- two layouts
+  const SIDES = [
+    ["seconds", "where a step goes", "seconds"],
+    ["sent", "sent by a device in a step, over", "sent"],
+    ["memory", "memory of one device at the peak", "bytes"],
+  ];
+  const LEAST = 0.001;
+  const pairRows = (a, b) => SIDES.flatMap(([key, title, kind]) => {
+    const scale = key === "memory" ? 1 : a.tokens / b.tokens;
+    const names = [...new Set([...Object.keys(a[key]), ...Object.keys(b[key])])];
+    const values = names.map((name) => [name, a[key][name] || 0, scale * (b[key][name] || 0)]);
+    const least = LEAST * Math.max(...[1, 2].map((i) => values.reduce((sum, row) => sum + row[i], 0)));
+    values.sort((x, y) => Math.abs(y[2] - y[1]) - Math.abs(x[2] - x[1]));
+    const sum = ["all", ...[1, 2].map((i) => values.reduce((total, row) => total + row[i], 0))];
+    const number = (value, sign) => make("td", { class: "number" }, value ? `${sign}${written[kind](Math.abs(value))}` : "");
+    const lines = [...values.filter((row) => Math.max(row[1], row[2]) >= least), sum].map(([name, x, y]) =>
+      make("tr", {}, make("td", {}, name), number(x, ""), number(y, ""), number(y - x, y < x ? "−" : "+")));
+    return [make("tr", {}, make("th", { scope: "rowgroup", colspan: 4 }, title)), ...lines];
+  });
+  const comparePair = () => {
+    const [i, j] = [byId("one"), byId("other")].map((select) => Number(select.value));
+    const [a, b] = [data.pairs.sides[i], data.pairs.sides[j]];
+    const turned = { A: "B", B: "A" };
+    let why = data.pairs.why[`${i},${j}`];
+    if (!why && data.pairs.why[`${j},${i}`]) why = data.pairs.why[`${j},${i}`].map((text) => text.replace(/\b[AB]\b/g, (x) => turned[x]));
+    if (!why) why = [i === j ? "These are the same layout." : "Sentences are there for the best layouts of one model; the numbers of these two are below."];
+    byId("why").replaceChildren(...why.map((line) => make("li", {}, line)));
+    byId("sides").tBodies[0].replaceChildren(...(a.model === b.model ? pairRows(a, b) : []));
+  };
+  const paired = Object.keys(data.pairs.sides).map(Number);
+  for (const [place, select] of [byId("one"), byId("other")].entries()) {
+    select.append(...paired.map((i) => make("option", { value: i }, `${data.rows[i][at.layout]} — ${data.rows[i][at.seen]}`)));
+    select.addEventListener("change", comparePair);
+    const other = paired.findIndex((i) => data.rows[i][at.partition] !== data.rows[paired[0]]?.[at.partition]);
+    if (paired.length) select.selectedIndex = place === 0 ? 0 : Math.max(other, 1);
+  }
+  byId("pair").hidden = paired.length < 2;
+  if (paired.length > 1) comparePair();
+
   // ---- the torus
   const svg = (tag, attributes, text) => {
     const node = document.createElementNS("http://www.w3.org/2000/svg", tag);

@@ -1,0 +1,43 @@
+"""Any two predicted layouts of a page beside each other: their steps part by part, what they send and keep, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from valkyrie.report.records import Row
+from valkyrie.search.difference import difference, sides
+from valkyrie.sweep.trial import Status
+
+EXPLAINED = 12
+"""Of how many layouts, the best first, every two are compared in sentences too."""
+
+
+def compared(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return `sides`, the seconds and bytes of each predicted row by its place, and `why`, sentences by two places.
+
+    The first of two places is the smaller one. Empty where fewer than two rows have parts of a step.
+    """
+    known = {i: summary for i, row in enumerate(rows) if (summary := _summary(row)) is not None}
+    if len(known) < 2:
+        return {"sides": {}, "why": {}}
+    why = {}
+    for i, j in itertools.combinations(list(known)[:EXPLAINED], 2):
+        with contextlib.suppress(ValueError):  # of two models, or the same layout twice
+            why[f"{i},{j}"] = difference(known[i], known[j]).sentences
+    return {"sides": {i: sides(summary) for i, summary in known.items()}, "why": why}
+
+
+def _summary(row: Row) -> dict[str, Any] | None:
+    """Return a row as `compile.json` has it; None where no replay says what its step consists of."""
+    results = row.trial.results
+    if (
+        row.trial.status is not Status.ok
+        or row.group.stage != "compile"
+        or "seconds" not in results
+        or "step" not in results
+    ):
+        return None
+    return {"about": row.trial.about, "status": "ok", **results}
