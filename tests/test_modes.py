@@ -145,14 +145,14 @@ def test_a_new_mode_is_its_object_and_its_function(
     assert "mode=count        the number of parameters" in capfd.readouterr().out
     assert command("mode=counted") == 2
     assert (
-        "mode=counted is not a choice. Did you mean mode=count? Choices: checkpoints, code_eval, compile, count,"
+        "mode=counted is not a choice. Did you mean mode=count? Choices: calibrate, checkpoints, code_eval, compile,"
         in capfd.readouterr().err
     )
 
 
 def test_a_mode_that_is_none_is_refused_by_its_key_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode.name=look", *SINGLE) == 2
-    known = "train, show, compile, search, explain, measure, tune, eval, checkpoints, generate, code_eval"
+    known = "train, show, compile, search, explain, calibrate, measure, tune, eval, checkpoints, generate, code_eval"
     assert capfd.readouterr().err == f"valkyrie-train: mode=look is not known. Known: {known}.\n"
 
 

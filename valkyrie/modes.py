@@ -20,6 +20,8 @@ TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
 """The files of a run folder with the compiler options found best, and with all that were tried."""
 EXPLAINED = "explain.json"
 """The file with what makes one of two layouts faster."""
+CALIBRATED = "calibrated_{chip}.yaml"
+"""The files of a run folder with the constants fitted for each chip."""
 CODE_EVAL = "code_eval.json"
 """The file with the last completions of a run's problems, and what became of each."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
@@ -55,6 +57,7 @@ class ModeConfig:
     are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); for so long as `tune` says options of the
     compiler are then tried on the best; hours and dollars are told for `tokens`,
     tokens for `budget_usd`.
+    For `calibrate`: `paths` are folders of sweeps, searches or runs.
     For `explain`: `first` and `second` are the layouts compared: overrides of the command's own, or a run folder.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
     the next time.
@@ -75,6 +78,7 @@ class ModeConfig:
     tune: str | None = None
     tokens: float | None = None
     budget_usd: float | None = None
+    paths: list[str] = field(default_factory=list)
     first: str | None = None
     second: str | None = None
     keep: str | None = None
@@ -186,6 +190,15 @@ MODES = {
             function="valkyrie.search.explain_mode:explain_mode",
             needs=Needs.nothing,
             keys=("first", "second", "time_limit_s", "cache"),
+            any_layout=True,
+            limit_s=lambda config: None,
+        ),
+        Mode(
+            name="calibrate",
+            description="fit the constants of the estimate to compiled or measured trials",
+            function="valkyrie.funnel.calibrate:calibrate_mode",
+            needs=Needs.nothing,
+            keys=("paths",),
             any_layout=True,
             limit_s=lambda config: None,
         ),

@@ -24,13 +24,11 @@ from valkyrie.funnel.shortlist import FILE, errors
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.fit import Known, fitted, without_family
+from valkyrie.search.estimate.fit import FITTED, Known, fitted, known_of, without_family
 from valkyrie.search.estimate.memory import Need
 from valkyrie.search.estimate.runs import candidates_of
 from valkyrie.search.estimate.work import work_of
 from valkyrie.train.arguments import run_of
-
-FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
 
 
 def main() -> None:
@@ -43,7 +41,7 @@ def main() -> None:
     for row in kept_rows():
         run = run_of(row["overrides"])
         alike[repr((row["space"], run.config.partition, run.config.remat))].append((row, run))
-    known = {key: known_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
+    known = {key: compiled_of(pairs) for key, pairs in alike.items() if any(row["step_s"] for row, _ in pairs)}
     names = FITTED if asked.fit else ()
     estimates = {id(one): e for one, e in without_family(list(known.values()), Efficiency(), names)}
     steps: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
@@ -70,14 +68,10 @@ def main() -> None:
         ship(steps, needs)
 
 
-def known_of(pairs: list[tuple[dict[str, Any], Run]]) -> Known:
+def compiled_of(pairs: list[tuple[dict[str, Any], Run]]) -> Known:
     """Return the layouts of a partition and remat that were compiled; a space is a family."""
     compiled = [(row, run) for row, run in pairs if row["step_s"]]
-    run = compiled[0][1]
-    assert run.config.target.chip is not None
-    layouts = candidates_of([run for _, run in compiled])
-    step_s = np.array([row["step_s"] for row, _ in compiled])
-    return Known(work_of(run), layouts, run.config.remat, run.config.target.chip, step_s, compiled[0][0]["space"])
+    return known_of([run for _, run in compiled], [row["step_s"] for row, _ in compiled], compiled[0][0]["space"])
 
 
 def table_of(steps: dict[str, list[Any]], needs: dict[str, list[Any]]) -> Table:

@@ -9,6 +9,7 @@ from valkyrie.train.folder import key_value
 
 _OF_MODE = {
     "search": {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"},
+    "calibrate": {"paths": "mode.paths"},
     "explain": {"first": "mode.first", "second": "mode.second"},
 }
 """Keys of a mode that may be written without it."""
@@ -36,7 +37,8 @@ def written_out(arguments: Sequence[str]) -> list[str]:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
             written += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
         elif key in (short := _OF_MODE.get(given.get("mode", ""), {})):
-            written.append(f"{short[key]}={value}")
+            several = key == "paths" and not value.startswith("[")
+            written.append(f"{short[key]}={f'[{value}]' if several else value}")
         else:
             written.append(argument)
     return written

@@ -15,11 +15,13 @@ import numpy as np
 
 from valkyrie.hardware import ChipConfig
 from valkyrie.parallel.remat import RematConfig
+from valkyrie.run import Run
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of
+from valkyrie.search.estimate.runs import candidates_of
 from valkyrie.search.estimate.times import Step
-from valkyrie.search.estimate.work import Work
+from valkyrie.search.estimate.work import Work, work_of
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "products": (0.3, 1.0),
@@ -41,6 +43,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "outside": (0.1, 1.0),
 }
 """The least and the largest value that each constant may take."""
+FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
+"""The constants that steps compiled for a TPU say something of."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PULL = 0.1
 """The weight of a constant's distance from its default, over its whole range, beside a row's relative error."""
@@ -61,6 +65,13 @@ class Known:
         """Return the estimated seconds of each step."""
         network = network_of(self.chip, efficiency)
         return Step(self.work, self.layouts, self.chip, efficiency, network).under(self.remat).step_s
+
+
+def known_of(runs: Sequence[Run], step_s: Sequence[float], family: str) -> Known:
+    """Return runs of one model, partition and remat, with the same mesh axes, whose steps take so many seconds."""
+    config = runs[0].config
+    assert config.target.chip is not None
+    return Known(work_of(runs[0]), candidates_of(runs), config.remat, config.target.chip, np.array(step_s), family)
 
 
 def fitted(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> Efficiency:
