@@ -152,7 +152,8 @@ def test_a_new_mode_is_its_object_and_its_function(
 
 def test_a_mode_that_is_none_is_refused_by_its_key_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode.name=look", *SINGLE) == 2
-    known = "train, show, compile, search, explain, calibrate, measure, tune, eval, checkpoints, generate, code_eval"
+    known = "train, show, compile, search, explain, calibrate, measure, figures, tune, eval, checkpoints, generate"
+    known += ", code_eval"
     assert capfd.readouterr().err == f"valkyrie-train: mode=look is not known. Known: {known}.\n"
 
 

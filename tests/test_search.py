@@ -212,7 +212,7 @@ def test_a_schedule_that_is_named_stays() -> None:
             ("target.chip.hbm_gib=32", "mode.targets=[v5e-8,v5e-16]"),
             "target.chip.hbm_gib=: which of several slices is meant? Search one at a time: target=SLICE.",
         ),
-        (("target=cpu8",), "target=cpu8 has no chip whose figures are known, so nothing can be estimated."),
+        (("target=cpu",), "target=cpu has no chip whose figures are known, so nothing can be estimated."),
     ],
 )
 def test_what_is_no_question(arguments: Sequence[str], message: str) -> None:

@@ -22,6 +22,8 @@ EXPLAINED = "explain.json"
 """The file with what makes one of two layouts faster."""
 CALIBRATED = "calibrated_{chip}.yaml"
 """The files of a run folder with the constants fitted for each chip."""
+FIGURES = "figures.json"
+"""The file of a run folder with what the devices at hand reach."""
 CODE_EVAL = "code_eval.json"
 """The file with the last completions of a run's problems, and what became of each."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
@@ -54,7 +56,8 @@ class ModeConfig:
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
     For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is.
     For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is; at most `compiles` layouts
-    are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); for so long as `tune` says options of the
+    are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); where the devices are at hand `measure` of
+    them are then run, none begun after as long again; for so long as `tune` says options of the
     compiler are then tried on the best; hours and dollars are told for `tokens`,
     tokens for `budget_usd`.
     For `calibrate`: `paths` are folders of sweeps, searches or runs.
@@ -75,6 +78,7 @@ class ModeConfig:
     targets: list[str] = field(default_factory=list)
     shapes: bool = False
     compiles: int = 12
+    measure: int = 4
     tune: str | None = None
     tokens: float | None = None
     budget_usd: float | None = None
@@ -179,7 +183,18 @@ MODES = {
             description="find the fastest layout on a slice: estimate all, compile the best",
             function="valkyrie.funnel.mode:search",
             needs=Needs.nothing,
-            keys=("budget", "targets", "shapes", "compiles", "tune", "tokens", "budget_usd", "time_limit_s", "cache"),
+            keys=(
+                "budget",
+                "targets",
+                "shapes",
+                "compiles",
+                "measure",
+                "tune",
+                "tokens",
+                "budget_usd",
+                "time_limit_s",
+                "cache",
+            ),
             any_layout=True,
             defaults={"budget": "8min"},
             limit_s=lambda config: None,
@@ -211,6 +226,15 @@ MODES = {
             results=MEASURED,
             timed=True,
             decided_by=_decides_a_measurement,
+        ),
+        Mode(
+            name="figures",
+            description="time products, memory and collectives of the devices of this machine, as figures of a chip",
+            function="valkyrie.search.figures:figures_mode",
+            timed=True,
+            any_model=True,
+            any_layout=True,
+            limit_s=lambda config: 600.0,
         ),
         Mode(
             name="tune",

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from valkyrie.funnel.question import Question
 from valkyrie.funnel.shortlist import Place, Shortlist, errors, place_of
 from valkyrie.hardware import TargetConfig
+from valkyrie.run import Run
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.sweep.plan import Plan, plan_run
 from valkyrie.sweep.process import TrialProcess
@@ -108,7 +109,7 @@ def compile_best(
         if any(_same(one, other.estimate) for other in compiles.done):
             continue
         plan, start = plan_of(question, one, folder), time.monotonic()
-        trial = carry_out([plan], 1, _Silent())[plan.key]
+        trial = carry_out([plan], 1, Silent())[plan.key]
         longest = max(longest, time.monotonic() - start)
         compiles.done.append(Compiled(one, trial))
         tell(compiles.done[-1], compiles)
@@ -116,8 +117,12 @@ def compile_best(
 
 def plan_of(question: Question, one: Estimated, folder: Path) -> Plan:
     """Return the trial that compiles a layout."""
-    config = question.run.config
-    run = one.run(question.run).changed(mode=replace(config.mode, name="compile", budget=None))
+    run = one.run(question.run).changed(mode=replace(question.run.config.mode, name="compile", budget=None))
+    return plan_in(folder, question, run, one.overrides)
+
+
+def plan_in(folder: Path, question: Question, run: Run, overrides: Sequence[str]) -> Plan:
+    """Return the trial of a run in the folder of a search; `overrides` are those that it has beside the search's."""
     hydra = OmegaConf.create(
         {
             "sweep": {"dir": str(folder)},
@@ -126,9 +131,9 @@ def plan_of(question: Question, one: Estimated, folder: Path) -> Plan:
             "overrides": {"hydra": []},
         }
     )
-    overrides = [*parts_of(question.command)[1], "mode=compile", *one.overrides]
-    plan = plan_run(run, hydra, overrides)
-    return replace(plan, flags=tuple(parts_of(question.command)[0]))
+    flags, given = parts_of(question.command)
+    plan = plan_run(run, hydra, [*given, f"mode={run.config.mode.name}", *overrides])
+    return replace(plan, flags=tuple(flags))
 
 
 def _next(question: Question, waiting: Iterable[Estimated], compiles: Compiles) -> Estimated | None:
@@ -152,7 +157,7 @@ def _same(one: Estimated, other: Estimated) -> bool:
     return one.overrides == other.overrides
 
 
-class _Silent:
+class Silent:
     """Watches a trial and prints nothing."""
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.funnel.answer import command_of, compared, rows_of, show
+from valkyrie.funnel.at_hand import not_at_hand, with_figures
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
+from valkyrie.funnel.measuring import Measured, Measures, in_json, line, measure_best, measured_rows, told
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.funnel.tuning import tune_best
@@ -24,6 +26,7 @@ from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import Space
+from valkyrie.sweep.members import over_processes
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, gib
 
@@ -36,23 +39,35 @@ REASONS = 5
 
 
 def search(run: Run) -> int:
-    """Search the layouts of a run's model on its target, print the best, and return the exit status."""
+    """Search the layouts of a run's model on its target, print the best, and return the exit status.
+
+    Of several processes the first does it, and the others carry out their part of what is measured.
+    """
+    with over_processes(run.arguments) as leads:
+        return _search(run) if leads else 0
+
+
+def _search(run: Run) -> int:
     console, question = make_console(), asked(run)
+    folder = _folder(question)
+    question = with_figures(question, folder, console)
     began = time.perf_counter()
     space = question.space()
     ranked = rank(run, space)
     _tell_space(space, time.perf_counter() - began, question, console)
     listed = shortlist(ranked)
-    compiles, folder, status = Compiles(), _folder(question), 0
+    compiles, measures, status = Compiles(), Measures(), 0
     if not listed.fitting and not listed.doubtful:
         console.print(_nothing_fits(listed, question), style="bold red", markup=False)
         return NOT_COMPILED
     on_torus = all(target.platform is Platform.tpu for target in question.targets)
     rivals = ({RULE: rule_of_thumb(ranked)} if on_torus else {}) | {"plain FSDP": plain_fsdp(ranked)}
     folder.mkdir(parents=True, exist_ok=True)
-    if why := _no_compiler(question):
+    at_hand = question.run.config.mode.measure > 0 and not_at_hand(question) is None
+    why = _no_compiler(question)
+    if why is not None and not at_hand:
         console.print(f"estimates alone: {why}", style="yellow", markup=False)
-    else:
+    if why is None:
         try:
             with raises():
                 status = _compile(question, listed, [one for one in rivals.values() if one], folder, compiles, console)
@@ -62,23 +77,26 @@ def search(run: Run) -> int:
     best, options = compiles.best(question), []
     if status == 0 and best is not None and question.run.config.mode.tune is not None:
         status, options = tune_best(question, best, console)
-    rows = rows_of(question, listed, compiles, SHOWN)
+    if status == 0 and at_hand:
+        status = _measure(question, listed, compiles, folder, measures, console)
+    rows = measured_rows(question, rows_of(question, listed, compiles, SHOWN), measures)
     if best is None or rows[0]["overrides"] != best.estimate.overrides:
         options = []
     show(question, rows, console)
     for name, one in rivals.items():
         console.print(compared(name, one, compiles, rows[0]), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
-    told = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
-    told |= {
+    answer = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
+    answer |= {
         "duplicates": space.duplicates,
         "best": rows,
         "compiled": len(compiles.done),
         "why": compiles.why,
         "options": options,
+        "measured": in_json(measures),
     }
-    write_whole(folder / ANSWER, json.dumps(told, indent=1) + "\n")
-    if compiles.done:
+    write_whole(folder / ANSWER, json.dumps(answer, indent=1) + "\n")
+    if compiles.done or measures.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(f"answer: {folder / ANSWER}", soft_wrap=True)
     return status
@@ -110,6 +128,25 @@ def _compile(
         compile_best(question, listed, rivals, folder, most, compiles, tell)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}")
     return 0 if compiles.best(question) is not None else NOT_COMPILED
+
+
+def _measure(
+    question: Question, listed: Shortlist, compiles: Compiles, folder: Path, measures: Measures, console: Console
+) -> int:
+    console.print(f"measuring the best on the devices at hand, in {folder}; Ctrl-C ends with what is known")
+
+    def tell(one: Measured) -> None:
+        console.print(f"[{len(measures.done)}] {line(one)}", markup=False, soft_wrap=True)
+
+    status = 0
+    try:
+        with raises(), console.status("measuring"):
+            measure_best(question, listed, compiles, folder, measures, tell)
+    except KeyboardInterrupt:
+        console.print("interrupted; the best so far:", style="yellow")
+        status = EXIT_STATUS
+    console.print(told(measures), highlight=False, soft_wrap=True)
+    return status
 
 
 def _tell_space(space: Space, seconds: float, question: Question, console: Console) -> None:

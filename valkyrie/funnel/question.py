@@ -102,14 +102,13 @@ def _targets(run: Run) -> list[TargetConfig]:
     """Return the slices that are compared; with `mode.shapes` every shape that each comes in."""
     target, named = run.config.target, run.config.mode.targets
     targets = [parse_target(name) for name in named] if named else [target]
-    without = [
-        t for t in targets if t.chip is None or t.chips is None or t.platform not in (Platform.tpu, Platform.gpu)
-    ]
+    without = [t for t in targets if t.chips is None or (t.chip is None and t.platform is not Platform.cpu)]
     if without:
         raise ValueError(
             f"target={without[0].name} has no chip whose figures are known, so nothing can be estimated. Name a slice, "
-            "such as target=v4-64, or several: target=[v4-64,v5e-64]. To time layouts on this machine: "
-            "valkyrie-train -m mode=measure hydra/sweeper=layouts."
+            "such as target=v4-64, or several: target=[v4-64,v5e-64], or so many CPU devices of this machine, such as "
+            "target=cpu8, which are timed. To time layouts of other devices: valkyrie-train -m mode=measure "
+            "hydra/sweeper=layouts."
         )
     return [shape for t in targets for shape in _shapes(t)] if run.config.mode.shapes else targets
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from valkyrie.hardware import ChipConfig
+from valkyrie.machine import assumptions
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,10 @@ class Efficiency:
     `hbm`: share of HBM's bandwidth. `passes`: how often an activation that blocks declare is moved in a step, with
     `passes_again` where it is computed again and `passes_kept` where it is kept; `logits_passes`: the logits.
     `launch_s`: what an operation costs beside its work. `hidden_...`: shares of communication beside which something
-    is computed. `gathers`, `sums`, `outside`: shares of the links' rates (`Network`).
+    is computed. `gathers`, `sums`, `outside`: shares of the links' rates (`Network`). `scatters`: how many times a
+    reduce-scatter takes of an all-gather; 2 where the compiler sums whole and takes a part. `start_s`: the start of a
+    collective, `outer_start_s` of a message between hosts. `loop_sums`: 1 where the compiler leaves sums of gradients
+    in a pipeline's loop. `apart`: 1 where it sums the gradient of what several products read once for each of them.
     """
 
     products: float = 0.85
@@ -38,6 +42,11 @@ class Efficiency:
     gathers: float = 0.9
     sums: float = 0.65
     outside: float = 0.9
+    scatters: float = 1.0
+    start_s: float = assumptions.COLLECTIVE_START_S
+    outer_start_s: float = assumptions.DCN_LATENCY_S
+    loop_sums: float = 0.0
+    apart: float = 0.0
 
 
 def efficiency_of(chip: ChipConfig) -> Efficiency:

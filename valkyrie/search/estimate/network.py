@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from valkyrie.hardware import ChipConfig, Platform
-from valkyrie.machine import assumptions
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 
@@ -24,6 +23,7 @@ class Network:
     """The links of a chip: whether axes add up (a torus) or share one port (a switch), and what links reach.
 
     `gathers` and `sums`: shares of the fast links' rate that gathers and all-reduces reach; `outside` of the slow.
+    `scatters`: how many times as long as an all-gather a reduce-scatter is.
     `start_s` is the start of a collective, `hop_s` of each hop, `outer_start_s` of a message over slow links.
     """
 
@@ -33,11 +33,16 @@ class Network:
     outside: float
     start_s: float
     hop_s: float
-    outer_start_s: float = assumptions.DCN_LATENCY_S
+    outer_start_s: float
+    scatters: float
 
     def gather(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
-        """Return the seconds of an all-gather to `full` bytes on each device, or of a reduce-scatter of as many."""
+        """Return the seconds of an all-gather to `full` bytes on each device."""
         return self._seconds(layouts, axes, full, self.gathers)
+
+    def scatter(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
+        """Return the seconds of a reduce-scatter of `full` bytes on each device."""
+        return self.scatters * self._seconds(layouts, axes, full, self.gathers)
 
     def sum(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
         """Return the seconds of an all-reduce of `full` bytes on each device."""
@@ -49,7 +54,8 @@ class Network:
         for axis in axes:
             span, size = layouts.spans[axis], layouts.sizes[axis]
             near, far = sent / (span.inner_rate * self.gathers), sent / (span.outer_rate * self.outside)
-            seconds += np.where(size > 1, self.start_s + np.where(span.outer > 1, far, near), 0.0)
+            start = self.start_s + np.where(span.outer > 1, self.outer_start_s, 0.0)
+            seconds += np.where(size > 1, start + np.where(span.outer > 1, far, near), 0.0)
         return seconds
 
     def _seconds(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, share: float) -> np.ndarray:
@@ -75,5 +81,5 @@ def network_of(chip: ChipConfig, efficiency: Efficiency) -> Network:
     """Return the links of a chip at the rates that it reaches."""
     hop = (chip.hop_us or 0.0) * 1e-6
     torus = chip.platform is Platform.tpu
-    start = assumptions.COLLECTIVE_START_S
-    return Network(torus, efficiency.gathers, efficiency.sums, efficiency.outside, start, hop)
+    e = efficiency
+    return Network(torus, e.gathers, e.sums, e.outside, e.start_s, hop, e.outer_start_s, e.scatters)

@@ -94,6 +94,8 @@ class Step:
         idle = (stages - 1) / layouts.rounds
         parts["bubble"] = idle * np.maximum(of_stage, launching)
         parts["stages"] = np.where(stages > 1, (m + stages - 1) * self._handed_on * (1 - e.hidden_stages), 0.0)
+        if layouts.shares_loss:
+            parts["stages"] = parts["stages"] + np.where(stages > 1, self._over_stages, 0.0)
         parts["optimizer"] = self._optimizer
         return Times(parts)
 
@@ -209,12 +211,13 @@ class Step:
         back_summed = [m for _, _, _, used in making for m in used]
         back_scattered = [m for m in gathered if m in back_summed]
         back_summed = [m for m in back_summed if m not in back_scattered]
-        forward = network.sum(layouts, summed, made) + network.gather(layouts, scattered, made)
+        forward = network.sum(layouts, summed, made) + network.scatter(layouts, scattered, made)
         backward = network.gather(layouts, scattered, made)
         if first:
             forward = forward + network.gather(layouts, gathered, read)
+        if first or self.efficiency.apart > 0:
             backward = backward + network.sum(layouts, back_summed, read)
-            backward = backward + network.gather(layouts, back_scattered, read)
+            backward = backward + network.scatter(layouts, back_scattered, read)
         return forward, backward
 
     def _neighbours(self, mixing: Mixing) -> np.ndarray:
@@ -263,11 +266,28 @@ class Step:
             split = self._data_axes(spec)
             rest = tuple(axis for axis in layouts.data if axis not in split)
             bytes_ = self._of_device(spec) * itemsize
-            seconds += self.network.gather(layouts, split, bytes_)
-            reduce = self.network.gather if layouts.partition.zero1 else self.network.sum
+            seconds += self.network.scatter(layouts, split, bytes_)
+            reduce = self.network.scatter if layouts.partition.zero1 else self.network.sum
             seconds += reduce(layouts, rest, bytes_ / layouts.parts(split))
-        once = layouts.sums_once | (layouts.stages > 1)
-        return seconds * np.where(once, 1, layouts.microbatches)
+        piped = layouts.stages > 1
+        ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
+        times = np.where(piped, ticks, layouts.microbatches)
+        return seconds * np.where(layouts.sums_once, 1, times)
+
+    @cached_property
+    def _over_stages(self) -> np.ndarray:
+        """Return the seconds of what a pipeline sends once a step beside what stages hand on.
+
+        The stream of all microbatches goes to the first stage and from the last to all, and back; gradients of
+        parameters that are no layer's are summed over the stages.
+        """
+        layouts, axes = self.layouts, self.layouts.parameters.get(LAYERS, ())
+        width = _width(self.work) / layouts.split("embed", "active", _width(self.work))
+        stream = self.rows * layouts.microbatches * width * self.work.itemsize
+        seconds = 4 * (layouts.stages - 1) * self.network.exchange(layouts, axes, stream / layouts.stages)
+        itemsize = size_of(self.work.run.config.precision.reduction)
+        whole = [spec for spec in self.work.parameters.values() if LAYERS not in spec.axes]
+        return seconds + self.network.sum(layouts, axes, itemsize * _total(self._of_device(spec) for spec in whole))
 
     @cached_property
     def _updated(self) -> np.ndarray:

@@ -1,0 +1,196 @@
+"""`mode=search` on the devices at hand: their figures, what is measured, and what it says of its estimates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from processes import ended, several
+from runs import TINY
+from valkyrie.funnel import at_hand, measuring
+from valkyrie.funnel.answer import rows_of
+from valkyrie.funnel.at_hand import not_at_hand, with_figures
+from valkyrie.funnel.compiling import Compiles
+from valkyrie.funnel.measuring import Measures, in_json, measure_best, measured_rows, spearman, told
+from valkyrie.funnel.question import Question, asked
+from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
+from valkyrie.hardware import ChipConfig, Platform
+from valkyrie.modes import FIGURES
+from valkyrie.search.estimate.efficiency import efficiency_of
+from valkyrie.search.estimate.rank import rank
+from valkyrie.search.figures_of import in_words, read_figures
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.trial import Status, Trial, TrialLog
+from valkyrie.train.arguments import run_of
+
+CHIP = ChipConfig(
+    "cpu", Platform.cpu, {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"]
+)
+
+
+def question(*arguments: str) -> Question:
+    """Return the question of a search on eight CPU devices whose figures are known."""
+    of = asked(run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments]))
+    return replace(of, targets=tuple(replace(target, chip=CHIP) for target in of.targets))
+
+
+def listed_of(of: Question) -> Shortlist:
+    """Return the layouts that a search may measure."""
+    return shortlist(rank(of.run, of.space()))
+
+
+class Devices:
+    """Stands for `carry_out`: steps take twice their estimate, those of `slow` partitions ten times."""
+
+    def __init__(self, of: Question, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
+        self.estimates = {tuple(one.overrides): one.step_s for one in listed_of(of).fitting}
+        self.slow, self.status, self.plans = slow, status, list[Plan]()
+
+    def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+        (plan,) = plans
+        self.plans.append(plan)
+        start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
+        step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about["partition"] in self.slow else 2)
+        results = {"step": {"step_s": step_s, "min_s": 0.9 * step_s, "p90_s": 1.1 * step_s}}
+        ended = plan.ended(self.status, None if self.status is Status.ok else "no such devices", "", 1.0, results)
+        return {plan.key: ended}
+
+
+def measured_by(devices: Devices, of: Question, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Measures:
+    """Return what a search measures on devices that stand for others."""
+    monkeypatch.setattr(measuring, "carry_out", devices)
+    measures = Measures()
+    measure_best(of, listed_of(of), Compiles(), folder, measures, lambda one: None)
+    return measures
+
+
+def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of = question("mode.measure=6")
+    measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
+    assert len(measures.done) == 6 and len({place_of(one.estimate) for one in measures.done[:3]}) == 3
+    assert measures.done[0].expected_s == min(one.expected_s for one in measures.done)
+    assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
+
+
+def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of = question("mode.measure=6")
+    best = listed_of(of).fitting[0].group.candidates.partition.name
+    devices = Devices(of, slow=[best])
+    measures = measured_by(devices, of, monkeypatch, tmp_path)
+    partitions = [plan.about["partition"] for plan in devices.plans]
+    assert partitions[0] == best and best not in partitions[3:]
+    assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
+    assert "regret of the expected best" in told(measures) and "Spearman" in told(measures)
+
+
+def test_what_is_measured_runs_on_the_devices_that_the_command_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of = question("mode.measure=1")
+    devices = Devices(of)
+    measured_by(devices, of, monkeypatch, tmp_path)
+    run = devices.plans[0].run
+    assert run is not None and run.config.mode.name == "measure" and run.config.target == of.run.config.target
+
+
+def test_devices_that_are_others_end_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of = question()
+    measures = measured_by(Devices(of, status=Status.refused), of, monkeypatch, tmp_path)
+    assert len(measures.done) == 1 and told(measures) == "0 measured (no such devices)"
+    assert (measures.regret, measures.agreement) == (None, None)
+
+
+def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of = replace(question("mode.budget=90s"), budget_s=-1.0)
+    measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
+    assert told(measures) == "0 measured (mode.budget=90s is over)"
+
+
+def test_measured_rows_stand_first_and_hold_the_others_to_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of, listed = question("mode.measure=3"), listed_of(question())
+    measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
+    plain = rows_of(of, listed, Compiles(), 10)
+    rows = measured_rows(of, plain, measures)
+    assert [row["stage"] for row in rows[:4]] == ["measure", "measure", "measure", "estimate"]
+    first = next(row for row in plain if row["overrides"] == rows[0]["overrides"])
+    assert rows[0]["step_s"] == pytest.approx(2 * first["step_s"])
+    assert rows[0]["tokens_per_second_per_chip"] == pytest.approx(first["tokens_per_second_per_chip"] / 2)
+    other = next(row for row in plain if row["overrides"] == rows[-1]["overrides"])
+    assert rows[-1]["step_s"] == pytest.approx(2 * other["step_s"])
+    assert json.loads(json.dumps(in_json(measures)))["regret"] == 0
+
+
+def test_spearman_is_of_ranks() -> None:
+    assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 1e6]) == pytest.approx(1.0)
+    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("here", "wanted", "at_hand_"), [(0, "h100-8", False), (8, "h100-8", True), (4, "h100-8", False)]
+)
+def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(at_hand, "accelerators", lambda: here)
+    of = asked(run_of(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
+    assert (not_at_hand(of) is None) is at_hand_
+
+
+def test_figures_are_a_chip(tmp_path: Path) -> None:
+    file = tmp_path / FIGURES
+    values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 8.0, "host_bounds": [2]}
+    values |= {"switch_gbs": 0.5, "dcn_gbs_per_host": 0.025, "estimate": {"start_s": 1e-4, "outer_start_s": 2e-3}}
+    file.write_text(json.dumps(values))
+    chip = read_figures(file)
+    assert chip.problems() == [] and efficiency_of(chip).outer_start_s == 2e-3
+    assert in_words(chip) == (
+        "50 GFLOP/s in float32 and 8 GB/s of memory a device; 0.5 GB/s between devices of a process, 0.1 ms to start; "
+        "0.025 GB/s out of a process of 2, 2 ms to start"
+    )
+
+
+def test_an_own_scatter_costs_as_often_as_the_chip_says() -> None:
+    of = question()
+    halved = replace(CHIP, estimate={"scatters": 2.0})
+    more = replace(of, targets=tuple(replace(target, chip=halved) for target in of.targets))
+    one, other = (next(iter(rank(q.run, q.space()).under("fsdp"))) for q in (of, more))
+    assert other.parts["gradients"] > one.parts["gradients"] and other.parts["weights"] == one.parts["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_search_on_cpu_devices_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "valkyrie.cli.train", *TINY, "mode=search", "target=cpu4", "batch=12"]
+    command += ["mode.measure=3", "mode.repeats=3", "name=found"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "runs/found/search.json").read_text())
+    assert len(answer["measured"]["layouts"]) == 3 and answer["measured"]["regret"] >= 0
+    assert answer["best"][0]["stage"] == "measure" and "regret of the expected best" in done.stdout
+    assert all(trial.stage == "measure" for trial in TrialLog(tmp_path / "runs/found").read())
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 0
+    assert json.loads((tmp_path / "runs/found/search.json").read_text())["measured"] == answer["measured"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_search_over_several_processes(tmp_path: Path) -> None:
+    asked_for = [*TINY, "mode=search", "target=cpu2", "batch=12", "mode.measure=2", "mode.repeats=2", "name=found"]
+    first, second = ended(several(2, *asked_for, cwd=tmp_path))
+    assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
+    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES)
+    assert chip.host_bounds == [1] and (chip.dcn_gbs_per_host or 0) > 0 and chip.switch_gbs is None
+    assert len(json.loads((tmp_path / "runs/found/search.json").read_text())["measured"]["layouts"]) == 2
+
+
+@pytest.mark.slow
+def test_figures_are_timed_once(tmp_path: Path) -> None:
+    of = asked(run_of(["mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"]))
+    (first,) = with_figures(of, tmp_path, Console(quiet=True)).targets
+    (again,) = with_figures(of, tmp_path, Console(quiet=True)).targets
+    assert first == again and first.chip is not None and first.chip.peak_tflops["float32"] > 0
