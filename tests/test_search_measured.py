@@ -16,7 +16,7 @@ from rich.console import Console
 from processes import ended, several
 from runs import TINY
 from valkyrie.funnel import at_hand, measuring
-from valkyrie.funnel.answer import rows_of
+from valkyrie.funnel.answer import compared, rows_of
 from valkyrie.funnel.at_hand import not_at_hand, with_figures
 from valkyrie.funnel.compiling import Compiles
 from valkyrie.funnel.measuring import Measures, in_json, measure_best, measured_rows, spearman, told
@@ -124,6 +124,19 @@ def test_measured_rows_stand_first_and_hold_the_others_to_them(monkeypatch: pyte
     other = next(row for row in plain if row["overrides"] == rows[-1]["overrides"])
     assert rows[-1]["step_s"] == pytest.approx(2 * other["step_s"])
     assert json.loads(json.dumps(in_json(measures)))["regret"] == 0
+
+
+def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of = question("mode.measure=3")
+    measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
+    rows = measured_rows(of, rows_of(of, listed_of(of), Compiles(), 10), measures)
+    rival = measures.timed[1].estimate
+    assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
+    line = compared("plain FSDP", rival, Compiles(), rows[0], measures.step_s(rival))
+    assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times the best;" in line
+    other = listed_of(of).fitting[-1]
+    assert measures.step_s(other) is None
+    assert "(by estimate)" in compared("plain FSDP", other, Compiles(), rows[0], measures.step_s(other))
 
 
 def test_spearman_is_of_ranks() -> None:

@@ -112,7 +112,7 @@ def test_a_prediction_carries_the_interval_of_published_runs(run: Run, tmp_path:
     assert "models on chips with several recipes, for want of some on this one, predicted" in how_far(
         known | {"chip": None}
     )
-    assert "no published run" in how_far(None)
+    assert "no measured run" in how_far(None)
 
 
 def test_what_is_sent_adds_up_however_it_is_counted(run: Run, tmp_path: Path):

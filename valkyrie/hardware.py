@@ -28,6 +28,22 @@ class Platform(Enum):
 
 
 @dataclass
+class ReplayConfig:
+    """What measured steps of one's own took of their replays on a chip, as `mode=calibrate` finds it.
+
+    `factor`: what a replay is multiplied by; null: what published runs took. `low` and `high`: the least and the
+    largest ratio of measured to predicted seconds, each predicted by other models and batches; null where they were of
+    one. `rows` and `models`: how many steps, and of how many models and batches.
+    """
+
+    factor: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rows: int = 0
+    models: int = 0
+
+
+@dataclass
 class ChipConfig:
     """One accelerator chip. Figures are per chip; sources stand in `conf/target/chip/*.yaml`.
 
@@ -45,7 +61,8 @@ class ChipConfig:
     `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: options that a step is compiled with,
     whether to train or to predict; null takes one away. `xla_options_until`: the last libtpu that takes one of them.
     `device_kinds`: by which JAX reports it. `estimate`: what it reaches of these figures, as `mode=search` estimates a
-    step (`valkyrie.search.estimate.efficiency`).
+    step (`valkyrie.search.estimate.efficiency`). `replay`: what measured steps took of their replays, where that is
+    known from runs of one's own.
     """
 
     name: str = "unknown"
@@ -75,6 +92,7 @@ class ChipConfig:
     xla_options_until: dict[str, str] = field(default_factory=dict)
     device_kinds: list[str] = field(default_factory=list)
     estimate: dict[str, float] = field(default_factory=dict)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
 
     def peak_flops(self, compute: DType) -> float | None:
         """Return peak FLOP/s of one chip for this dtype, or None where none is published."""
@@ -102,6 +120,7 @@ class ChipConfig:
         above_0 = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
         above_0 += ("switch_gbs",)
         figures = {name: getattr(self, name) for name in above_0}
+        figures |= {f"replay.{name}": getattr(self.replay, name) for name in ("factor", "low", "high")}
         figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in self.peak_tflops.items()}
         for name, figure in figures.items():
             if figure is not None and not 0 < figure < math.inf:

@@ -159,19 +159,24 @@ def command_of(question: Question, row: dict[str, Any], options: Sequence[str] =
     return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
 
 
-def compared(name: str, one: Estimated | None, compiles: Compiles, best: dict[str, Any]) -> str:
+def compared(
+    name: str, one: Estimated | None, compiles: Compiles, best: dict[str, Any], measured_s: float | None = None
+) -> str:
     """Return how many times faster the best layout, `best`, is than another one, in a line.
 
-    Where one of both was not compiled their estimates are compared.
+    Measured steps are compared with measured ones, compiled with compiled, and otherwise estimates. `measured_s`: of
+    the other layout.
     """
     if one is None:
         return f"{name}: no layout of it fits"
     layout = " ".join(one.overrides[1:])
+    if measured_s is not None and best["stage"] == "measure":
+        return f"{name}: {duration(measured_s)} (measured), {measured_s / best['step_s']:.2f} times the best; {layout}"
     compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
     if compiled is not None and compiled.step_s is None:
         return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
     if compiled is not None and compiled.step_s is not None and best["stage"] != "estimate":
-        times = compiled.step_s / best["step_s"]
+        times = compiled.step_s / best.get("expected_s", best["step_s"])
         return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
     times = one.step_s / sum(best["parts_s"].values())
     return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"

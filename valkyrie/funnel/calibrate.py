@@ -1,4 +1,7 @@
-"""`mode=calibrate`: fits the constants of the estimate to compiled or measured trials, and says what that gains."""
+"""`mode=calibrate`: fits the constants of the estimate, and the factor of replays, to one's own trials.
+
+Estimates are fitted to compiled and measured trials, replays to trials that were both; it says what either gains.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from valkyrie.funnel.replay_fit import ReplayFit, replay_fit, unpaired
 from valkyrie.hardware import ChipConfig
 from valkyrie.modes import CALIBRATED
 from valkyrie.paths import write_whole
@@ -35,6 +39,8 @@ class Calibration:
 
     `errors` and `left_out`: a row's known over its estimated seconds, by the chip's own constants and by constants that
     were fitted to the other families; `left_out` is None where there is one family alone. `families`: rows of each.
+    `replay`: of layouts that were measured and compiled, None where there is none; `unpaired`: measured ones that
+    were not compiled.
     """
 
     chip: ChipConfig
@@ -43,6 +49,8 @@ class Calibration:
     after: Efficiency
     errors: np.ndarray
     left_out: np.ndarray | None
+    replay: ReplayFit | None
+    unpaired: int
 
     @property
     def gains(self) -> bool:
@@ -97,7 +105,8 @@ def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     if len(counts) > 1:
         estimates = without_family(known, before, FITTED)
         left_out = np.concatenate([one.step_s / estimate for one, estimate in estimates])
-    return Calibration(chip, counts, before, fitted(known, before, FITTED), errors, left_out)
+    after = fitted(known, before, FITTED)
+    return Calibration(chip, counts, before, after, errors, left_out, replay_fit(pairs), unpaired(pairs))
 
 
 def _off(ratios: np.ndarray) -> float:
@@ -111,7 +120,13 @@ def fragment(one: Calibration) -> str:
     constants = [f"      {name}: {_rounded(getattr(one.after, name)):g}" for name in FITTED]
     name = CALIBRATED.format(chip=one.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
-    return "\n".join(["# @package _global_", use, *told, "target:", "  chip:", "    estimate:", *constants]) + "\n"
+    lines = ["# @package _global_", use, *told, "target:", "  chip:", "    estimate:", *constants]
+    if one.replay is not None:
+        lines += [
+            "    replay:",
+            *(f"      {k}: {'null' if v is None else v}" for k, v in asdict(one.replay.fitted).items()),
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _rounded(value: float) -> float:
@@ -120,6 +135,16 @@ def _rounded(value: float) -> float:
 
 def sentences(one: Calibration) -> list[str]:
     """Return what was fitted, and what errors on families that it was not fitted to say of it."""
+    lines = [*_on_estimates(one), *(one.replay.sentences if one.replay else [])]
+    if one.unpaired:
+        lines.append(
+            f"{one.unpaired} measured trial{'s have' if one.unpaired > 1 else ' has'} no compile of the same layout "
+            "in these folders: replays are fitted to what both mode=measure and mode=compile ran."
+        )
+    return lines
+
+
+def _on_estimates(one: Calibration) -> list[str]:
     rows, off, families = len(one.errors), np.abs(1 / one.errors - 1), len(one.families)
     lines = [
         f"{one.chip.name}: {rows} trials of {families} famil{'y' if families == 1 else 'ies'}. As they are, estimates "
@@ -141,7 +166,8 @@ def as_json(one: Calibration) -> dict[str, Any]:
     """Return a calibration as plain values."""
     told: dict[str, Any] = {"chip": one.chip.name, "families": one.families, "fitted": list(FITTED)}
     told |= {"before": asdict(one.before), "after": asdict(one.after), "known_over_estimated": one.errors.tolist()}
-    return told | {"left_out": None if one.left_out is None else one.left_out.tolist(), "gains": one.gains}
+    told |= {"left_out": None if one.left_out is None else one.left_out.tolist(), "gains": one.gains}
+    return told | {"replay": one.replay.as_json() if one.replay else None}
 
 
 def show(one: Calibration, file: Path, console: Console) -> None:

@@ -68,6 +68,10 @@ class Measures:
         """What a measured step usually took of what was expected; 1 where none was measured."""
         return median([(one.step_s or 0.0) / one.expected_s for one in self.timed] or [1.0])
 
+    def step_s(self, one: Estimated) -> float | None:
+        """Return the measured seconds of a layout's step; None where it was not measured."""
+        return next((m.step_s for m in self.done if m.estimate.overrides == one.overrides), None)
+
     def ratio(self, place: Place) -> float | None:
         """Return what a measured step of a mesh and partition took of what was expected; None where there is none."""
         own = [one for one in self.timed if place_of(one.estimate) == place]

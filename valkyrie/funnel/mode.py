@@ -84,7 +84,8 @@ def _search(run: Run) -> int:
         options = []
     show(question, rows, console)
     for name, one in rivals.items():
-        console.print(compared(name, one, compiles, rows[0]), markup=False, soft_wrap=True)
+        measured_s = None if one is None else measures.step_s(one)
+        console.print(compared(name, one, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
     answer = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
     answer |= {

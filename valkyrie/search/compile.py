@@ -46,6 +46,8 @@ SHAPING += ("hardware.py", "hub.py", "modes.py", "optim", "paths.py", "precision
 SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "units.py", "__init__.py", "search/__init__.py")
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
+_NO_PROGRAM = ("estimate", "replay", "usd_per_hour", "spot_usd_per_hour")
+"""What is known of a chip that decides no program."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 
 Progress = Callable[[str], None]
@@ -114,6 +116,8 @@ def program_key(run: Run) -> str:
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
     assert isinstance(values, dict)
     settings = {key: values[key] for key in (*SHAPING_KEYS, "debug")}
+    for name in _NO_PROGRAM:
+        (settings["target"]["chip"] or {}).pop(name, None)
     text = json.dumps([settings, _compiler_flags(), versions(), program_digest(run)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

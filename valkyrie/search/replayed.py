@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.hardware import Platform, TargetConfig, topology_of
+from valkyrie.hardware import Platform, ReplayConfig, TargetConfig, topology_of
 from valkyrie.machine.network import Machine
 from valkyrie.machine.replay import Cost, Replay, Span, replay
 from valkyrie.machine.torus import Position
 from valkyrie.paths import source_digest, write_whole
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
-from valkyrie.search.trust import correction, published
+from valkyrie.search.trust import correction_of
 
 
 def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[CollectiveUse]]:
@@ -41,11 +41,13 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
 
 
 def corrected(raw: Replay, target: TargetConfig) -> Replay:
-    """Return a replay with all its times as published runs on the chip, and on as many slices, took them."""
+    """Return a replay with all its times as one's own or published runs on the chip, and on as many slices, took."""
     assert target.chip is not None
-    found = correction(published(), target.chip.name, target.slices)
+    found = correction_of(target)
     by, notes = found.factor, list(raw.notes)
-    if found.families:
+    if target.chip.replay.factor is not None:
+        notes.append(f"all times are the replay's x {found.of_chip:.3f}, as target.chip.replay.factor says")
+    elif found.families:
         notes.append(
             f"all times are the replay's x {found.of_chip:.3f}: so much {found.rows} published runs of "
             f"{found.families} recipe{'s' * (found.families > 1)} on {target.chip.name} took of theirs"
@@ -92,6 +94,8 @@ def _from_json(text: bytes) -> Replay | None:
 
 def _digest(target: TargetConfig) -> str:
     """Return a name for what decides a replay beside the module: the source that reads it, and the target's figures."""
+    if target.chip is not None:
+        target = replace(target, chip=replace(target.chip, replay=ReplayConfig(), estimate={}))
     figures = json.dumps(OmegaConf.to_container(OmegaConf.structured(target), enum_to_str=True), sort_keys=True)
     source = source_digest("compiled", "machine", "hardware.py", "slices.py")
     return hashlib.sha256((figures + source).encode()).hexdigest()[:16]

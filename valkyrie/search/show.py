@@ -142,15 +142,17 @@ def _speed(summary: dict[str, Any], console: Console) -> None:
 
 
 def how_far(interval: dict[str, Any] | None) -> str:
-    """Return what a predicted step is held to: what published runs took of what was predicted, and the step by that."""
+    """Return what a predicted step is held to: what measured runs took of what was predicted, and the step by that."""
     if interval is None:
-        return "no published run was predicted that could be held beside it"
-    chip = interval["chip"]
-    runs = f"{interval['rows']} published runs of {interval['models']} model{'s' * (interval['models'] > 1)}"
-    where = f"on {chip}" if chip else "on chips with several recipes, for want of some on this one"
+        return "no measured run was predicted that could be held beside it"
+    chip, by = interval["chip"], "other recipes"
+    runs = f"{interval['rows']} published runs of {interval['models']} model{'s' * (interval['models'] > 1)} "
+    runs += f"on {chip}" if chip else "on chips with several recipes, for want of some on this one"
+    if interval.get("yours"):
+        runs, by = f"your {interval['rows']} measured steps on {chip}", "other models and batches"
     took = f"took {100 * (interval['low'] - 1):+.0f}% to {100 * (interval['high'] - 1):+.0f}% of it"
     span = f"{duration(interval['low_s'])} to {duration(interval['high_s'])}"
-    return f"{span}: {runs} {where}, predicted by other recipes, {took}"
+    return f"{span}: {runs}, predicted by {by}, {took}"
 
 
 def _seconds(summary: dict[str, Any], console: Console) -> None:

@@ -162,7 +162,7 @@ def speed_on(
     """Return what the predicted seconds of a step of any program mean; None what needs `tokens` or `model_flops`.
 
     Both are of one step of all devices. MFU counts the FLOPs of the model, `hardware_utilisation` those executed.
-    `replayed_s` is the step before its correction by published runs.
+    `replayed_s` is the step before its correction by measured runs.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None
@@ -181,7 +181,7 @@ def speed_on(
         "hardware_utilisation": replay.flops * chip.devices / (replay.step_s * peak * 1e12) if peak else None,
         "product_rate": replay.flops * chip.devices / (products * peak * 1e12) if products and peak else None,
         "replayed_s": replay.step_s / replay.correction,
-        "interval": trust(replay.step_s, chip.name),
+        "interval": trust(replay.step_s, chip),
         "tokens_per_dollar": {k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
     }
 

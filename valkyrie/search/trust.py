@@ -1,5 +1,6 @@
 """What published runs say of a prediction: the correction of a replay by them, and the interval it carries.
 
+`target.chip.replay` has the same of one's own runs, where `mode=calibrate` found it. Of published ones,
 `published.json` holds measured over replayed seconds of every published run; experiments/published/predict.py writes
 it. A replay is multiplied by what the runs on its chip took of theirs (the median of their families), and for every
 doubling of slices by what runs lost to it. What is said of a published run itself leaves its own family out.
@@ -15,6 +16,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from valkyrie.hardware import ChipConfig, TargetConfig
 
 FILE = Path(__file__).with_name("published.json")
 ENOUGH = 4
@@ -59,7 +62,7 @@ class Correction:
 class Interval:
     """The least and the largest ratio of measured to predicted seconds of published runs, each without its family.
 
-    `chip`: theirs, None where they are of several.
+    `chip`: theirs, None where they are of several. `yours`: they are of one's own runs.
     """
 
     low: float
@@ -68,6 +71,15 @@ class Interval:
     models: int
     chip: str | None
     libtpu: tuple[str, ...]
+    yours: bool = False
+
+
+def correction_of(target: TargetConfig) -> Correction:
+    """Return what a replay on a slice is multiplied by: as one's own runs took on its chip, else published ones."""
+    chip = target.chip
+    assert chip is not None
+    found, own = correction(published(), chip.name, target.slices), chip.replay
+    return found if own.factor is None else Correction(own.factor, found.of_slices, own.rows, own.models)
 
 
 def correction(rows: Sequence[Published], chip: str, slices: int, without: str | None = None) -> Correction:
@@ -113,12 +125,16 @@ def as_json(rows: Sequence[Published]) -> str:
     return json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
 
 
-def trust(step_s: float, chip: str) -> dict[str, Any] | None:
+def trust(step_s: float, chip: ChipConfig) -> dict[str, Any] | None:
     """Return the interval of a predicted step in seconds, as `compile.json` holds it; None where none is known.
 
     Keys: `low_s`, `high_s`, and those of `Interval`.
     """
-    found = interval(published(), chip)
+    own, found = chip.replay, None
+    if own.factor is None:
+        found = interval(published(), chip.name)
+    elif own.low is not None and own.high is not None:
+        found = Interval(own.low, own.high, own.rows, own.models, chip.name, (), yours=True)
     if found is None:
         return None
     return {"low_s": step_s * found.low, "high_s": step_s * found.high} | asdict(found)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -61,10 +62,24 @@ class Candidates:
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
         """Return into how many parts these mesh axes split."""
+        return self._kept(tuple(mesh_axes), lambda: self._parts(mesh_axes))
+
+    def _parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
         product = np.ones(len(self), np.int64)
         for axis in mesh_axes:
             product = product * self.sizes[axis]
         return product
+
+    @cached_property
+    def _known(self) -> dict[tuple[Any, ...], np.ndarray]:
+        """What was computed once already, by what it is of: a step asks for the same parts many times."""
+        return {}
+
+    def _kept(self, of: tuple[Any, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
+        if of not in self._known:
+            self._known[of] = compute()
+            self._known[of].flags.writeable = False
+        return self._known[of]
 
     @cached_property
     def data(self) -> tuple[str, ...]:
@@ -97,6 +112,9 @@ class Candidates:
 
         An axis that follows another one is split no further than its length divides.
         """
+        return self._kept((logical, kind, length), lambda: self._split(logical, kind, length))
+
+    def _split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         if logical is None:
             return np.ones(len(self), np.int64)
         axes = self.activations[logical] if kind == "active" else getattr(self, kind)(logical)
