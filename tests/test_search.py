@@ -14,7 +14,7 @@ from valkyrie.funnel import compiling, mode, tuning
 from valkyrie.funnel.answer import command_of, compared, rows_of
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
-from valkyrie.funnel.shortlist import Shortlist, plain_fsdp, rule_of_thumb, shortlist
+from valkyrie.funnel.shortlist import Shortlist, elsewhere, place_of, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search.estimate.rank import Estimated, rank
@@ -153,6 +153,22 @@ def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: Compiler, t
     (one,) = compiles.done
     cheapest = min(listed.fitting, key=lambda e: of.cost(e.group.target, e.step_s))
     assert one.target.name == cheapest.group.target.name
+
+
+def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compiler, tmp_path: Path) -> None:
+    of = asked(run_of(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"]))
+    assert len({target.topology for target in of.targets}) > 1
+    listed = listed_of(of)
+    best = listed.best("v4", 10)
+    assert len({elsewhere(one) for one in best}) == len(best) == 10
+    several = next(one for one in best if listed.as_fast_on(one))
+    others = [e for e in listed.fitting if elsewhere(e) == elsewhere(several) and e is not several]
+    assert set(listed.as_fast_on(several)) <= {e.group.target.name for e in others}
+    compiles = compiled_by(compiler, of, listed, tmp_path, most=4)
+    assert len({place_of(one.estimate) for one in compiles.done}) == 4, "another torus is no other layout"
+    rows = rows_of(of, listed, compiles, 10)
+    layouts = [tuple(o for o in row["overrides"] if not o.startswith(("target=", "mesh.placement="))) for row in rows]
+    assert len(set(layouts)) == len(layouts) == 10
 
 
 def test_the_rule_of_thumb_and_plain_fsdp() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from valkyrie.funnel.compiling import Compiled, Compiles
 from valkyrie.funnel.question import Question, affordable, dollars, tokens_of
-from valkyrie.funnel.shortlist import Shortlist, errors, place_of
+from valkyrie.funnel.shortlist import Shortlist, elsewhere, errors, place_of
 from valkyrie.hardware import usable_hbm
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.units import duration, gib
@@ -58,7 +59,12 @@ def _of_chip(question: Question, chip: str, listed: Shortlist, compiles: Compile
     compiled.sort(key=lambda one: one.step_s or 0.0)
     others = [one for one in listed.best(chip, 2 * count) if tuple(one.overrides) not in done]
     rows = [row_of(question, one.estimate, one) for one in compiled[:count]]
-    return rows + [row_of(question, one, ratio=compiles.ratio(place_of(one))) for one in others[: count - len(rows)]]
+    known = {elsewhere(one.estimate): one.estimate.step_s for one in compiled}
+    others = [one for one in others if one.step_s < known.get(elsewhere(one), math.inf)][: count - len(rows)]
+    return rows + [
+        row_of(question, one, ratio=compiles.ratio(place_of(one))) | {"as_fast_on": listed.as_fast_on(one)}
+        for one in others
+    ]
 
 
 def _chip(one: Estimated) -> str | None:
@@ -141,7 +147,8 @@ def show(question: Question, rows: list[dict[str, Any]], console: Console) -> No
     for name in ("bound by", "by"):
         table.add_column(name)
     for place, row in enumerate(rows, 1):
-        values = [str(place), *([row["overrides"][0].partition("=")[2]] if several else [])]
+        slices = [row["overrides"][0].partition("=")[2], *row.get("as_fast_on", [])]
+        values = [str(place), *([" or ".join(slices)] if several else [])]
         values += [" ".join(row["overrides"][1:]), *(duration(row[key]) for key in ("step_s", "low_s", "high_s"))]
         values += [gib(row["memory"]), f"{row['tokens_per_second_per_chip']:,.0f}"]
         if priced:

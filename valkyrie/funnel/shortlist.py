@@ -19,16 +19,28 @@ LOOKED_AT = 500
 """Layouts of a slice, the fastest first, that may be compiled at all."""
 VARIANTS = 3
 """Layouts of one slice, mesh and partition that are listed before others have had their turn."""
-
+AS_FAST = 1.01
+"""A layout whose estimate on another torus of as many chips is longer by no more than this is listed with it."""
 
 Place = tuple[str, str, str]
-"""A slice, mesh and partition by name."""
+"""Chips, mesh and partition by name."""
 
 
 def place_of(one: Estimated) -> Place:
-    """Return the slice, mesh and partition of a layout."""
+    """Return the chips, mesh and partition of a layout; whichever torus the chips have."""
     partition = one.group.candidates.partition
-    return one.group.target.name, one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
+    return _chips_of(one), one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
+
+
+def _chips_of(one: Estimated) -> str:
+    target = one.group.target
+    return f"{target.slices} x {target.chips} {target.chip.name if target.chip else target.name}"
+
+
+def elsewhere(one: Estimated) -> str:
+    """Return a name that a layout has on every torus of as many chips."""
+    changing = ("target=", "mesh.placement=")
+    return " ".join([_chips_of(one), *(o for o in one.overrides if not o.startswith(changing))])
 
 
 @cache
@@ -49,17 +61,30 @@ class Shortlist:
     smallest: Estimated | None = None
 
     def best(self, chip: str, count: int) -> list[Estimated]:
-        """Return the fastest layouts of a chip that should fit, at most some of one slice, mesh and partition."""
+        """Return the fastest layouts of a chip that should fit, at most some of one slice, mesh and partition.
+
+        A layout is listed on the torus where it is fastest alone.
+        """
         taken: dict[Place, int] = {}
-        best: list[Estimated] = []
+        best: dict[str, Estimated] = {}
         for one in (e for e in self.fitting if e.group.target.chip is not None and e.group.target.chip.name == chip):
             place = place_of(one)
+            if elsewhere(one) in best:
+                continue
             taken[place] = taken.get(place, 0) + 1
             if taken[place] <= VARIANTS:
-                best.append(one)
+                best[elsewhere(one)] = one
             if len(best) == count:
                 break
-        return best
+        return list(best.values())
+
+    def as_fast_on(self, one: Estimated) -> list[str]:
+        """Return the other slices of as many chips on which the same layout is estimated as fast."""
+        name, longest = elsewhere(one), AS_FAST * one.step_s
+        alike = (e for e in self.fitting if e.step_s <= longest and elsewhere(e) == name)
+        return [
+            target for target in dict.fromkeys(e.group.target.name for e in alike) if target != one.group.target.name
+        ]
 
 
 def shortlist(ranked: ranking.Ranking) -> Shortlist:
