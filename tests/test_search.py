@@ -361,7 +361,7 @@ def test_compiler_options_of_the_best_stand_in_the_command(
 
     monkeypatch.setattr(tuning, "tune", tuned)
     status, options = tuning.tune_best(of, best, Console(quiet=True))
-    assert (status, options) == (0, ["xla_flag=true"])
+    assert (status, options) == (0, ["target.chip.xla_options.xla_flag=true"])
     assert asked_of == [(best.estimate.run(of.run).layout, 300.0)]
     row = {"overrides": best.estimate.overrides}
     assert command_of(of, row, options).endswith("target.chip.xla_options.xla_flag=true")

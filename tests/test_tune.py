@@ -16,11 +16,15 @@ from helpers import compose_run
 from machines import needs_libtpu
 from runs import command as carry_out
 from valkyrie.hardware import known_chips
+from valkyrie.models.s5 import S5
+from valkyrie.models.stack import Stack
+from valkyrie.ops.choices import ScanImpl
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.search.compiler_options import CompilerOption, all_options, options_for
 from valkyrie.search.tune import Tuned, Verdict, tune
 from valkyrie.search.tune_mode import bought, fragment, row, training_command
+from valkyrie.train.arguments import run_of
 from valkyrie.train.options import KEY, TO_FIT, Option, options_of
 from valkyrie.units import seconds_of
 
@@ -51,6 +55,9 @@ class Compiler:
     def compile_layout(self, run: Run, limit_s: float, use_cache: bool, progress: Callable[[str], None]) -> Compiled:
         options = options_of(run.config.target.chip, {})
         values = {option.name: option.value for option in options}
+        block = run.model.blocks["s5"] if isinstance(run.model, Stack) else None
+        if isinstance(block, S5) and block.scan is not ScanImpl.auto:
+            values["scan"] = block.scan.value
         cached, outcome = use_cache and str(values) in self.kept, self.steps(values)
         if not cached:
             progress("compiling: 0 s")
@@ -258,6 +265,31 @@ def test_options_that_the_user_set_stay(compiles: Callable[..., Compiler]):
     assert tuned.set_by_user == {"xla_a": "false"} and tuned.options == {"xla_b": True}
 
 
+@pytest.mark.parametrize("given", [(), ("model.s5.scan=kernel",)])
+def test_other_implementations_are_tried_on_top_of_the_best_options(
+    compiles: Callable[..., Compiler], given: tuple[str, ...]
+):
+    times = {"associative": 6.0, "blocked": 5.0}
+    compiler = compiles(lambda o: times.get(str(o.get("scan")), 10.0) - (o.get(FUSED) == "true"))
+    tuned = tune(run_of(["mode=tune", *LAYOUT, *given]))
+    chosen = {} if given else {"model.s5.scan": "blocked"}
+    assert (tuned.model, tuned.options, tuned.finished) == (chosen, {FUSED: True}, True)
+    assert tuned.step_s == (9.0 if given else 4.0)
+    if given:
+        assert "blocked" not in [o.get("scan") for o in compiler.compiled]
+        return
+    assert verdicts(tuned)[-4:] == [
+        (1, {"model.s5.scan": "sequential"}, "same program"),
+        (1, {"model.s5.scan": "associative"}, "kept"),
+        (1, {"model.s5.scan": "blocked"}, "kept"),
+        (1, {"model.s5.scan": "kernel"}, "no gain"),
+    ]
+    assert tuned.overrides == ["model.s5.scan=blocked", f"{KEY}.{FUSED}=true"]
+    assert training_command(tuned).endswith(f"model.s5.scan=blocked {KEY}.{FUSED}=true")
+    assert "model:\n  s5:\n    scan: blocked\ntarget:\n" in fragment(tuned)
+    assert "model.s5.scan=blocked: 5.000 s to 4.000 s (-20.0%)" in bought(tuned)
+
+
 @pytest.mark.parametrize("target", ["cpu", "auto", "h100-4"])
 def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture[str], target: str):
     assert carry_out("mode=tune", f"target={target}", "mesh=2x2x1", "model=s5_tiny", "batch=8", "seq=16") == 2
@@ -323,7 +355,7 @@ def test_all_attempts_are_kept(tuned: tuple[Path, str]):
     first, second = kept["attempts"][:2]
     assert (first["verdict"], first["step_s"], second["verdict"], second["step_s"]) == ("as it is", 10, "kept", 8)
     tried = {name for attempt in kept["attempts"] for name in attempt["options"]}
-    assert tried == {name for candidate in options_for("v4") for name in candidate.names}
+    assert tried == {name for candidate in options_for("v4") for name in candidate.names} | {"model.s5.scan"}
 
 
 def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_with_it(

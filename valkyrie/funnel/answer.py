@@ -159,10 +159,9 @@ def show(question: Question, rows: list[dict[str, Any]], console: Console) -> No
     console.print(table)
 
 
-def command_of(question: Question, row: dict[str, Any], options: Sequence[str] = ()) -> str:
-    """Return the command that trains a layout; `options` are settings of the compiler, as they are written."""
-    arguments = [a for a in row["overrides"] if not a.startswith("target=")]
-    arguments += [f"target.chip.xla_options.{option}" for option in options]
+def command_of(question: Question, row: dict[str, Any], tuned: Sequence[str] = ()) -> str:
+    """Return the command that trains a layout; `tuned` are overrides that shorten its step."""
+    arguments = [a for a in row["overrides"] if not a.startswith("target=")] + list(tuned)
     return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
 
 

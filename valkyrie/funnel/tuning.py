@@ -1,4 +1,4 @@
-"""The third stage: compiler options are tried on the best layout, by compile alone."""
+"""The third stage: compiler options and other implementations are tried on the best layout, by compile alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rich.console import Console
 from valkyrie.funnel.compiling import Compiled
 from valkyrie.funnel.question import Question
 from valkyrie.interrupt import EXIT_STATUS, raises
-from valkyrie.search.tune import Tuned, assignments, tune
+from valkyrie.search.tune import Tuned, tune
 from valkyrie.search.tune_mode import row
 from valkyrie.units import duration, seconds_of
 
 
 def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int, list[str]]:
-    """Return the exit status, and the options with which the best layout's step is shortest, as they are written.
+    """Return the exit status, and the overrides with which the best layout's step is shortest.
 
     Ctrl-C, and the end of `mode.tune`, leave the best so far.
     """
@@ -27,7 +27,11 @@ def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int
         known.append(tuned)
         console.print("  ".join(row(tuned.attempts[-1])), markup=False, soft_wrap=True)
 
-    console.print(f"trying compiler options on {' '.join(best.estimate.overrides[1:])}", markup=False, soft_wrap=True)
+    console.print(
+        f"trying compiler options and implementations on {' '.join(best.estimate.overrides[1:])}",
+        markup=False,
+        soft_wrap=True,
+    )
     status = 0
     try:
         with raises():
@@ -37,5 +41,7 @@ def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int
     if not known:
         return status, []
     tuned = known[-1]
-    console.print(f"compiler options: {duration(tuned.start_s)} as it is, {duration(tuned.step_s)} with the best")
-    return status, assignments(tuned.settings)
+    console.print(
+        f"tuned: {duration(tuned.start_s)} as it is, {duration(tuned.step_s)} with the best of what was tried"
+    )
+    return status, tuned.overrides

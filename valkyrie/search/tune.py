@@ -1,4 +1,7 @@
-"""Tries compiler options of a layout by compile alone, one after another, and keeps those that shorten its step."""
+"""Tries compiler options of a layout, and other implementations of its model's blocks, by compile alone.
+
+One after another; those that shorten its step are kept.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from valkyrie.hardware import Platform, TargetConfig
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled, compile_layout
 from valkyrie.search.compiler_options import CompilerOption, options_for
+from valkyrie.search.implementations import Implementation, implementations
 from valkyrie.search.replayed import replayed
-from valkyrie.train.options import CHIP, TO_FIT, YOU, option_text
+from valkyrie.train.folder import key_value
+from valkyrie.train.options import CHIP, KEY, TO_FIT, YOU, option_text
 from valkyrie.units import gib
 
 LEAST_GAIN = 0.002
@@ -68,8 +73,9 @@ class Tuned:
     """What is known so far: the attempts in order, the best options, and the step before and with them (seconds).
 
     `options` are those to set beside the run's own; `to_fit` are those without which the program then does not fit,
-    which a compile adds and a training does not. `run` has both. `set_by_user` are left as they are. `finished` is
-    False while there is more to try.
+    which a compile adds and a training does not. `model` are other implementations of its blocks, by key
+    (`model.s5.scan`: `blocked`). `run` has all of them. `set_by_user` are left as they are. `finished` is False while
+    there is more to try.
     """
 
     run: Run
@@ -79,12 +85,19 @@ class Tuned:
     attempts: tuple[Attempt, ...]
     to_fit: Options = field(default_factory=dict)
     set_by_user: Options = field(default_factory=dict)
+    model: dict[str, str] = field(default_factory=dict)
     finished: bool = False
 
     @property
     def settings(self) -> Options:
-        """What to set for a training: the options, and those that it needs to fit."""
+        """The options to set for a training: those found, and those that it needs to fit."""
         return self.options | self.to_fit
+
+    @property
+    def overrides(self) -> list[str]:
+        """What to write for a training, as the command line has it."""
+        chosen = [f"{key}={value}" for key, value in self.model.items()]
+        return chosen + [f"{KEY}.{assignment}" for assignment in assignments(self.settings)]
 
     @property
     def gain(self) -> float:
@@ -125,18 +138,21 @@ def tune(
     """Return the options, of `candidates` (by default those known for its chip), with which a run's step is shortest.
 
     One option after another, each value of it on top of the best so far; a second round where the first kept any, in
-    which a kept option may go again. After `budget_s` seconds no more is tried, and what is compiling is ended; the
-    layout as it is has `mode.time_limit_s` alone. `on_result` is called with all that is known after each attempt,
-    `progress` with a line while one is compiled. ValueError where there is nothing to tune, or the layout as it is
-    does not compile. Equal programs are compiled once, also of an earlier call (`mode.cache`).
+    which a kept option may go again. Without `candidates` other implementations of the model's blocks are tried at the
+    end, but for those that the run's command names. After `budget_s` seconds no more is tried, and what is compiling is
+    ended; the layout as it is has `mode.time_limit_s` alone. `on_result` is called with all that is known after each
+    attempt, `progress` with a line while one is compiled. ValueError where there is nothing to tune, or the layout as
+    it is does not compile. Equal programs are compiled once, also of an earlier call (`mode.cache`).
     """
     if reason := not_tunable(run.config.target):
         raise ValueError(reason)
     tuner = _Tuner(run, budget_s, on_result or (lambda tuned: None), progress or (lambda line: None))
     tuner.start()
     assert run.config.target.chip is not None
-    tuner.try_all(options_for(run.config.target.chip.name) if candidates is None else candidates)
-    return tuner.tuned
+    done = tuner.try_all(options_for(run.config.target.chip.name) if candidates is None else candidates)
+    if done and candidates is None:
+        done = tuner.try_implementations(implementations(run, [key_value(argument)[0] for argument in run.arguments]))
+    return replace(tuner.tuned, finished=done)
 
 
 def not_tunable(target: TargetConfig) -> str | None:
@@ -202,8 +218,8 @@ class _Tuner:
         self.tuned = Tuned(run, look.step_s, look.step_s, {}, (first,), to_fit, look.options(YOU))
         self._report(self.tuned)
 
-    def try_all(self, candidates: Sequence[CompilerOption]) -> None:
-        """Go through the candidates; once more where that kept any. Ends early when the time is over.
+    def try_all(self, candidates: Sequence[CompilerOption]) -> bool:
+        """Go through the candidates; once more where that kept any. False: it ended early, for the time is over.
 
         The chip's defaults come last: they are there for a reason.
         """
@@ -214,10 +230,41 @@ class _Tuner:
             before = self.tuned.options
             for move in self._first_round(candidates) if number == 1 else self._again(candidates):
                 if not self._attempt(move, number):
-                    return
+                    return False
             if self.tuned.options == before:
                 break
-        self.tuned = replace(self.tuned, finished=True)
+        return True
+
+    def try_implementations(self, others: Sequence[Implementation]) -> bool:
+        """Compile each with the best options, and keep what is shorter; False where the time is over before the end."""
+        for other in others:
+            left_s, run = self._left_s(), other.of(self.tuned.run)
+            if left_s <= 0:
+                return False
+            if run.problems(advise=False):
+                continue
+            look = self._look(run, left_s, str(other))
+            if self._timed_out(look, left_s):
+                return False
+            attempt = self._judged(_Move({other.key: other.value.value}), look, 1, fewer=False)
+            self.tuned = replace(self.tuned, attempts=(*self.tuned.attempts, attempt))
+            if attempt.verdict is Verdict.kept:
+                assert look.step_s is not None
+                chosen = self.tuned.model | {other.key: str(other.value.value)}
+                self._digest, to_fit = look.digest, look.options(TO_FIT)
+                run = with_options(run, to_fit)
+                self.tuned = replace(self.tuned, run=run, step_s=look.step_s, model=chosen, to_fit=to_fit)
+            self._report(self.tuned)
+        return True
+
+    def _left_s(self) -> float:
+        """Return how long a compile may take: no longer than `mode.time_limit_s`, and than the budget has left."""
+        limit_s = self._run.config.mode.time_limit_s
+        return limit_s if self._deadline is None else min(limit_s, self._deadline - time.monotonic())
+
+    def _timed_out(self, look: _Look, left_s: float) -> bool:
+        """Return whether a compile ended with the budget, and not for its own time limit."""
+        return look.compiled.status == "timeout" and left_s < self._run.config.mode.time_limit_s
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
         """Yield each value of each candidate. A switch has two: where one changes the program, the other is as now.
@@ -276,13 +323,12 @@ class _Tuner:
         chosen = {name: v for name, v in (best.options | options).items() if option_text(v) != self._at_start.get(name)}
         if _texts(chosen) in self._tried:
             return True
-        limit_s = self._run.config.mode.time_limit_s
-        left_s = limit_s if self._deadline is None else self._deadline - time.monotonic()
+        left_s = self._left_s()
         if left_s <= 0:
             return False
         what = f"{len(move.of)} options together" if move.of else ", ".join(assignments(options))
-        look = self._look(with_options(self._run, chosen), min(limit_s, left_s), what)
-        if look.compiled.status == "timeout" and left_s < limit_s:
+        look = self._look(with_options(self._run, chosen), left_s, what)
+        if self._timed_out(look, left_s):
             return False
         self._tried.add(_texts(chosen))
         attempt = self._judged(move, look, number, fewer=len(chosen) < len(best.options))

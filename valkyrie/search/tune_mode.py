@@ -1,4 +1,4 @@
-"""`mode=tune`: prints what each compiler option is worth to a layout, and keeps the best in the run folder."""
+"""`mode=tune`: prints what compiler options and implementations are worth to a layout, and keeps the best."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.search.tune import Attempt, Tuned, Verdict, assignments, tune
 from valkyrie.train.folder import command_name, run_folder, versions, write_about
-from valkyrie.train.options import KEY, option_text
+from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, gib, seconds_of
 
@@ -111,7 +111,7 @@ def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -
     elif not tuned.finished:
         spent = f"mode.budget={tuned.run.config.mode.budget} is spent and there is more to try"
         tell(f"{spent}: the same command with a longer one goes on from what was compiled", "yellow")
-    if not tuned.options:
+    if not (tuned.options or tuned.model):
         tell(f"best as it is: {duration(tuned.start_s)} a step; none of {len(tuned.attempts) - 1} tried is shorter")
     else:
         before, after = duration(tuned.start_s), duration(tuned.step_s)
@@ -128,7 +128,7 @@ def bought(tuned: Tuned) -> list[str]:
     """Return a line for each option that was kept: the step without and with it, when it was tried."""
     lines = []
     for attempt in tuned.attempts:
-        kept = {name: v for name, v in attempt.options.items() if tuned.options.get(name, ...) == v}
+        kept = {name: v for name, v in attempt.options.items() if (tuned.options | tuned.model).get(name, ...) == v}
         if attempt.verdict is Verdict.kept and kept and attempt.step_s is not None and attempt.change is not None:
             before = attempt.step_s / (1 + attempt.change)
             steps = f"{duration(before)} to {duration(attempt.step_s)} ({100 * attempt.change:+.1f}%)"
@@ -149,6 +149,9 @@ def fragment(tuned: Tuned) -> str:
     lines += [f"# {line}" for line in bought(tuned)]
     if tuned.to_fit:
         lines.append(f"# without {', '.join(assignments(tuned.to_fit))} it does not fit")
+    for key, value in tuned.model.items():
+        *path, name = key.split(".")
+        lines += [f"{'  ' * depth}{part}:" for depth, part in enumerate(path)] + [f"{'  ' * len(path)}{name}: {value}"]
     if not tuned.settings:
         return "\n".join([*lines, "target: {chip: {xla_options: {}}}", ""])
     values = [f"{name}: {'null' if v is None else option_text(v)}" for name, v in sorted(tuned.settings.items())]
@@ -158,7 +161,7 @@ def fragment(tuned: Tuned) -> str:
 def training_command(tuned: Tuned) -> str:
     """Return the command that trains the run with its options, as it was typed otherwise."""
     typed = [a for a in tuned.run.arguments if a.split("=")[0] != "mode" and not a.startswith(("mode.", "+mode."))]
-    return " ".join([command_name(), *map(shlex.quote, typed), *(f"{KEY}.{a}" for a in assignments(tuned.settings))])
+    return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])
 
 
 def as_json(tuned: Tuned) -> dict[str, Any]:
@@ -168,6 +171,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
     head = {"schema": 1, "about": tuned.run.about(), "versions": versions()} | steps
     return head | {
         "options": tuned.options,
+        "model": tuned.model,
         "to_fit": tuned.to_fit,
         "set_by_user": tuned.set_by_user,
         "attempts": attempts,
