@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,16 +109,29 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
     assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
 
 
+RATE = """
+import time
+from valkyrie.funnel.question import asked
+from valkyrie.search.estimate.rank import rank
+from valkyrie.train.arguments import run_of
+
+run = run_of(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
+space = asked(run).space()
+assert len(space) > 20_000
+seconds = []
+for _ in range(5):
+    began = time.process_time()
+    rank(run, space)
+    seconds.append(time.process_time() - began)
+print(len(space) / min(seconds))
+"""
+"""Prints how many layouts are estimated in a second of processor time."""
+
+
 def test_a_hundred_thousand_layouts_a_second() -> None:
-    run = run_of(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
-    space = asked(run).space()
-    assert len(space) > 20_000
-    rates = []
-    for _ in range(3):
-        began = time.process_time()
-        rank(run, space)
-        rates.append(len(space) / (time.process_time() - began))
-    assert max(rates) > 100_000
+    # In a process of its own: this one checks the types of every call.
+    told = subprocess.run([sys.executable, "-c", RATE], capture_output=True, text=True, check=True)
+    assert float(told.stdout) > 100_000
 
 
 def test_a_pipeline_is_idle_by_its_formula() -> None:

@@ -121,6 +121,8 @@ def test_every_figure_of_a_chip_and_its_target_is_refused_by_its_key():
             "target.chip.hop_us",
             "target.chip.usd_per_hour",
             "target.chip.spot_usd_per_hour",
+            "target.chip.replay.rows",
+            "target.chip.replay.models",
         )
         assert is_free != bool(problems), (key, value)
 

@@ -128,6 +128,9 @@ class ChipConfig:
         for name in ("hop_us", "usd_per_hour", "spot_usd_per_hour"):
             if (figure := getattr(self, name)) is not None and not 0 <= figure < math.inf:
                 problems.append(f"target.chip.{name}={figure:g}: must be a finite number of at least 0.")
+        for name in ("rows", "models"):
+            if (count := getattr(self.replay, name)) < 0:
+                problems.append(f"target.chip.replay.{name}={count}: must be at least 0.")
         for name, value in self.xla_options.items():
             if not isinstance(value, str | int | float | None):
                 problems.append(f"target.chip.xla_options.{name}={value}: write a word, a number, true, false or null.")
