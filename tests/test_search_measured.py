@@ -19,7 +19,7 @@ from valkyrie.funnel import at_hand, measuring
 from valkyrie.funnel.answer import compared, rows_of
 from valkyrie.funnel.at_hand import not_at_hand, with_figures
 from valkyrie.funnel.compiling import Compiles
-from valkyrie.funnel.measuring import Measures, in_json, measure_best, measured_rows, spearman, told
+from valkyrie.funnel.measuring import Measured, Measures, in_json, measure_best, measured_rows, told
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
 from valkyrie.hardware import ChipConfig, Platform
@@ -139,9 +139,18 @@ def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.Monke
     assert "(by estimate)" in compared("plain FSDP", other, Compiles(), rows[0], measures.step_s(other))
 
 
-def test_spearman_is_of_ranks() -> None:
-    assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 1e6]) == pytest.approx(1.0)
-    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
+@pytest.mark.parametrize(
+    ("expected", "agreement"),
+    [([1.0, 2.0, 30.0], 1.0), ([3.0, 2.0, 1.0], -1.0), ([1.0, 1.0, 2.0], 0.866), ([1.0, 1.0, 1.0], None)],
+)
+def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], agreement: float | None) -> None:
+    (of,) = listed_of(question()).fitting[:1]
+    trials = [
+        Trial("", "", "", "measure", Status.ok, None, [], {}, "", 1.0, results={"step": {"step_s": float(i)}})
+        for i in (1, 2, 3)
+    ]
+    found = Measures([Measured(of, s, trial) for s, trial in zip(expected, trials, strict=True)]).agreement
+    assert found == (None if agreement is None else pytest.approx(agreement, abs=1e-3))
 
 
 @pytest.mark.parametrize(

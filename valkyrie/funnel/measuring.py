@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from valkyrie.funnel.answer import row_of
 from valkyrie.funnel.at_hand import on_cpu
 from valkyrie.funnel.compiling import Compiles, Silent, plan_in
@@ -51,9 +49,14 @@ class Measures:
 
     @property
     def agreement(self) -> float | None:
-        """Spearman's correlation of the expected with the measured order; None of fewer than three."""
-        timed = self.timed
-        return spearman([m.expected_s for m in timed], [m.step_s or 0.0 for m in timed]) if len(timed) > 2 else None
+        """Spearman's correlation of the expected with the measured order; None of fewer than three, or of equals."""
+        pairs = [(one.expected_s, one.step_s or 0.0) for one in self.timed]
+        columns = list(zip(*pairs, strict=True))
+        if len(pairs) < 3 or any(len(set(column)) < 2 for column in columns):
+            return None
+        from scipy.stats import spearmanr  # takes a second
+
+        return float(spearmanr(*columns).statistic)
 
     @property
     def regret(self) -> float | None:
@@ -162,12 +165,6 @@ def in_json(measures: Measures) -> dict[str, Any]:
         for one in measures.done
     ]
     return {"layouts": layouts, "agreement": measures.agreement, "regret": measures.regret, "why": measures.why}
-
-
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the correlation of the ranks of two rows of numbers; of equal ones the first has the lower rank."""
-    a, b = (np.argsort(np.argsort(values, kind="stable")) for values in (one, other))
-    return float(np.corrcoef(a, b)[0, 1])
 
 
 def line(one: Measured) -> str:
