@@ -67,7 +67,7 @@ class Compiler:
                 outcome = {"status": "timeout", "reason": f"the compile took longer than {limit_s:g} seconds"}
             self.kept.add(str(values))
         if not isinstance(outcome, dict):
-            options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items()]
+            options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items() if name not in values]
             memory, written = {"peak": int(outcome * 2**20)}, [asdict(option) for option in options]
             outcome = {"status": "ok", "module_sha256": str(outcome), "memory": memory, "options": written}
         return Compiled(outcome, Path("cache"), cached, self.takes)
@@ -288,6 +288,16 @@ def test_other_implementations_are_tried_on_top_of_the_best_options(
     assert training_command(tuned).endswith(f"model.s5.scan=blocked {KEY}.{FUSED}=true")
     assert "model:\n  s5:\n    scan: blocked\ntarget:\n" in fragment(tuned)
     assert "model.s5.scan=blocked: 5.000 s to 4.000 s (-20.0%)" in bought(tuned)
+
+
+def test_options_that_a_program_needs_to_fit_stay_with_another_implementation(compiles: Callable[..., Compiler]):
+    compiler = compiles(lambda o: {"associative": 6.0, "blocked": 5.0}.get(str(o.get("scan")), 10.0))
+    compiler.to_fit = {"xla_saves": "false"}
+    tuned = tune(run_of(["mode=tune", *LAYOUT]))
+    assert (tuned.model, tuned.to_fit) == ({"model.s5.scan": "blocked"}, {"xla_saves": "false"})
+    assert tuned.overrides == ["model.s5.scan=blocked", f"{KEY}.xla_saves=false"]
+    assert "# without xla_saves=false it does not fit\n" in fragment(tuned)
+    assert not any("xla_saves" in values for values in compiler.compiled), "each finds out for itself whether it fits"
 
 
 @pytest.mark.parametrize("target", ["cpu", "auto", "h100-4"])

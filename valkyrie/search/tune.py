@@ -237,25 +237,35 @@ class _Tuner:
 
     def try_implementations(self, others: Sequence[Implementation]) -> bool:
         """Compile each with the best options, and keep what is shorter; False where the time is over before the end."""
+        chosen: dict[str, Implementation] = {}
         for other in others:
-            left_s, run = self._left_s(), other.of(self.tuned.run)
+            left_s, tried = self._left_s(), chosen | {other.key: other}
             if left_s <= 0:
                 return False
+            run = self._run
+            for implementation in tried.values():
+                run = implementation.of(run)
             if run.problems(advise=False):
                 continue
-            look = self._look(run, left_s, str(other))
+            look = self._look(with_options(run, self.tuned.options), left_s, str(other))
             if self._timed_out(look, left_s):
                 return False
             attempt = self._judged(_Move({other.key: other.value.value}), look, 1, fewer=False)
             self.tuned = replace(self.tuned, attempts=(*self.tuned.attempts, attempt))
             if attempt.verdict is Verdict.kept:
-                assert look.step_s is not None
-                chosen = self.tuned.model | {other.key: str(other.value.value)}
-                self._digest, to_fit = look.digest, look.options(TO_FIT)
-                run = with_options(run, to_fit)
-                self.tuned = replace(self.tuned, run=run, step_s=look.step_s, model=chosen, to_fit=to_fit)
+                chosen = tried
+                model = {key: str(implementation.value.value) for key, implementation in chosen.items()}
+                self._keep(run, look, self.tuned.options)
+                self.tuned = replace(self.tuned, model=model)
             self._report(self.tuned)
         return True
+
+    def _keep(self, run: Run, look: _Look, options: Options) -> None:
+        """Take a run with these options for the best, and beside them what its program needs to fit."""
+        assert look.step_s is not None
+        self._digest, to_fit = look.digest, look.options(TO_FIT)
+        best = with_options(run, options | to_fit)
+        self.tuned = replace(self.tuned, run=best, step_s=look.step_s, options=options, to_fit=to_fit)
 
     def _left_s(self) -> float:
         """Return how long a compile may take: no longer than `mode.time_limit_s`, and than the budget has left."""
@@ -336,10 +346,7 @@ class _Tuner:
         for setting in (options, *(move.of if attempt.verdict is Verdict.same else ())):
             self._effects[_texts(setting)] = attempt.verdict
         if attempt.verdict in (Verdict.kept, Verdict.not_needed):
-            assert look.step_s is not None
-            self._digest, to_fit = look.digest, look.options(TO_FIT)
-            run = with_options(self._run, chosen | to_fit)
-            self.tuned = replace(self.tuned, run=run, step_s=look.step_s, options=chosen, to_fit=to_fit)
+            self._keep(self._run, look, chosen)
         self._report(self.tuned)
         return True
 
