@@ -50,13 +50,13 @@ class Measures:
     @property
     def agreement(self) -> float | None:
         """Spearman's correlation of the expected with the measured order; None of fewer than three, or of equals."""
-        pairs = [(one.expected_s, one.step_s or 0.0) for one in self.timed]
-        columns = list(zip(*pairs, strict=True))
-        if len(pairs) < 3 or any(len(set(column)) < 2 for column in columns):
+        expected_s, step_s = [m.expected_s for m in self.timed], [m.step_s or 0.0 for m in self.timed]
+        if len(step_s) < 3 or 1 in (len(set(expected_s)), len(set(step_s))):
             return None
         from scipy.stats import spearmanr  # takes a second
 
-        return float(spearmanr(*columns).statistic)
+        agreement: Any = spearmanr(expected_s, step_s)
+        return float(agreement.statistic)
 
     @property
     def regret(self) -> float | None:
