@@ -34,8 +34,8 @@ from valkyrie.train.screen import make_console
 REPEATS = 5
 LARGE, SMALL = 512, 64
 """Sides of the products that are timed: of the peak rate, and of a small one."""
-MEMORY = 2**24
-"""Bytes that are read and written, beyond what a cache holds."""
+MEMORY, LEAST_MEMORY = 2**28, 2**24
+"""Bytes that the devices of a process read and write at once, more than nearly any cache holds; and one at least."""
 LONG_S = 0.15
 """Once a collective takes so long no larger one is timed, and once calls in a row take half as long no more."""
 MOST = 2**25
@@ -87,19 +87,19 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any
         "name": "cpu",
         "platform": "cpu",
         "peak_tflops": {compute.value: peak / 1e12},
-        "hbm_gbs": _memory(timer) / 1e9,
+        "hbm_gbs": _memory(timer, of_process) / 1e9,
         "host_bounds": [of_process],
         "device_kinds": [devices[0].device_kind],
     }
     inside = _links(timer, dtype, of_process) if of_process > 1 else None
     if inside is not None:
         chip["switch_gbs"] = inside.gather
-        estimate |= {"sums": inside.sum / inside.gather, "start_s": inside.start_s}
+        estimate["sums"] = inside.sum / inside.gather
+    estimate["start_s"] = 0.0 if inside is None else inside.start_s
     if team.count > 1:
         between = _links(timer, dtype, len(devices))
         chip["dcn_gbs_per_host"] = statistics.geometric_mean([between.gather, between.sum])
-        start = between.start_s - estimate.setdefault("start_s", 0.0)
-        estimate["outer_start_s"] = max(start, 0.0) / math.log2(team.count)
+        estimate["outer_start_s"] = max(between.start_s - estimate["start_s"], 0.0) / math.log2(team.count)
     # XLA's CPU compiler makes an all-reduce and a slice of what a partition asks to be scattered.
     estimate["scatters"] = 2.0 if inside is None else 2 * inside.gather / inside.sum
     return chip | {"estimate": estimate}
@@ -151,38 +151,39 @@ def _products(timer: _Timer, dtype: Any) -> tuple[float, float]:
     return peak, min(max(flops * (peak * small / flops - 1), 1e4), 1e9)
 
 
-def _memory(timer: _Timer) -> float:
-    """Return bytes a second that a device reads and writes."""
-    return 2 * MEMORY / _again(timer, lambda x, y: y + x, (MEMORY // 4,), jnp.float32)
+def _memory(timer: _Timer, devices: int) -> float:
+    """Return bytes a second that each of the devices of a process moves: it reads an array, and writes another."""
+    bytes_ = max(MEMORY // devices, LEAST_MEMORY)
+    return 2 * bytes_ / _again(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
 
 
 def _again(timer: _Timer, one: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any) -> float:
     """Return the seconds of a function of an array and its last result, called so often that devices overlap."""
-    times = 4
-    while True:
-        calls = times
 
-        def loop(x: jax.Array, calls: int = calls) -> jax.Array:
-            return jax.lax.fori_loop(0, calls, lambda i, y: one(x, y), x)
+    def repeated(calls: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: one(x, y), x)
 
-        seconds = timer(loop, shape, dtype)
-        if seconds > LONG_S / 2 or times > MOST_CALLS:
-            return seconds / times
-        times *= 4
+    calls = 4
+    while (seconds := timer(repeated(calls), shape, dtype)) <= LONG_S / 2 and calls <= MOST_CALLS:
+        calls *= 4
+    return seconds / calls
 
 
 def _attention(timer: _Timer, dtype: Any) -> float:
-    """Return FLOP/s of a device in attention's scores, forward and backward."""
+    """Return FLOP/s of a device in attention's products, two forward and four backward."""
+    flops = 3 * 4.0 * HEADS * POSITIONS**2 * WIDTH
+    return flops / timer(_forward_and_backward, (HEADS, POSITIONS, WIDTH), dtype)
 
-    def attend(x: jax.Array) -> jax.Array:
-        scores = jnp.einsum("hqd,hkd->hqk", x, x).astype(jnp.float32)
-        return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores).astype(x.dtype), x)
 
-    def both(x: jax.Array) -> jax.Array:
-        return jax.grad(lambda x: attend(x).astype(jnp.float32).sum())(x)
+def _forward_and_backward(x: jax.Array) -> jax.Array:
+    """Return what attention hands on, beside its gradient, so that none of its products is left out."""
+    out, backward = jax.vjp(_attend, x)
+    return jnp.stack([out, *backward(out)], axis=1)
 
-    flops = 3.5 * 4.0 * HEADS * POSITIONS**2 * WIDTH
-    return flops / timer(both, (HEADS, POSITIONS, WIDTH), dtype)
+
+def _attend(x: jax.Array) -> jax.Array:
+    scores = jnp.einsum("hqd,hkd->hqk", x, x).astype(jnp.float32)
+    return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores).astype(x.dtype), x)
 
 
 def _launch(timer: _Timer, dtype: Any) -> float:

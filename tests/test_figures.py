@@ -1,0 +1,51 @@
+"""`mode=figures`: what it counts is what the devices are given to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from valkyrie.search import figures
+
+
+def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, what: str) -> float:
+    """Return the `flops` or `bytes accessed` that XLA counts in a function of some arrays."""
+    made = [jax.ShapeDtypeStruct(tuple(shape), dtype)] * arrays
+    counted = jax.jit(function).lower(*made).compile().cost_analysis()
+    assert counted is not None
+    return float(counted[what])
+
+
+class Counting(figures._Timer):
+    """Takes a second for 1e12 of the FLOPs that XLA counts."""
+
+    def __init__(self) -> None:
+        """Needs no devices."""
+
+    def __call__(
+        self, function: Callable[..., Any], shape: Sequence[int], dtype: Any = None, mesh: Any = None
+    ) -> float:
+        """Return the seconds of a function of an array."""
+        return cost(function, 1, shape, dtype, "flops") / 1e12
+
+
+@pytest.mark.parametrize(("devices", "bytes_"), [(1, figures.MEMORY), (4, 2**26), (1024, figures.LEAST_MEMORY)])
+def test_the_rate_of_memory_counts_what_is_moved(devices: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = list[Sequence[int]]()
+
+    def moves(timer: Any, one: Callable[..., Any], shape: Sequence[int], dtype: Any) -> float:
+        shapes.append(shape)
+        return cost(one, 2, shape, dtype, "bytes accessed") / 5e9
+
+    monkeypatch.setattr(figures, "_again", moves)
+    assert figures._memory(Counting(), devices) == pytest.approx(5e9, rel=1e-3)
+    assert shapes == [(bytes_ // 4,)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_rate_of_attention_counts_the_products_that_run(dtype: Any) -> None:
+    assert 0.94 < figures._attention(Counting(), dtype) / 1e12 < 1, "the softmax beside them is little"
