@@ -12,7 +12,10 @@ import pytest
 
 from machines import needs_libtpu
 from runs import command
+from valkyrie.run import Run
+from valkyrie.search import explain_mode
 from valkyrie.search.difference import difference
+from valkyrie.search.implementations import computed
 
 ROLES = {"fsdp": "x=8 FSDP(batch,embed) · y=1 unused", "2d_tp": "x=4 MP1(mlp) · y=2 MP2(embed)"}
 
@@ -31,6 +34,7 @@ def summary(partition: str = "fsdp", **seconds: float) -> dict[str, Any]:
     sent = {",".join(use["mesh_axes"]): 2e9 for use in causes}
     return {
         "about": about,
+        "model": {"model.layers": "4", "model.embed": "64"},
         "status": "ok",
         "seconds": parts,
         "step": {"step_s": step_s, "executed_flops": 4e12, "model_flops": 3e12, "product_rate": 0.7, "interval": None},
@@ -72,6 +76,7 @@ def test_what_is_computed_again_and_kept() -> None:
     keeping["remat"]["again"], keeping["step"]["executed_flops"] = [], 3e12
     keeping["seconds"]["matmul"], keeping["step"]["step_s"] = 0.2, 0.3
     keeping["memory"]["split"]["activations and temporaries"] *= 3
+    keeping["memory"]["peak"] = 7 * 2**30
     text = " ".join(difference(full, keeping).sentences)
     assert "Each device executes 1.00 times the FLOPs of the model under B and 1.33 under A" in text
     assert "For the backward pass A computes again what B keeps: up." in text
@@ -101,6 +106,10 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
         ({"about": {"model": "other", "layout": "x"}}, "A is of gpt_tiny and B of other: only layouts of one model"),
         ({"status": "does_not_fit", "reason": "needs 3 GiB"}, "B, 8x1-fsdp, has no step: does not fit: needs 3 GiB"),
         ({"about": {"program": "mine"}}, "B is no layout of a model but another program: mine."),
+        (
+            {"model": {"model.layers": "8", "model.embed": "64"}},
+            "A is of gpt_tiny model.layers=4 and B of gpt_tiny model.layers=8: only layouts of one model are compared.",
+        ),
         ({"step": None}, "B, 8x1-fsdp, has no predicted step: compile for a TPU slice, such as target=v4-64."),
     ],
 )
@@ -112,6 +121,41 @@ def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
         difference(summary(), other)
 
 
+def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
+    asked = ("model.s5.scan=kernel partition=fsdp", "model.s5.scan=blocked partition=fsdp")
+    made = difference(summary(), summary(kernel=0.1), asked)
+    assert made.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
+    one, other = summary() | {"module_sha256": "a"}, summary() | {"module_sha256": "b"}
+    assert difference(one, other, asked).steps.more == 0
+    with pytest.raises(ValueError, match="^A and B are the same program, 8x1-fsdp: name another one in second=.$"):
+        difference(one, one, asked)
+
+
+def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
+    failed = summary() | {"status": "failed", "reason": "why"}
+    with pytest.raises(ValueError, match="^A, 8x1-fsdp, has no step: failed: why\nB, 8x1-fsdp, has no step: "):
+        difference(failed, failed)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "parameters", "told"),
+    [
+        ((3.0, 3.0), (1.0, 0.0), " B."),
+        ((3.0, 4.0), (2.0, 1.0), " B."),
+        ((3.0, 5.0), (1.0, 1.5), " B."),
+        ((3.0, 5.0), (1.0, 2.5), " B; most of that difference is parameters: 1.0 GiB and 2.5 GiB."),
+    ],
+)
+def test_most_of_a_difference_is_what_makes_it(
+    peaks: tuple[float, float], parameters: tuple[float, float], told: str
+) -> None:
+    both = summary(), summary(kernel=0.1)
+    for of, peak, size in zip(both, peaks, parameters, strict=True):
+        of["memory"] = {"peak": int(peak * 2**30), "split": {"parameters": int(size * 2**30)}}
+    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "at its peak" in s]
+    assert sentence == f"Each device needs 3.0 GiB at its peak under A and {peaks[1]:.1f} GiB under{told}"
+
+
 def folder_of(of: dict[str, Any], folder: Path) -> str:
     folder.mkdir()
     (folder / "compile.json").write_text(json.dumps(of))
@@ -119,7 +163,9 @@ def folder_of(of: dict[str, Any], folder: Path) -> str:
 
 
 def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    first = folder_of(summary(), tmp_path / "one")
+    one = summary()
+    one["memory"]["split"] = {}
+    first = folder_of(one, tmp_path / "one")
     second = folder_of(summary("2d_tp", exposed_over_y=1.2), tmp_path / "other")
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
     printed = capfd.readouterr().out
@@ -129,18 +175,46 @@ def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "messages"),
     [
-        (("first=partition=fsdp",), "mode=explain compares two layouts: say both"),
-        (("first=partition=fsdp", "second=partition=fsdp"), "first= and second= are the same: 'partition=fsdp'."),
-        (("first=no/such/folder", "second=partition=fsdp"), "no/such/folder is neither a folder nor an override"),
-        (("first=partition=nothing", "second=partition=fsdp"), "nothing"),
-        (("first=mesh=3x1x1 partition=fsdp", "second=partition=fsdp"), "mesh=3x1x1 partition=fsdp: "),
+        (("first=partition=fsdp",), ["mode=explain compares two layouts: say both"]),
+        (("first=partition=fsdp", "second=partition=fsdp"), ["first= and second= are the same: 'partition=fsdp'."]),
+        (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder is neither a folder nor an override"]),
+        (("first=partition=nothing", "second=partition=fsdp"), ["nothing"]),
+        (
+            ("first=mesh=3x1x1 partition=fsdp", "second=mesh=5x1x1 steps=0", "target=cpu8"),
+            ["mesh=3x1x1 partition=fsdp: ", "mesh=5x1x1 steps=0: steps=0: at least 1", "target=cpu8 has no predicted"],
+        ),
+        (
+            ("first=model.layers=2", "second=model.layers=3"),
+            ["A is of gpt_tiny model.layers=2 and B of gpt_tiny model.layers=3: only layouts of one model"],
+        ),
+        (("first=partition=fsdp", "second=seed=0"), ["and second='seed=0' are the same run. Name two layouts."]),
     ],
 )
-def test_what_is_no_pair(arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_pair_is_said_before_a_compile(
+    arguments: tuple[str, ...], messages: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(explain_mode, "libtpu_missing", lambda target: None)
     assert command("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
-    assert message in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert all(message in printed for message in messages), printed
+
+
+def test_other_implementations_are_of_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(run: Run, console: Any) -> tuple[None, dict[str, Any], None]:
+        of = summary(kernel=0.1 if "blocked" in run.values()["model.s5.scan"] else 0.0)
+        return None, of | {"model": computed(run)}, None
+
+    monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
+    monkeypatch.setattr(explain_mode, "libtpu_missing", lambda target: None)
+    asked = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
+    assert command("mode=explain", *asked, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
+    printed = capfd.readouterr().out
+    assert "A: 8x1-fsdp model.s5.scan=kernel" in printed and "A is 1.25 times as fast as B" in printed
 
 
 def test_a_folder_without_a_compile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

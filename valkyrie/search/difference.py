@@ -6,6 +6,7 @@ Made of two summaries, as `compile.json` holds them, and of nothing else: what i
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,12 @@ LETTERS = ("A", "B")
 """What sentences call the first layout and the second."""
 WORTH_SAYING = 0.1
 """The share of the difference between two steps from which a sentence is about a part of it."""
+MOST = 0.5
+"""The share of the difference between two peaks from which a kind of memory is most of it."""
 MORE_FLOPS = 0.03
 """From this ratio beyond 1 two counts of executed FLOPs are called different."""
+NO_STEP = "compile for a TPU slice, such as target=v4-64."
+"""What to do where a layout has no predicted step."""
 DEAREST = 5
 """How many collectives of each layout are listed."""
 
@@ -58,14 +63,17 @@ class Difference:
     sentences: list[str]
 
 
-def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> Difference:
-    """Return what two compiled layouts differ in; ValueError where they cannot be compared.
+def difference(first: Mapping[str, Any], second: Mapping[str, Any], asked: tuple[str, str] | None = None) -> Difference:
+    """Return what two compiled layouts differ in; ValueError, with all reasons, where they cannot be compared.
 
-    They must be of one model, be different layouts, fit, and have predicted steps.
+    They must be of one model, be different programs, fit, and have predicted steps. `asked` is how each was asked for,
+    which tells apart what has one name.
     """
     both = (first, second)
-    _refuse(first, second)
-    names = _names(first, second)
+    problems = [text for one, letter in zip(both, LETTERS, strict=True) if (text := _without_step(one, letter))]
+    if problems or (problems := other_models(first, second)):
+        raise ValueError("\n".join(problems))
+    names = _names(first, second, asked)
     tokens = [one["about"]["batch"] * one["about"]["seq"] for one in both]
     scale = tokens[0] / tokens[1]
     steps = Pair("step", first["step"]["step_s"], scale * second["step"]["step_s"])
@@ -82,7 +90,7 @@ def sides(one: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `difference` sets side by side of one layout: `seconds`, `sent` and `memory`, and `tokens` a step."""
     about = one["about"]
     parts = {"seconds": _labelled(one), "sent": _over(one), "memory": dict(one["memory"]["split"])}
-    return parts | {"tokens": about["batch"] * about["seq"], "model": about["model"]}
+    return parts | {"tokens": about["batch"] * about["seq"]}
 
 
 def as_json(made: Difference) -> dict[str, Any]:
@@ -96,13 +104,30 @@ def as_json(made: Difference) -> dict[str, Any]:
     return told | {"collectives": list(made.dearest), "sentences": made.sentences}
 
 
-def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, str]:
-    """Return both layouts by what tells them apart: their own names, and what else they were compiled with.
+def other_models(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return why two layouts are not of one model: another name, or other values of settings that both know of it."""
+    models = [one["about"]["model"] for one in (first, second)]
+    one, other = first.get("model", {}), second.get("model", {})
+    changed = [key for key in one if key in other and one[key] != other[key]]
+    if models[0] == models[1] and not changed:
+        return []
+    told = models
+    if models[0] == models[1]:
+        told = [" ".join([models[0], *(f"{key}={of[key]}" for key in changed[:DEAREST])]) for of in (one, other)]
+    return [f"A is of {told[0]} and B of {told[1]}: only layouts of one model are compared."]
 
-    ValueError where nothing does.
+
+def _names(first: Mapping[str, Any], second: Mapping[str, Any], asked: tuple[str, str] | None) -> tuple[str, str]:
+    """Return both layouts by what tells them apart: their own names, what else they were compiled with, or `asked`.
+
+    ValueError where nothing does, and where both are one program that takes as long.
     """
     both = (first, second)
     names = [one["about"]["layout"] for one in both]
+    programs = [(one.get("module_sha256"), one["step"]["step_s"]) for one in both]
+    if None not in programs[0] and programs[0] == programs[1]:
+        told = " and ".join(dict.fromkeys(names))
+        raise ValueError(f"A and B are the same program, {told}: name another one in second=.")
     for key in ("target", "batch", "seq", "precision"):
         values = [one["about"][key] for one in both]
         if values[0] != values[1]:
@@ -111,26 +136,27 @@ def _names(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, st
         return names[0], names[1]
     options = [{o["name"]: o["value"] for o in one.get("options", [])} for one in both]
     changed = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
-    if not changed:
-        raise ValueError(f"A and B are the same layout, {names[0]}: name another one in second=.")
     listed = [", ".join(f"{name}={own.get(name) or 'null'}" for name in changed) for own in options]
+    if not changed and asked is not None:
+        words = [shlex.split(text) for text in asked]
+        own = [[w for w in words[i] if w not in words[1 - i]] for i in (0, 1)]
+        listed = [" ".join(texts) or "as it is" for texts in own]
+    if listed[0] == listed[1]:
+        raise ValueError(f"A and B are the same layout, {names[0]}: name another one in second=.")
     return f"{names[0]} {listed[0]}", f"{names[1]} {listed[1]}"
 
 
-def _refuse(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    both = (first, second)
-    for one, letter in zip(both, LETTERS, strict=True):
-        name = one["about"].get("layout")
-        if name is None:
-            raise ValueError(f"{letter} is no layout of a model but another program: {one['about'].get('program')}.")
-        if one["status"] != "ok":
-            why = one.get("reason") or "mode=compile says more"
-            raise ValueError(f"{letter}, {name}, has no step: {one['status'].replace('_', ' ')}: {why}")
-        if "step" not in one:
-            raise ValueError(f"{letter}, {name}, has no predicted step: compile for a TPU slice, such as target=v4-64.")
-    models = [one["about"]["model"] for one in both]
-    if models[0] != models[1]:
-        raise ValueError(f"A is of {models[0]} and B of {models[1]}: only layouts of one model are compared.")
+def _without_step(one: Mapping[str, Any], letter: str) -> str | None:
+    """Return why a summary has no predicted step of a layout; None where it has."""
+    name = one["about"].get("layout")
+    if name is None:
+        return f"{letter} is no layout of a model but another program: {one['about'].get('program')}."
+    if one["status"] != "ok":
+        why = one.get("reason") or "mode=compile says more"
+        return f"{letter}, {name}, has no step: {one['status'].replace('_', ' ')}: {why}"
+    if "step" not in one:
+        return f"{letter}, {name}, has no predicted step: {NO_STEP}"
+    return None
 
 
 def _pairs(first: Mapping[str, float | int], second: Mapping[str, float | int], scale: float) -> list[Pair]:
@@ -268,13 +294,15 @@ def _on_other_parts(made: Difference, fast: int, slow: int, apart: float) -> lis
 
 
 def _on_memory(made: Difference, both: tuple[Mapping[str, Any], ...], fast: int, slow: int) -> list[str]:
-    """Return what is said of memory: both peaks, and the kind in which they differ most."""
+    """Return what is said of memory: both peaks, and the kind that most of their difference is, where one is."""
     peaks = [both[which]["memory"]["peak"] for which in (fast, slow)]
-    most = made.memory[0] if made.memory else None
-    if most is None or None in peaks:
+    if not made.memory or None in peaks:
         return []
-    return [
-        f"Each device needs {gib(peaks[0])} at its peak under {LETTERS[fast]} and {gib(peaks[1])} under "
-        f"{LETTERS[slow]}; most of that difference is {most.name}: {gib(int(_of(most, fast)))} and "
-        f"{gib(int(_of(most, slow)))}."
-    ]
+    text = f"Each device needs {gib(peaks[0])} at its peak under {LETTERS[fast]} and {gib(peaks[1])} under "
+    text += LETTERS[slow]
+    most, apart = made.memory[0], peaks[1] - peaks[0]
+    share = (_of(most, slow) - _of(most, fast)) / apart if apart else 0.0
+    if share >= MOST:
+        text += f"; most of that difference is {most.name}: {gib(int(_of(most, fast)))} and "
+        text += gib(int(_of(most, slow)))
+    return [f"{text}."]

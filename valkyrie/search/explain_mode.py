@@ -11,10 +11,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from valkyrie.hardware import Platform
 from valkyrie.modes import EXPLAINED, SUMMARY
+from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
-from valkyrie.search.difference import LETTERS, Difference, Pair, as_json, difference
+from valkyrie.search.difference import LETTERS, NO_STEP, Difference, Pair, as_json, difference, other_models
+from valkyrie.search.implementations import computed
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.arguments import run_of
 from valkyrie.train.folder import key_value, parts_of, run_folder, write_about
@@ -38,7 +41,8 @@ def explain_mode(run: Run) -> int:
         )
     if asked[0] == asked[1]:
         raise ValueError(f"first= and second= are the same: {asked[0]!r}. Name two layouts.")
-    made = difference(*(_summary(run, layout, console) for layout in (asked[0], asked[1])))
+    summaries = _summaries(run, (asked[0], asked[1]), console)
+    made = difference(*summaries, asked=(asked[0], asked[1]))
     folder = run_folder(run)
     write_about(run, folder)
     write_whole(folder / EXPLAINED, json.dumps(as_json(made), indent=1) + "\n")
@@ -47,12 +51,34 @@ def explain_mode(run: Run) -> int:
     return 0
 
 
-def _summary(run: Run, layout: str, console: Console) -> dict[str, Any]:
-    """Return the summary of a layout: that of a folder, or of the command's run with these overrides, compiled."""
-    folder = next((f for f in (Path(layout).expanduser(), Path(run.config.runs) / layout) if f.is_dir()), None)
+def _summaries(run: Run, asked: tuple[str, str], console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the summaries of two layouts: those of folders, or of the command's run with these overrides, compiled.
+
+    ValueError with everything that is wrong with them, before anything is compiled.
+    """
+    layouts, problems = [], []
+    for text in asked:
+        try:
+            layouts.append(_layout(run, text))
+        except ValueError as error:
+            problems.append(str(error))
+    if not problems:
+        one, other = layouts
+        problems = other_models(_known(one), _known(other))
+        if isinstance(one, Run) and isinstance(other, Run) and one.config == other.config:
+            problems.append(f"first={asked[0]!r} and second={asked[1]!r} are the same run. Name two layouts.")
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))
+    one, other = (_compiled(layout, console) if isinstance(layout, Run) else layout for layout in layouts)
+    return one, other
+
+
+def _layout(run: Run, text: str) -> Run | dict[str, Any]:
+    """Return the summary in a folder, or the command's run with these overrides; ValueError says all that is wrong."""
+    folder = next((f for f in (Path(text).expanduser(), Path(run.config.runs) / text) if f.is_dir()), None)
     if folder is not None:
         return _read(folder)
-    changes = shlex.split(layout)
+    changes = shlex.split(text)
     if wrong := [change for change in changes if "=" not in change]:
         raise ValueError(
             f"{wrong[0]} is neither a folder nor an override such as partition=fsdp. Two layouts are compared by "
@@ -62,10 +88,23 @@ def _summary(run: Run, layout: str, console: Console) -> dict[str, Any]:
     kept = [o for o in overrides if key_value(o)[0] not in _OF_THE_MODE and not key_value(o)[0].startswith("mode.")]
     mode = [o for o in overrides if key_value(o)[0] in ("mode.time_limit_s", "mode.cache")]
     other = run_of([*flags, *kept, "mode=compile", *mode, *changes])
-    if problems := other.problems():
-        raise ValueError(f"{layout}: {problems[0]}")
-    _, summary, _ = compile_and_summarise(other, console)
-    return summary
+    target, problems = other.config.target, other.problems()
+    if target.platform is not Platform.tpu:
+        problems.append(f"target={target.name} has no predicted step: {NO_STEP}")
+    elif missing := libtpu_missing(target):
+        problems.append(missing)
+    if problems:
+        raise ValueError("\n".join(f"{text}: {problem}" for problem in problems))
+    return other
+
+
+def _known(layout: Run | dict[str, Any]) -> dict[str, Any]:
+    """Return what is known of a layout before it is compiled."""
+    return layout if isinstance(layout, dict) else {"about": layout.about(), "model": computed(layout)}
+
+
+def _compiled(run: Run, console: Console) -> dict[str, Any]:
+    return compile_and_summarise(run, console)[1]
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -88,7 +127,7 @@ def show(made: Difference, console: Console) -> None:
     parts = [part for part in made.parts if max(part.first, part.second) >= least]
     _table("where a step goes", [*parts, made.steps], duration, console)
     _table("what a device sends in a step, over", made.sent, sent, console)
-    most = max(max(kind.first, kind.second) for kind in made.memory)
+    most = max((max(kind.first, kind.second) for kind in made.memory), default=0.0)
     kinds = [kind for kind in made.memory if max(kind.first, kind.second) >= SMALL * most]
     _table("memory of one device at the peak", kinds, lambda size: gib(int(size)), console)
     _collectives(made, console)

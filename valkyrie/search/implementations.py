@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 
 from valkyrie.models.stack import Stack
 from valkyrie.run import Run
 from valkyrie.trees import with_value
+
+HOW = frozenset({"model.s5.scan_block", "model.loss_chunk"})
+"""Settings beside implementations that say how a model is computed."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,25 @@ def implementations(run: Run, given: Collection[str] = ()) -> list[Implementatio
 
     These are the values of settings that may be `auto`, which takes one of the others by the backend.
     """
-    found = []
+    return [
+        Implementation(name, setting, value)
+        for name, setting, now in _settings(run)
+        if f"model.{name}.{setting}" not in given
+        for value in type(now)
+        if value is not now and value.value != "auto"
+    ]
+
+
+def computed(run: Run) -> dict[str, str]:
+    """Return the settings of a model that decide what it computes, by key, without those that say how."""
+    how = {f"model.{name}.{setting}" for name, setting, _ in _settings(run)} | HOW
+    return {key: value for key, value in run.values().items() if key.startswith("model.") and key not in how}
+
+
+def _settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
+    """Yield block, name and value of the settings that may be `auto`, which takes one of the others by the backend."""
     for name, block in run.model.blocks.items() if isinstance(run.model, Stack) else ():
         for setting in (field.name for field in fields(block)):
             now = getattr(block, setting)
             if isinstance(now, Enum) and "auto" in [value.value for value in type(now)]:
-                others = [value for value in type(now) if value is not now and value.value != "auto"]
-                found += [Implementation(name, setting, value) for value in others]
-    return [one for one in found if one.key not in given]
+                yield name, setting, now

@@ -15,6 +15,7 @@ from valkyrie.compiled.communication import communication
 from valkyrie.hardware import usable_hbm
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
+from valkyrie.search.implementations import computed
 from valkyrie.search.recomputed import recomputation
 from valkyrie.search.trust import trust
 from valkyrie.train.folder import versions
@@ -48,6 +49,8 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
         "about": run.about(),
         "status": compiled.status,
         "reason": outcome.get("reason"),
+        "model": computed(run),
+        "module_sha256": outcome.get("module_sha256"),
         "versions": versions(),
         "compile": {key: outcome.get(key) for key in ("lower_s", "compile_s")} | {"cached": compiled.cached},
         "placement": outcome.get("placement", []),
