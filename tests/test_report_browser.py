@@ -115,6 +115,28 @@ def test_two_layouts_beside_each_other(opened: Opened):
     assert page.locator("#why").inner_text() == "These are the same layout."
 
 
+def test_units_stay_when_two_layouts_change_places(browser: Browser, tmp_path: Path):
+    short, long = {"matmul": 0.9, "exposed x": 0.1}, {"matmul": 0.2, "exposed x": 0.8}
+    trials = [
+        trial("8x1x1-fsdp", 1000, seconds=short, sent={"x": 512.0}, asked=["model.layers=4"]),
+        trial("2x4x1-2d_tp", 400, seconds=long, sent={"x": 9e6}, batch=32, asked=["model.layers=4"]),
+        trial("1x8x1-dp", 300, seconds=long, asked=["model.layers=8"]),
+    ]
+    opened = opened_at(browser, write_report(sweep_folder(tmp_path, trials)))
+    page, told = opened.page, []
+    for one, other in (("0", "1"), ("1", "0")):
+        page.select_option("#one", one)
+        page.select_option("#other", other)
+        told.append(page.locator("#why").inner_text())
+        tokens = page.evaluate(f"JSON.parse(document.getElementById('data').textContent).pairs.sides[{one}].tokens")
+        assert f"those for {tokens:,} tokens, a step of A." in told[-1]
+    assert " MB and 512 B." in told[0] and "a device sends 9.0 MB and 1.0 kB." in told[1]
+    page.select_option("#other", "2")
+    assert "layers=4" in page.locator("#why").inner_text() and "are compared." in page.locator("#why").inner_text()
+    assert page.locator("#sides").is_hidden()
+    page.close()
+
+
 def test_every_simulated_speed_bears_the_word(opened: Opened):
     for name in ("tokens/s/chip", "tokens/s", "step"):
         assert [("simulated" in text) for text in opened.column(name)[-3:]] == [True] * 3

@@ -128,3 +128,27 @@ def test_hostile_names_stay_text(tmp_path: Path):
     text = page(rows_of(tmp_path, trial("1x1x1-" + bad, 10), trial(bad, None, status=Status.failed, reason=bad)))
     assert bad not in text and "alert(1)" in text
     assert bad in json.dumps(data_of(text))
+
+
+def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
+    found = rows_of(
+        tmp_path,
+        trial("8x1x1-fsdp", 1000, sent={"x": 512.0}),
+        trial("2x4x1-2d_tp", 400, sent={"x": 9e6}, batch=32),
+    )
+    pairs = data_of(page(found))["pairs"]
+    assert set(pairs["why"]) == {"0,1", "1,0"}
+    one, other = pairs["why"]["0,1"], pairs["why"]["1,0"]
+    assert one[0].startswith("A is 2.50 times as fast as B") and other[0].startswith("B is 2.50 times as fast as A")
+    tokens = [side["tokens"] for side in pairs["sides"].values()]
+    assert tokens[1] != tokens[0]
+    assert f"Seconds and bytes of B are those for {tokens[0]:,} tokens, a step of A." in one[0]
+    assert f"Seconds and bytes of B are those for {tokens[1]:,} tokens, a step of A." in other[0]
+
+
+def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):
+    sizes = [trial("8x1x1-fsdp", 1000, asked=["model.layers=4"]), trial("8x1x1-fsdp", 500, asked=["model.layers=8"])]
+    pairs = data_of(page(rows_of(tmp_path, *sizes, trial("2x4x1-2d_tp", 400, asked=["model.layers=4"]))))["pairs"]
+    assert set(pairs["why"]) == {"0,2", "2,0"}
+    works = [side["work"] for side in pairs["sides"].values()]
+    assert works[0] == works[2] != works[1] and works[1].startswith("valkyrie_tiny layers=8, ")

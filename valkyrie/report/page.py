@@ -15,11 +15,12 @@ from markupsafe import Markup
 
 from valkyrie.paths import cache_root, write_whole
 from valkyrie.report import ranking, tables, words
+from valkyrie.report.colours import PALETTE, PART_COLOURS, axes_colour
 from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
 from valkyrie.report.pairs import compared
 from valkyrie.report.rank import Comparison, best_per_target, groups, refusals
 from valkyrie.report.records import Row, read_rows
-from valkyrie.report.specs import PALETTE, PART_COLOURS, axes_colour, timeline_spec
+from valkyrie.report.specs import timeline_spec
 from valkyrie.report.trace import timeline, torus
 from valkyrie.report.values import PART_NAMES, axes_named, labels
 from valkyrie.sweep.trial import PAGE

@@ -18,16 +18,23 @@ EXPLAINED = 12
 def compared(rows: Sequence[Row]) -> dict[str, Any]:
     """Return `sides`, the seconds and bytes of each predicted row by its place, and `why`, sentences by two places.
 
-    The first of two places is the smaller one. Empty where fewer than two rows have parts of a step.
+    The first of two places is A in their sentences. Sides of equal `work` are compared, whatever their batches. Empty
+    where fewer than two rows have parts of a step.
     """
     known = {i: summary for i, row in enumerate(rows) if (summary := _summary(row)) is not None}
     if len(known) < 2:
         return {"sides": {}, "why": {}}
-    why = {}
-    for i, j in itertools.combinations(list(known)[:EXPLAINED], 2):
-        with contextlib.suppress(ValueError):  # of two models, or the same layout twice
-            why[f"{i},{j}"] = difference(known[i], known[j]).sentences
-    return {"sides": {i: sides(summary) for i, summary in known.items()}, "why": why}
+    works, why = {i: _work(rows[i]) for i in known}, {}
+    for i, j in itertools.permutations(list(known)[:EXPLAINED], 2):
+        if works[i] == works[j]:
+            with contextlib.suppress(ValueError):  # the same layout twice
+                why[f"{i},{j}"] = difference(known[i], known[j]).sentences
+    return {"sides": {i: sides(summary) | {"work": works[i]} for i, summary in known.items()}, "why": why}
+
+
+def _work(row: Row) -> str:
+    """Return in words what a row's step computes of a token, so that only steps of the same are compared."""
+    return ", ".join([" ".join([row.work.model, *row.work.varied]), row.work.precision])
 
 
 def _summary(row: Row) -> dict[str, Any] | None:

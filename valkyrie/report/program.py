@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.machine.timeline import COMPUTE, trace_events
-from valkyrie.report.specs import axes_colour, part_colours
+from valkyrie.report.colours import axes_colour, part_colours
 from valkyrie.report.trace import drawing
 from valkyrie.units import duration
 

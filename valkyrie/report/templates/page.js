@@ -230,19 +230,21 @@
   const comparePair = () => {
     const [i, j] = [byId("one"), byId("other")].map((select) => Number(select.value));
     const [a, b] = [data.pairs.sides[i], data.pairs.sides[j]];
-    const turned = { A: "B", B: "A" };
-    let why = data.pairs.why[`${i},${j}`];
-    if (!why && data.pairs.why[`${j},${i}`]) why = data.pairs.why[`${j},${i}`].map((text) => text.replace(/\b[AB]\b/g, (x) => turned[x]));
-    if (!why) why = [i === j ? "These are the same layout." : "Sentences are there for the best layouts of one model; the numbers of these two are below."];
-    byId("why").replaceChildren(...why.map((line) => make("li", {}, line)));
-    byId("sides").tBodies[0].replaceChildren(...(a.model === b.model ? pairRows(a, b) : []));
+    const alike = a.work === b.work;
+    const none = i === j ? "These are the same layout."
+      : alike ? "Sentences are there for the best layouts only; the numbers of these two are below."
+      : `A is of ${a.work}, B of ${b.work}: only layouts of the same model, settings and precision are compared.`;
+    byId("why").replaceChildren(...(data.pairs.why[`${i},${j}`] || [none]).map((line) => make("li", {}, line)));
+    byId("sides").hidden = !alike;
+    byId("sides").tBodies[0].replaceChildren(...(alike ? pairRows(a, b) : []));
   };
   const paired = Object.keys(data.pairs.sides).map(Number);
   for (const [place, select] of [byId("one"), byId("other")].entries()) {
     select.append(...paired.map((i) => make("option", { value: i }, `${data.rows[i][at.layout]} — ${data.rows[i][at.seen]}`)));
     select.addEventListener("change", comparePair);
-    const other = paired.findIndex((i) => data.rows[i][at.partition] !== data.rows[paired[0]]?.[at.partition]);
-    if (paired.length) select.selectedIndex = place === 0 ? 0 : Math.max(other, 1);
+    const alike = paired.filter((i) => i !== paired[0] && data.pairs.sides[i].work === data.pairs.sides[paired[0]].work);
+    const other = alike.find((i) => data.rows[i][at.partition] !== data.rows[paired[0]][at.partition]) ?? alike[0];
+    if (paired.length) select.selectedIndex = place === 0 ? 0 : Math.max(paired.indexOf(other), 1);
   }
   byId("pair").hidden = paired.length < 2;
   if (paired.length > 1) comparePair();
