@@ -130,7 +130,7 @@ def test_units_stay_when_two_layouts_change_places(browser: Browser, tmp_path: P
         told.append(page.locator("#why").inner_text())
         tokens = page.evaluate(f"JSON.parse(document.getElementById('data').textContent).pairs.sides[{one}].tokens")
         assert f"those for {tokens:,} tokens, a step of A." in told[-1]
-    assert " MB and 512 B." in told[0] and "a device sends 9.0 MB and 1.0 kB." in told[1]
+    assert " MB and 512 B." in told[0] and "a device sends 9 MB and 1.02 kB." in told[1]
     page.select_option("#other", "2")
     assert "layers=4" in page.locator("#why").inner_text() and "are compared." in page.locator("#why").inner_text()
     assert page.locator("#sides").is_hidden()
