@@ -12,7 +12,12 @@ import pytest
 
 from reported import sweep_folder, trial
 from runs import command
+from valkyrie.funnel import calibrate
+from valkyrie.funnel.calibrate import calibration
+from valkyrie.funnel.replay_fit import replay_fit
 from valkyrie.hardware import TargetConfig
+from valkyrie.report.records import Row, read_rows
+from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.runs import estimated
 from valkyrie.search.show import how_far
@@ -26,18 +31,26 @@ SLOWER = 1.2
 """What a step takes of its replay."""
 
 
-def trials(batches: Sequence[int], truth: Efficiency) -> list[Trial]:
-    """Return trials whose steps take what the estimate says with these constants."""
+def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 1) -> list[Trial]:
+    """Return trials whose steps take what the estimate says with these constants; `also` are more overrides."""
+    outer = "" if slices == 1 else f"{slices}s"
     made = []
     for batch in batches:
         for layout in LAYOUTS:
             mesh, _, partition = layout.partition("-")
-            asked = ["model=gpt_125m", "target=v5e-8", f"mesh={mesh}", f"partition={partition}", f"batch={batch}"]
-            asked += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full"]
+            asked = [
+                "model=gpt_125m",
+                "target=v5e-8",
+                f"mesh={outer}{mesh}",
+                f"partition={partition}",
+                f"batch={batch}",
+            ]
+            asked += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
             step_s = estimated([run_of(asked)], truth)[0]["step"]
             one = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
             results = one.results | {"step": one.results["step"] | {"step_s": step_s, "replayed_s": step_s / SLOWER}}
-            made.append(replace(one, overrides=asked, results=results, about=one.about | {"seq": SEQ}, flags=[]))
+            about = one.about | {"seq": SEQ}
+            made.append(replace(one, key=" ".join(asked), overrides=asked, results=results, about=about, flags=[]))
     return made
 
 
@@ -79,30 +92,86 @@ def test_constants_are_found_and_held_to_families_left_out(
 ) -> None:
     compiled = trials((32, 64), truth)
     without = [one for one in compiled if one is not compiled[1]]
-    pairs = measured([compiled[0], compiled[1], compiled[2], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 0.98])
+    pairs = measured([*compiled[:4], compiled[len(LAYOUTS)]], [1.0, 1.0, 1.02, 1.01, 0.98])
     printed = calibrated(tmp_path, [*without, *pairs], capfd)
-    assert "v5e: 11 trials of 4 families." in printed and "Fitted constants are better there." in printed
+    assert "v5e: 12 trials of 2 families." in printed and "Fitted constants are better there." in printed
     before, after = (float(n) for n in re.findall(r"(?:off by|families:) ([\d.]+)%", printed)[:2])
     assert after < before / 3
     (told,) = json.loads((tmp_path / "found" / "calibrate.json").read_text())
     assert told["after"]["products"] == pytest.approx(0.6, abs=0.1) and told["gains"]
 
-    assert "Replays: 3 measured steps of 2 families have a compile of the same layout beside them." in printed
+    assert "Replays: 4 measured steps of 2 families have a compile of the same layout beside them." in printed
     assert "1 measured trial has no compile of the same layout in these folders" in printed
     target = used(tmp_path)
     assert target.chip is not None
-    fitted, of_32 = target.chip.replay, SLOWER * 1.02**0.5
-    assert (fitted.factor, fitted.rows, fitted.models) == (
-        pytest.approx((of_32 * SLOWER * 0.98) ** 0.5, rel=1e-3),
-        3,
-        2,
-    )
+    fitted, of_32 = target.chip.replay, SLOWER * 1.01
+    assert (fitted.rows, fitted.models) == (4, 2)
+    assert fitted.factor == pytest.approx((of_32 * SLOWER * 0.98) ** 0.5, rel=1e-3)
     assert fitted.low == pytest.approx(SLOWER * 0.98 / of_32, rel=1e-3)
     assert fitted.high == pytest.approx(1.02 / 0.98, rel=1e-3)
     assert correction_of(target).of_chip == fitted.factor
     span = trust(2.0, target.chip)
     assert span is not None and span["low_s"] == pytest.approx(2.0 * (fitted.low or 0))
-    assert "your 3 measured steps on v5e, predicted by other models and batches, took -3% to +4% of it" in how_far(span)
+    assert "your 4 measured steps on v5e, predicted by other models and batches, took -3% to +4% of it" in how_far(span)
+
+
+def rows_of(made: Sequence[Trial], folder: Path) -> list[tuple[Row, Run]]:
+    """Return trials as `calibration` takes them, each with its run."""
+    rows = read_rows([sweep_folder(folder, made)])
+    return [(row, run_of(row.trial.overrides)) for row in rows]
+
+
+@pytest.fixture
+def unfitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the constants of the estimate as they are."""
+    monkeypatch.setattr(calibrate, "fitted", lambda known, start, names: start)
+
+
+@pytest.mark.usefixtures("unfitted")
+def test_a_model_and_batch_that_was_compiled_and_measured_is_one_family(truth: Efficiency, tmp_path: Path) -> None:
+    compiled = trials((32,), truth)
+    one = calibration(rows_of([*compiled, *measured(compiled, [1.0] * len(compiled))], tmp_path))
+    assert list(one.families.values()) == [8] and one.left_out is None and not one.gains
+    assert one.replay is not None and one.replay.left_out is None and one.unpaired == 0
+
+
+@pytest.mark.usefixtures("unfitted")
+@pytest.mark.parametrize("also", ["precision=float32", "optimizer=muon"])
+def test_each_step_is_estimated_as_it_was_run(also: str, tmp_path: Path) -> None:
+    chip = run_of(["target=v5e-8"]).config.target.chip
+    assert chip is not None
+    now = efficiency_of(chip)
+    one = calibration(rows_of([*trials((32,), now), *trials((32,), now, also)], tmp_path))
+    assert one.errors.tolist() == pytest.approx([1.0] * len(one.errors), rel=1e-6)
+
+
+def test_what_several_slices_lose_counts_once(truth: Efficiency, tmp_path: Path) -> None:
+    compiled = trials((32,), truth, "target.slices=2", slices=2)[:1]
+    one, _ = replay_fit(rows_of([*compiled, *measured(compiled, [1.0])], tmp_path))
+    target = run_of(compiled[0].overrides).config.target
+    assert one is not None and target.chip is not None and correction_of(target).of_slices > 1
+    fitted = replace(target, chip=replace(target.chip, replay=one.fitted))
+    assert correction_of(fitted).factor == pytest.approx(SLOWER, rel=1e-3)
+
+
+def test_fewer_than_four_steps_make_no_interval(truth: Efficiency, tmp_path: Path) -> None:
+    compiled = trials((32, 64), truth)
+    pairs = measured([*compiled[:2], compiled[len(LAYOUTS)]], [1.0, 1.02, 0.98])
+    one, _ = replay_fit(rows_of([*compiled, *pairs], tmp_path))
+    assert one is not None and one.left_out is not None and len(one.left_out) == 3
+    assert (one.fitted.low, one.fitted.high) == (None, None)
+    assert one.sentences[-1] == "Fewer than 4 steps give no interval."
+
+
+def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Efficiency, tmp_path: Path) -> None:
+    compiled = trials((32,), truth)[:1]
+    (other,) = trials((32,), truth, "+target.chip.xla_options.xla_flag=true")[:1]
+    pairs = rows_of([*compiled, *measured([other], [1.0])], tmp_path / "other")
+    assert replay_fit(pairs) == (None, 1)
+    known = ["target.chip.usd_per_hour=3", "target.chip.replay.factor=1.1", "+target.chip.estimate.hbm=0.5"]
+    (priced,) = trials((32,), truth, *known)[:1]
+    fit, unpaired = replay_fit(rows_of([*compiled, *measured([priced], [1.0])], tmp_path / "priced"))
+    assert fit is not None and unpaired == 0
 
 
 def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

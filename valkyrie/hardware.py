@@ -32,8 +32,8 @@ class ReplayConfig:
     """What measured steps of one's own took of their replays on a chip, as `mode=calibrate` finds it.
 
     `factor`: what a replay is multiplied by; null: what published runs took. `low` and `high`: the least and the
-    largest ratio of measured to predicted seconds, each predicted by other models and batches; null where they were of
-    one. `rows` and `models`: how many steps, and of how many models and batches.
+    largest ratio of measured to predicted seconds, each predicted by other models and batches; null where too few
+    were. `rows` and `models`: how many steps, and of how many models and batches.
     """
 
     factor: float | None = None

@@ -17,7 +17,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.funnel.replay_fit import ReplayFit, replay_fit, unpaired
+from valkyrie.funnel.replay_fit import ReplayFit, off, replay_fit, rounded
 from valkyrie.hardware import ChipConfig
 from valkyrie.modes import CALIBRATED
 from valkyrie.paths import write_whole
@@ -28,9 +28,6 @@ from valkyrie.search.estimate.fit import FITTED, fitted, known_of, without_famil
 from valkyrie.train.arguments import run_of
 from valkyrie.train.folder import run_folder, write_about
 from valkyrie.train.screen import make_console
-
-DIGITS = 3
-"""Of a constant that is written."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Calibration:
     @property
     def gains(self) -> bool:
         """Whether the fitted constants are better on families that they were not fitted to."""
-        return self.left_out is not None and _off(self.left_out) < _off(self.errors)
+        return self.left_out is not None and off(self.left_out)[0] < off(self.errors)[0]
 
 
 def calibrate_mode(run: Run) -> int:
@@ -86,15 +83,15 @@ def calibrate_mode(run: Run) -> int:
 
 
 def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
-    """Return the constants fitted to the trials of a chip; a family is one model, batch, length and kind of speed."""
+    """Return the constants fitted to the trials of a chip; a family is one model, batch and length."""
     alike: dict[str, list[tuple[float, Run]]] = defaultdict(list)
     family: dict[str, str] = {}
     for row, run in pairs:
         config = run.config
-        name = f"{row.work.label}, {row.group.label}"
-        key = repr((name, config.partition, config.remat, list(config.mesh.axes)))
+        work = (config.model, config.batch, config.seq, config.precision, config.optimizer)
+        key = repr((row.work.label, row.group, work, config.partition, config.remat, list(config.mesh.axes)))
         alike[key].append((row.step_s or 0.0, run))
-        family[key] = name
+        family[key] = row.work.label
     known = [known_of([run for _, run in some], [s for s, _ in some], family[key]) for key, some in alike.items()]
     chip, counts = known[0].chip, dict[str, int]()
     for one in known:
@@ -106,18 +103,13 @@ def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
         estimates = without_family(known, before, FITTED)
         left_out = np.concatenate([one.step_s / estimate for one, estimate in estimates])
     after = fitted(known, before, FITTED)
-    return Calibration(chip, counts, before, after, errors, left_out, replay_fit(pairs), unpaired(pairs))
-
-
-def _off(ratios: np.ndarray) -> float:
-    """Return the median relative error of estimates; `ratios` are known over estimated seconds."""
-    return float(np.median(np.abs(1 / ratios - 1)))
+    return Calibration(chip, counts, before, after, errors, left_out, *replay_fit(pairs))
 
 
 def fragment(one: Calibration) -> str:
     """Return the fitted constants as an experiment, with what they were fitted to and how good they are."""
     told = [f"# {line}" for line in sentences(one)]
-    constants = [f"      {name}: {_rounded(getattr(one.after, name)):g}" for name in FITTED]
+    constants = [f"      {name}: {rounded(getattr(one.after, name)):g}" for name in FITTED]
     name = CALIBRATED.format(chip=one.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
     lines = ["# @package _global_", use, *told, "target:", "  chip:", "    estimate:", *constants]
@@ -127,10 +119,6 @@ def fragment(one: Calibration) -> str:
             *(f"      {k}: {'null' if v is None else v}" for k, v in asdict(one.replay.fitted).items()),
         ]
     return "\n".join(lines) + "\n"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
 
 
 def sentences(one: Calibration) -> list[str]:
@@ -145,17 +133,17 @@ def sentences(one: Calibration) -> list[str]:
 
 
 def _on_estimates(one: Calibration) -> list[str]:
-    rows, off, families = len(one.errors), np.abs(1 / one.errors - 1), len(one.families)
+    rows, families, (middle, worst) = len(one.errors), len(one.families), off(one.errors)
     lines = [
         f"{one.chip.name}: {rows} trials of {families} famil{'y' if families == 1 else 'ies'}. As they are, estimates "
-        f"are off by {100 * np.median(off):.1f}% in the median and {100 * off.max():.1f}% at worst."
+        f"are off by {middle:.1f}% in the median and {worst:.1f}% at worst."
     ]
     if one.left_out is None:
         return [*lines, "All are of one family, so nothing says how good fitted constants are on another."]
-    left = np.abs(1 / one.left_out - 1)
+    middle, worst = off(one.left_out)
     low, high = np.quantile(one.left_out, [0.05, 0.95])
     lines.append(
-        f"By constants fitted to the other families: {100 * np.median(left):.1f}% and {100 * left.max():.1f}%; nine of "
+        f"By constants fitted to the other families: {middle:.1f}% and {worst:.1f}%; nine of "
         f"ten trials took {low:.2f} to {high:.2f} of their estimate."
     )
     better = "Fitted constants are better there." if one.gains else "They are no better there: keep those of the chip."
@@ -176,7 +164,7 @@ def show(one: Calibration, file: Path, console: Console) -> None:
     for name in ("constant", "as it is", "fitted"):
         table.add_column(name, justify="left" if name == "constant" else "right")
     for name in FITTED:
-        table.add_row(name, *(f"{_rounded(getattr(of, name)):g}" for of in (one.before, one.after)))
+        table.add_row(name, *(f"{rounded(getattr(of, name)):g}" for of in (one.before, one.after)))
     console.print(table)
     for sentence in sentences(one):
         console.print(sentence, markup=False, soft_wrap=True)

@@ -8,13 +8,30 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from valkyrie.hardware import ReplayConfig
-from valkyrie.modes import SHAPING_KEYS
 from valkyrie.report.records import Row
 from valkyrie.run import Run
-from valkyrie.search.trust import Published, correction, correction_of, unseen_ratio
+from valkyrie.search.compile import program_settings
+from valkyrie.search.trust import ENOUGH, correction_of, of_families
+
+DIGITS = 4
+"""Of a number that is written."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step of one's own that was measured, and replayed of the same program.
+
+    `ratio`: measured over replayed seconds, without what published runs lost to as many slices. Steps of one `family`
+    are of one model, batch and length.
+    """
+
+    layout: str
+    model: str
+    family: str
+    slices: int
+    ratio: float
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,7 @@ class ReplayFit:
     where there is one alone. `fitted`: the factor and its interval.
     """
 
-    steps: list[Published]
+    steps: list[Replayed]
     before: np.ndarray
     left_out: np.ndarray | None
     fitted: ReplayConfig
@@ -33,16 +50,19 @@ class ReplayFit:
     @property
     def sentences(self) -> list[str]:
         """What was found, in words."""
-        off, families = np.abs(1 / self.before - 1), self.fitted.models
+        families, (middle, worst) = self.fitted.models, off(self.before)
         lines = [
             f"Replays: {len(self.steps)} measured steps of {families} famil{'y' if families == 1 else 'ies'} have a "
-            f"compile of the same layout beside them. As predicted they are off by {100 * np.median(off):.1f}% in "
-            f"the median and {100 * off.max():.1f}% at worst; the factor for replays is now {self.fitted.factor:g}."
+            f"compile of the same layout beside them. As predicted they are off by {middle:.1f}% in the median and "
+            f"{worst:.1f}% at worst; the factor for replays is now {self.fitted.factor:g}."
         ]
         if self.left_out is None:
             return [*lines, "All are of one family, so nothing says how good the factor is on another."]
-        left = np.abs(1 / self.left_out - 1)
-        return [*lines, f"By factors of the other families: {100 * np.median(left):.1f}% and {100 * left.max():.1f}%."]
+        middle, worst = off(self.left_out)
+        lines.append(f"By factors of the other families: {middle:.1f}% and {worst:.1f}%.")
+        if self.fitted.low is None:
+            lines.append(f"Fewer than {ENOUGH} steps give no interval.")
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values."""
@@ -50,44 +70,55 @@ class ReplayFit:
         return {"steps": steps, "measured_over_predicted": self.before.tolist(), "fitted": asdict(self.fitted)}
 
 
-def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> ReplayFit | None:
-    """Return the fit to the measured trials of a chip that were compiled too; None where there is none."""
-    replayed, steps, before = dict[str, float](), list[Published](), list[float]()
+def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
+    """Return the fit to the measured trials of a chip that were compiled too, and how many measured ones were not.
+
+    No fit where none was both.
+    """
+    replayed, steps, before, alone = dict[str, float](), list[Replayed](), list[float](), 0
     for row, run in pairs:
         if row.trial.stage == "compile" and (seconds := row.step.get("replayed_s")):
-            replayed[_layout(run)] = seconds
+            replayed[_program(run)] = seconds
     for row, run in pairs:
-        seconds, target = replayed.get(_layout(run)), run.config.target
-        if row.trial.stage != "measure" or seconds is None or row.step_s is None or target.chip is None:
+        if row.trial.stage != "measure" or row.step_s is None:
             continue
-        family, ratio = f"{row.work.label}, {target.name}", row.step_s / seconds
-        steps.append(Published(row.layout, row.work.model, family, target.chip.name, target.slices, ratio, ""))
-        before.append(ratio / correction_of(target).factor)
-    if not steps:
+        seconds, target = replayed.get(_program(run)), run.config.target
+        if seconds is None:
+            alone += 1
+            continue
+        now = correction_of(target)
+        ratio = row.step_s / seconds / now.of_slices
+        steps.append(Replayed(row.layout, row.work.model, row.work.label, target.slices, ratio))
+        before.append(ratio / now.of_chip)
+    return _fit_of(steps, before), alone
+
+
+def _fit_of(steps: list[Replayed], before: list[float]) -> ReplayFit | None:
+    """Return the factor of these steps, and what each took of a prediction by the other families."""
+    families = {step.family for step in steps}
+    factor = of_families([(step.family, step.ratio) for step in steps])
+    if factor is None:
         return None
-    chip, families = steps[0].chip, len({step.family for step in steps})
-    fitted = ReplayConfig(_rounded(correction(steps, chip, 1).of_chip), rows=len(steps), models=families)
-    left_out = [unseen_ratio(steps, step) for step in steps]
-    ratios = np.array([ratio for ratio in left_out if ratio is not None])
-    if len(ratios):
-        fitted.low, fitted.high = _rounded(ratios.min()), _rounded(ratios.max())
-    return ReplayFit(steps, np.array(before), ratios if len(ratios) else None, fitted)
+    fitted = ReplayConfig(rounded(factor), rows=len(steps), models=len(families))
+    others = {f: of_families([(step.family, step.ratio) for step in steps if step.family != f]) for f in families}
+    by = [(step.ratio, others[step.family]) for step in steps]
+    left_out = np.array([ratio / other for ratio, other in by if other is not None])
+    if len(left_out) >= ENOUGH:
+        fitted.low, fitted.high = rounded(left_out.min()), rounded(left_out.max())
+    return ReplayFit(steps, np.array(before), left_out if len(left_out) else None, fitted)
 
 
-def unpaired(pairs: Sequence[tuple[Row, Run]]) -> int:
-    """Return how many measured trials of a chip have no compile of the same layout beside them."""
-    compiled = {_layout(run) for row, run in pairs if row.trial.stage == "compile" and row.step.get("replayed_s")}
-    return sum(row.trial.stage == "measure" and _layout(run) not in compiled for row, run in pairs)
+def _program(run: Run) -> str:
+    """Return a name for the program of a step on its slice, whatever else is known of the chip."""
+    return json.dumps(program_settings(run), sort_keys=True, default=str)
 
 
-def _layout(run: Run) -> str:
-    """Return a name for what a step computes on which slice, whatever is known of the chip."""
-    values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
-    assert isinstance(values, dict)
-    target = run.config.target
-    slices = (target.chip and target.chip.name, target.chips, target.topology, target.slices)
-    return json.dumps([slices, [values[key] for key in SHAPING_KEYS if key != "target"]], sort_keys=True, default=str)
+def off(ratios: np.ndarray) -> tuple[float, float]:
+    """Return the median and the largest error of predictions in per cent; `ratios` are known over predicted seconds."""
+    errors = 100 * np.abs(1 / ratios - 1)
+    return float(np.median(errors)), float(errors.max())
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
+def rounded(value: float) -> float:
+    """Return a number as it is written."""
+    return float(f"{value:.{DIGITS}g}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from valkyrie.hardware import Platform
+from valkyrie.hardware import Platform, TargetConfig
 from valkyrie.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import cache_root, cache_trouble, source_digest
@@ -47,7 +47,7 @@ SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "units.py", "__in
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
 _NO_PROGRAM = ("estimate", "replay", "usd_per_hour", "spot_usd_per_hour")
-"""What is known of a chip that decides no program."""
+"""What is known of a chip that decides no program, and no replay of one."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 
 Progress = Callable[[str], None]
@@ -111,15 +111,29 @@ def compile_layout(
 
 def program_key(run: Run) -> str:
     """Return a name for everything that decides the compiled module: the layout, the program's source, the versions."""
+    decides = [program_settings(run), _compiler_flags(), versions(), program_digest(run)]
+    text = json.dumps(decides, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def program_settings(run: Run) -> dict[str, Any]:
+    """Return the settings of a run that decide the compiled module, as plain values by key."""
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(OmegaConf.structured(run.config), enum_to_str=True)
     assert isinstance(values, dict)
-    settings = {key: values[key] for key in (*SHAPING_KEYS, "debug")}
-    for name in _NO_PROGRAM:
-        (settings["target"]["chip"] or {}).pop(name, None)
-    text = json.dumps([settings, _compiler_flags(), versions(), program_digest(run)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return {key: values[key] for key in (*SHAPING_KEYS, "debug")} | {"target": target_settings(run.config.target)}
+
+
+def target_settings(target: TargetConfig) -> dict[str, Any]:
+    """Return a target as plain values, without what decides neither a program nor its replay."""
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(OmegaConf.structured(target), enum_to_str=True)
+    assert isinstance(values, dict)
+    chip = values["chip"]
+    known = None if chip is None else {name: value for name, value in chip.items() if name not in _NO_PROGRAM}
+    return {str(name): value for name, value in values.items()} | {"chip": known}
 
 
 def _compiler_flags() -> list[str]:

@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.hardware import Platform, ReplayConfig, TargetConfig, topology_of
+from valkyrie.hardware import Platform, TargetConfig, topology_of
 from valkyrie.machine.network import Machine
 from valkyrie.machine.replay import Cost, Replay, Span, replay
 from valkyrie.machine.torus import Position
 from valkyrie.paths import source_digest, write_whole
 from valkyrie.run import Run
-from valkyrie.search.compile import Compiled
+from valkyrie.search.compile import Compiled, target_settings
 from valkyrie.search.trust import correction_of
 
 
@@ -94,8 +92,6 @@ def _from_json(text: bytes) -> Replay | None:
 
 def _digest(target: TargetConfig) -> str:
     """Return a name for what decides a replay beside the module: the source that reads it, and the target's figures."""
-    if target.chip is not None:
-        target = replace(target, chip=replace(target.chip, replay=ReplayConfig(), estimate={}))
-    figures = json.dumps(OmegaConf.to_container(OmegaConf.structured(target), enum_to_str=True), sort_keys=True)
+    figures = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware.py", "slices.py")
     return hashlib.sha256((figures + source).encode()).hexdigest()[:16]

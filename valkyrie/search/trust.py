@@ -21,7 +21,7 @@ from valkyrie.hardware import ChipConfig, TargetConfig
 
 FILE = Path(__file__).with_name("published.json")
 ENOUGH = 4
-"""Published runs that a chip must have for its own interval; with fewer, those of all chips count."""
+"""Runs that an interval needs. Of published ones those of all chips count where a chip has fewer."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,15 @@ def correction(rows: Sequence[Published], chip: str, slices: int, without: str |
     others = [row for row in rows if row.family != without]
     loss = _loss(others)
     on_chip = [row for row in others if row.chip == chip]
-    families = sorted({row.family for row in on_chip})
-    each = [_median(row.ratio / _doublings(loss, row.slices) for row in on_chip if row.family == f) for f in families]
-    return Correction(_median(each) if each else 1.0, _doublings(loss, slices), len(on_chip), len(families))
+    families = {row.family for row in on_chip}
+    of_chip = of_families([(row.family, row.ratio / _doublings(loss, row.slices)) for row in on_chip])
+    return Correction(1.0 if of_chip is None else of_chip, _doublings(loss, slices), len(on_chip), len(families))
+
+
+def of_families(ratios: Sequence[tuple[str, float]]) -> float | None:
+    """Return the median of the families' medians, by logarithm; None of nothing. Each ratio stands by its family."""
+    each = [_median(ratio for family, ratio in ratios if family == f) for f in sorted({f for f, _ in ratios})]
+    return _median(each) if each else None
 
 
 def interval(rows: Sequence[Published], chip: str) -> Interval | None:
