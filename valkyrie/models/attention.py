@@ -122,7 +122,11 @@ class Attention(Block):
         """Return forward FLOPs per token: its projections, and logits and values over the keys a query really sees."""
         keys = 4 * site.embed * self.head_dim * self.kv_heads
         projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
-        return projections + 4.0 * self.heads * self.head_dim * self._mean_keys(site, seq)
+        return projections + 4.0 * self.head_dim * self.scores(site, seq)
+
+    def scores(self, site: Site, seq: int) -> float:
+        """Return the logits of a token: the keys that it really sees, for every head."""
+        return self.heads * self._mean_keys(site, seq)
 
     def saves(self, site: Site) -> list[Saved]:
         """Return its products, what the kernel gives and its softmax's sums, and what rotation and norm need."""

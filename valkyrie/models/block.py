@@ -165,6 +165,10 @@ class Block(ABC):
             for name, w in self.weights(site).items()
         }
 
+    def scores(self, site: Site, seq: int) -> float:
+        """Return how many numbers per token it makes of pairs of positions, as attention's logits are."""
+        return 0.0
+
     def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
         """Return what it reads of other devices where the sequence is split, and of how many positions (None: all)."""
         return []

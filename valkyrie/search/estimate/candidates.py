@@ -35,7 +35,8 @@ class Candidates:
     `sizes`: devices along each mesh axis. `spans`: how each axis lies. `microbatches`; `rounds`: stretches of
     layers that each pipeline stage has (circular schedule), else 1. `sums_once`: gradients are summed over
     devices after the last microbatch, as PyTorch does, not after each. `shares_loss`: stages share the logits; else
-    the last one has them.
+    the last one has them. `sends_parts`: of devices that have the same activations each sends a part of them to the
+    next stage, where they are gathered, as Megatron-LM does (arXiv 2104.04473, section 4.1); else each sends all.
     """
 
     partition: PartitionConfig
@@ -48,6 +49,7 @@ class Candidates:
     rounds: np.ndarray
     sums_once: bool = False
     shares_loss: bool = True
+    sends_parts: bool = False
 
     def __len__(self) -> int:
         return len(self.microbatches)

@@ -15,7 +15,8 @@ class Efficiency:
     `products`, `mixing`: share of peak FLOP/s of large products and of attention; `half_rate_flops`: FLOPs of a product
     that reaches half of that; `tile`: the matrix unit's side; `float32_passes`: passes of a float32 product.
     `hbm`: share of HBM's bandwidth. `passes`: how often an activation that blocks declare is moved in a step, with
-    `passes_again` where it is computed again and `passes_kept` where it is kept; `logits_passes`: the logits.
+    `passes_again` where it is computed again and `passes_kept` where it is kept; `logits_passes`: the logits;
+    `scores_passes`: attention's scores in a forward pass, where no kernel keeps them on the chip.
     `launch_s`: what an operation costs beside its work. `hidden_...`: shares of communication beside which something
     is computed. `gathers`, `sums`, `outside`: shares of the links' rates (`Network`). `scatters`: how many times a
     reduce-scatter takes of an all-gather; 2 where the compiler sums whole and takes a part. `start_s`: the start of a
@@ -33,6 +34,7 @@ class Efficiency:
     passes_again: float = 0.7
     passes_kept: float = 4.0
     logits_passes: float = 3.0
+    scores_passes: float = 0.0
     launch_s: float = 2e-6
     hidden_weights: float = 0.7
     hidden_gradients: float = 0.3

@@ -32,6 +32,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "passes_again": (0.05, 8.0),
     "passes_kept": (0.2, 12.0),
     "logits_passes": (0.5, 12.0),
+    "scores_passes": (0.0, 20.0),
     "float32_passes": (1.0, 8.0),
     "launch_s": (1e-7, 1e-3),
     "hidden_weights": (0.0, 1.0),
@@ -40,13 +41,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "hidden_stages": (0.0, 1.0),
     "gathers": (0.2, 1.0),
     "sums": (0.2, 1.0),
-    "outside": (0.1, 1.0),
+    "outside": (0.4, 1.0),
 }
 """The least and the largest value that each constant may take."""
 FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
 """The constants that steps compiled for a TPU say something of."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
-PULL = 0.1
+PULL = 0.2
 """The weight of a constant's distance from its default, over its whole range, beside a row's relative error."""
 
 

@@ -140,11 +140,17 @@ class Step:
         """Return the seconds of attention's scores and of scans, forward, again and backward."""
         again = [remat.place(mixing.name) is Place.nowhere for mixing in self.work.mixing]
         flops = _total((1 + MIXING_BACKWARD + a) * n for a, n in zip(again, self._mixing_flops, strict=True))
-        return flops * self.share / (self.peak * self.efficiency.mixing)
+        scores = _total((1 + BACKWARD + a) * n for a, n in zip(again, self._scores, strict=True))
+        moved = self.work.itemsize * self.efficiency.scores_passes * scores
+        return self.share * (flops / (self.peak * self.efficiency.mixing) + moved / self.hbm)
 
     @cached_property
     def _mixing_flops(self) -> list[np.ndarray]:
         return [mixing.count * mixing.flops * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
+
+    @cached_property
+    def _scores(self) -> list[np.ndarray]:
+        return [mixing.count * mixing.scores * self.rows / self._mixing_parts(mixing) for mixing in self.work.mixing]
 
     def _mixing_parts(self, mixing: Mixing) -> np.ndarray:
         of = self.layouts.activations
@@ -315,8 +321,13 @@ class Step:
         """Return the seconds in which a stage hands a microbatch on, forward and backward."""
         layouts = self.layouts
         width = _width(self.work) / layouts.split("embed", "active", _width(self.work))
-        bytes_ = self.rows * width * self.work.itemsize
-        return 2 * layouts.rounds * self.network.exchange(layouts, layouts.parameters.get(LAYERS, ()), bytes_)
+        bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
+        if layouts.sends_parts:
+            split = (*axes, *layouts.data, *layouts.activations["embed"])
+            alike = [axis for axis in layouts.sizes if axis not in split]
+            sent = self.network.exchange(layouts, axes, bytes_ / layouts.parts(alike))
+            return 2 * layouts.rounds * (sent + self.network.gather(layouts, alike, bytes_))
+        return 2 * layouts.rounds * self.network.exchange(layouts, axes, bytes_)
 
     @cached_property
     def _optimizer(self) -> np.ndarray:

@@ -53,11 +53,13 @@ class Product:
 class Mixing:
     """What a block does beside its products, in `count` layers: `flops` of a token forward, `axes` that split it.
 
+    `scores`: numbers of a token that it makes of pairs of positions; they stay on the chip where a kernel makes them.
     `name` is that of its result as remat knows it. `over_rows`: axes of the residual stream that split none of `axes`
     split its rows. `neighbours`: what it reads of positions that another device holds where the sequence is split.
     """
 
     flops: float
+    scores: float
     axes: tuple[str, ...]
     count: int
     name: str | None
@@ -116,7 +118,7 @@ def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
                 found = _products(block, site, repeats, (i, site.number, after), last)
                 products += found
                 own = sum(2.0 * p.k * p.n * p.numbers for p in found)
-                mixing.append(_mixing(block, site, repeats, block.flops(site, run.config.seq) - own))
+                mixing.append(_mixing(block, site, repeats, run.config.seq, own))
                 moved += [(kept, repeats) for kept in block.kept(site)]
     passes = model.flops_per_token(run.config.seq) / total
     return Work(run, tuple(products), tuple(mixing), tuple(moved), model.parameters(), passes)
@@ -150,8 +152,11 @@ def _products(block: Block, site: Site, count: int, place: tuple[object, ...], l
     return products
 
 
-def _mixing(block: Block, site: Site, count: int, flops: float) -> Mixing:
+def _mixing(block: Block, site: Site, count: int, seq: int, of_products: float) -> Mixing:
+    """Return what a block of so many FLOPs of products does beside them."""
     inner = [kept for kept in block.kept(site) if kept.name is not None and not kept.product]
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
     of_positions = tuple(block.neighbours(site))
-    return Mixing(max(flops, 0.0), axes, count, inner[0].name if inner else None, block.over_rows, of_positions)
+    flops = max(block.flops(site, seq) - of_products, 0.0)
+    name = inner[0].name if inner else None
+    return Mixing(flops, block.scores(site, seq), axes, count, name, block.over_rows, of_positions)

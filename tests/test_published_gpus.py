@@ -1,0 +1,76 @@
+"""Estimates against published GPU runs, with constants fitted to other groups of them (experiments/search/gpus.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.network import network_of
+from valkyrie.search.estimate.times import Step
+
+sys.path.append(str(Path(__file__).parents[1] / "experiments" / "search"))
+gpus = import_module("gpus")  # a script, found by the line above
+
+
+GROUP = """
+import sys
+sys.path.append(sys.argv[1])
+import gpus
+published = gpus.rows_of(gpus.FILE)
+asked = [row for row in published if row.line["group"] == sys.argv[2]]
+for pairs in gpus.estimated(asked, published).values():
+    for row, estimate in pairs:
+        print(row.step_s, estimate)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "order", "error"), [("vtrain_multi_175B_512", 0.9, 0.05), ("vtrain_multi_3.6B_64", 0.96, 0.1)]
+)
+def test_a_group_is_estimated_from_the_others(group: str, order: float, error: float) -> None:
+    # In a process of its own: this one checks the types of every call, which is nine tenths of a fit.
+    command = [sys.executable, "-c", GROUP, str(gpus.FILE.parent), group]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured, estimates = np.array([line.split() for line in told.stdout.splitlines()], float).T
+    assert len(measured) > 20 and spearmanr(measured, estimates).statistic >= order
+    assert np.abs(estimates / measured - 1).mean() < error
+    assert measured[np.argmin(estimates)] < 1.02 * measured.min()
+
+
+def handed_on(**changes: bool) -> float:
+    """Return the seconds in which stages of vTrain's 175B runs with eight-fold tensor parallelism hand on."""
+    rows = [row for row in gpus.rows_of(gpus.FILE) if "175B_512" in row.line["group"] and row.line["tp"] == "8"]
+    known, efficiency = gpus.known_of(rows[:1]), Efficiency()
+    layouts = replace(known.layouts, **changes)
+    times = Step(known.work, layouts, known.chip, efficiency, network_of(known.chip, efficiency)).under(known.remat)
+    return float(times.parts["stages"][0])
+
+
+def test_devices_with_the_same_activations_send_a_part_each() -> None:
+    assert handed_on(sends_parts=True) < handed_on(sends_parts=False) / 4
+
+
+def test_scores_go_through_memory_where_no_kernel_keeps_them() -> None:
+    rows = [row for row in gpus.rows_of(gpus.FILE) if "3.6B_64" in row.line["group"]][:1]
+    known = gpus.known_of(rows)
+    seconds = [float(known.estimate(replace(Efficiency(), scores_passes=n))[0]) for n in (0.0, 1.0)]
+    layers, heads, seq, tokens = 30, 32, 2048, 512 * 2048 / 64
+    moved = 2 * 4 * layers * heads * seq * tokens  # float16; forward, again, and twice backward
+    assert seconds[1] - seconds[0] == pytest.approx(moved / (0.8 * 2039e9), rel=1e-6)
+
+
+def test_what_a_source_states_of_its_hosts_is_used() -> None:
+    (row,) = [r for r in gpus.rows_of(gpus.FILE) if r.line["group"] == "tt_8b_8"]
+    assert gpus.known_of([row]).chip.hbm_gbs == 2400
+    assert {
+        gpus.known_of([r]).chip.dcn_gbs_per_host for r in gpus.rows_of(gpus.FILE) if "3.6B_64" in r.line["group"]
+    } == {100}
