@@ -14,6 +14,7 @@ from reported import sweep_folder, trial
 from runs import command
 from valkyrie.funnel import calibrate
 from valkyrie.funnel.calibrate import calibration
+from valkyrie.funnel.question import asked
 from valkyrie.funnel.replay_fit import replay_fit
 from valkyrie.hardware import TargetConfig
 from valkyrie.report.records import Row, read_rows
@@ -27,6 +28,7 @@ from valkyrie.train.arguments import run_of
 
 LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512
+SEARCH = ["mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32"]
 SLOWER = 1.2
 """What a step takes of its replay."""
 
@@ -84,7 +86,12 @@ def used(folder: Path) -> TargetConfig:
     file = folder / "mine" / "experiment" / "calibrated_v5e.yaml"
     file.parent.mkdir(parents=True)
     file.write_text((folder / "found" / "calibrated_v5e.yaml").read_text())
-    return run_of(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", "target=v5e-8"]).config.target
+    return with_it(folder, "target=v5e-8").config.target
+
+
+def with_it(folder: Path, *arguments: str) -> Run:
+    """Return the run of a command that uses what was written."""
+    return run_of(["--config-dir", str(folder / "mine"), "+experiment=calibrated_v5e", *arguments])
 
 
 def test_constants_are_found_and_held_to_families_left_out(
@@ -168,7 +175,12 @@ def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Effi
     (other,) = trials((32,), truth, "+target.chip.xla_options.xla_flag=true")[:1]
     pairs = rows_of([*compiled, *measured([other], [1.0])], tmp_path / "other")
     assert replay_fit(pairs) == (None, 1)
-    known = ["target.chip.usd_per_hour=3", "target.chip.replay.factor=1.1", "+target.chip.estimate.hbm=0.5"]
+    known = [
+        "target.chip.usd_per_hour=3",
+        "target.chip.calibrated=v5e",
+        "target.chip.replay.factor=1.1",
+        "+target.chip.estimate.hbm=0.5",
+    ]
     (priced,) = trials((32,), truth, *known)[:1]
     fit, unpaired = replay_fit(rows_of([*compiled, *measured([priced], [1.0])], tmp_path / "priced"))
     assert fit is not None and unpaired == 0
@@ -179,6 +191,14 @@ def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, cap
     chip, written = used(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and efficiency_of(chip).products == pytest.approx(0.6, abs=0.1)
     assert chip.replay.factor is None and "replay" not in written
+    refusal = "target.chip.calibrated=v5e: what was fitted to v5e says nothing of v4. Use a slice of v5e, or leave the "
+    (problem,) = with_it(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
+    assert problem.startswith(refusal)
+
+    several = [*SEARCH, "mode.targets=[v5e-8,v5e-16]"]
+    assert [slice_.chip for slice_ in asked(with_it(tmp_path, *several)).targets] == [chip, chip]
+    with pytest.raises(ValueError, match="^target=v4-8: the command sets figures of v5e"):
+        asked(with_it(tmp_path, *SEARCH, "mode.targets=[v5e-8,v4-8]"))
     assert "All are of one family, so nothing says how good fitted constants are on another." in written
 
 

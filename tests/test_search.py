@@ -217,6 +217,12 @@ def test_a_schedule_that_is_named_stays() -> None:
     assert piped and all("partition.schedule=1f1b" in one.overrides for one in piped)
 
 
+def test_devices_without_a_torus_have_one_shape() -> None:
+    for target in ("cpu8", "h100-8"):
+        of = asked(run_of(["mode=search", f"target={target}", "model=gpt_tiny", "batch=32", "mode.shapes=true"]))
+        assert [slice_.name for slice_ in of.targets] == [target]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

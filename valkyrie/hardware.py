@@ -62,7 +62,8 @@ class ChipConfig:
     whether to train or to predict; null takes one away. `xla_options_until`: the last libtpu that takes one of them.
     `device_kinds`: by which JAX reports it. `estimate`: what it reaches of these figures, as `mode=search` estimates a
     step (`valkyrie.search.estimate.efficiency`). `replay`: what measured steps took of their replays, where that is
-    known from runs of one's own.
+    known from runs of one's own. `calibrated`: the name of the chip that both were fitted to, as `mode=calibrate`
+    writes it.
     """
 
     name: str = "unknown"
@@ -93,6 +94,7 @@ class ChipConfig:
     device_kinds: list[str] = field(default_factory=list)
     estimate: dict[str, float] = field(default_factory=dict)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    calibrated: str | None = None
 
     def peak_flops(self, compute: DType) -> float | None:
         """Return peak FLOP/s of one chip for this dtype, or None where none is published."""
@@ -131,6 +133,11 @@ class ChipConfig:
         for name in ("rows", "models"):
             if (count := getattr(self.replay, name)) < 0:
                 problems.append(f"target.chip.replay.{name}={count}: must be at least 0.")
+        if self.calibrated not in (None, self.name):
+            problems.append(
+                f"target.chip.calibrated={self.calibrated}: what was fitted to {self.calibrated} says nothing of "
+                f"{self.name}. Use a slice of {self.calibrated}, or leave the experiment out that sets it."
+            )
         for name, value in self.xla_options.items():
             if not isinstance(value, str | int | float | None):
                 problems.append(f"target.chip.xla_options.{name}={value}: write a word, a number, true, false or null.")

@@ -112,7 +112,8 @@ def fragment(one: Calibration) -> str:
     constants = [f"      {name}: {rounded(getattr(one.after, name)):g}" for name in FITTED]
     name = CALIBRATED.format(chip=one.chip.name)
     use = f"# Copy this file to FOLDER/experiment/{name} and write --config-dir FOLDER +experiment={Path(name).stem}."
-    lines = ["# @package _global_", use, *told, "target:", "  chip:", "    estimate:", *constants]
+    lines = ["# @package _global_", use, *told, "target:", "  chip:", f"    calibrated: {one.chip.name}"]
+    lines += ["    estimate:", *constants]
     if one.replay is not None:
         lines += [
             "    replay:",

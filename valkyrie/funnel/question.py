@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from valkyrie.hardware import Platform, TargetConfig, slice_of
+from valkyrie.hardware import ChipConfig, Platform, TargetConfig, known_chips, slice_of
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group
@@ -27,8 +27,8 @@ class Question:
     """A search as it was asked: the run that says model, batch and precision, and the rest of the command.
 
     What the command names of partition, remat and microbatches stays as it is; the rest varies. A setting such as
-    `partition.zero1=true` goes for every partition. `budget_s`: seconds
-    after which nothing new is compiled. `tokens`, `budget_usd`: for which hours and dollars are told.
+    `partition.zero1=true` goes for every partition. `budget_s`: seconds after which nothing new is compiled. `tokens`,
+    `budget_usd`: for which hours and dollars are told.
     """
 
     run: Run
@@ -101,7 +101,7 @@ def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[
 def _targets(run: Run) -> list[TargetConfig]:
     """Return the slices that are compared; with `mode.shapes` every shape that each comes in."""
     target, named = run.config.target, run.config.mode.targets
-    targets = [parse_target(name) for name in named] if named else [target]
+    targets = [_with_settings_of(target.chip, parse_target(name)) for name in named] if named else [target]
     without = [t for t in targets if t.chips is None or (t.chip is None and t.platform is not Platform.cpu)]
     if without:
         raise ValueError(
@@ -113,10 +113,21 @@ def _targets(run: Run) -> list[TargetConfig]:
     return [shape for t in targets for shape in _shapes(t)] if run.config.mode.shapes else targets
 
 
+def _with_settings_of(chip: ChipConfig | None, target: TargetConfig) -> TargetConfig:
+    """Return a slice whose chip is as the run has it, where an experiment sets figures; ValueError for another chip."""
+    if chip is None or chip == known_chips().get(chip.name):
+        return target
+    if target.chip is None or target.chip.name != chip.name:
+        raise ValueError(
+            f"target={target.name}: the command sets figures of {chip.name} (target.chip), which are not those of this "
+            f"slice. Search slices of {chip.name} alone, or leave the experiment out that sets them."
+        )
+    return replace(target, chip=chip)
+
+
 def _shapes(target: TargetConfig) -> Sequence[TargetConfig]:
     chip, chips = target.chip, target.chips
-    assert chip is not None and chips is not None
-    if chip.ici_axes is None:
+    if chip is None or chips is None or chip.ici_axes is None:
         return [target]
     found = [slice_of(chip, shape) for shape in chip.slices.shapes(chips)]
     return [replace(shape, slices=target.slices) for shape in found] or [target]

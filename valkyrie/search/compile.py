@@ -46,7 +46,7 @@ SHAPING += ("hardware.py", "hub.py", "modes.py", "optim", "paths.py", "precision
 SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "units.py", "__init__.py", "search/__init__.py")
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
-_NO_PROGRAM = ("estimate", "replay", "usd_per_hour", "spot_usd_per_hour")
+_NO_PROGRAM = ("estimate", "replay", "calibrated", "usd_per_hour", "spot_usd_per_hour")
 """What is known of a chip that decides no program, and no replay of one."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 
