@@ -24,6 +24,7 @@ from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
 from valkyrie.hardware import ChipConfig, Platform
 from valkyrie.modes import FIGURES
+from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.rank import rank
 from valkyrie.search.figures_of import in_words, read_figures
@@ -167,12 +168,50 @@ def test_figures_are_a_chip(tmp_path: Path) -> None:
     values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 8.0, "host_bounds": [2]}
     values |= {"switch_gbs": 0.5, "dcn_gbs_per_host": 0.025, "estimate": {"start_s": 1e-4, "outer_start_s": 2e-3}}
     file.write_text(json.dumps(values))
-    chip = read_figures(file)
+    chip = read_figures(file).chip
     assert chip.problems() == [] and efficiency_of(chip).outer_start_s == 2e-3
     assert in_words(chip) == (
         "50 GFLOP/s in float32 and 8 GB/s of memory a device; 0.5 GB/s between devices of a process, 0.1 ms to start; "
         "0.025 GB/s out of a process of 2, 2 ms to start"
     )
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "machine", "times"),
+    [
+        ((), "here", 0),
+        (("precision=bf16_mixed",), "here", 1),
+        ((), "there", 1),
+        (("target=cpu4",), "here", 1),
+    ],
+)
+def test_figures_are_of_this_machine_and_precision(
+    asked_for: tuple[str, ...], machine: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = list[Run]()
+
+    def time_them(plan: Plan) -> Trial:
+        assert plan.run is not None
+        timed.append(plan.run)
+        values = {"name": "cpu", "platform": "cpu", "peak_tflops": {plan.run.config.precision.compute.value: 0.05}}
+        values |= {"host_bounds": [plan.run.config.target.chips], "machines": [machine]}
+        plan.trial_folder.mkdir(parents=True, exist_ok=True)
+        (plan.trial_folder / FIGURES).write_text(json.dumps(values))
+        return plan.ended(Status.ok, None, "", 1.0)
+
+    def with_them(*arguments: str) -> Question:
+        of = asked(
+            run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "batch=16", "precision=float32", *arguments])
+        )
+        return with_figures(of, tmp_path, Console(quiet=True))
+
+    monkeypatch.setattr(at_hand, "_carried_out", time_them)
+    monkeypatch.setattr(at_hand.socket, "gethostname", lambda: "here")
+    with_them()
+    timed.clear()
+    (target,) = with_them(*asked_for).targets
+    assert len(timed) == times and target.chip is not None
+    assert list(target.chip.peak_tflops) == ["bfloat16" if "precision=bf16_mixed" in asked_for else "float32"]
 
 
 def test_an_own_scatter_costs_as_often_as_the_chip_says() -> None:

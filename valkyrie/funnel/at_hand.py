@@ -5,6 +5,7 @@ This process never starts JAX's devices: a TPU or GPU that it held would be miss
 
 from __future__ import annotations
 
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -72,15 +73,15 @@ def _figures(question: Question, target: TargetConfig, folder: Path, console: Co
         runs=str(folder),
         name=f"figures-{target.name}",
     )
-    name = str(run.config.name)
-    file = folder / name / FIGURES
-    if not (file.is_file() and read_figures(file).host_bounds == [devices // processes()]):
+    name, machine = str(run.config.name), socket.gethostname()
+    file, asked = folder / name / FIGURES, (machine, config.precision.compute, devices // processes())
+    if not (file.is_file() and read_figures(file).are_of(*asked)):
         plan = Plan(name, name, "figures", folder, (), {}, run=run, limit_s=MODES["figures"].limit_s(run.config.mode))
         trial = _carried_out(plan)
         if trial.status is not Status.ok:
             raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")
-    chip = read_figures(file)
-    console.print(f"{target.name}: {in_words(chip)} (timed here: {file})", highlight=False, soft_wrap=True)
+    chip = read_figures(file).chip
+    console.print(f"{target.name}: {in_words(chip)} (timed on {machine}: {file})", highlight=False, soft_wrap=True)
     return chip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -62,10 +63,11 @@ def figures_mode(run: Run) -> int:
         devices = prepare_devices(run, console.print, team).devices
         folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
         chip = figures(devices, run.config.precision.compute, team)
+        machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.leads:
             write_about(run, folder)
-            write_whole(folder / FIGURES, json.dumps(chip, indent=1) + "\n")
-            console.print(in_words(read_figures(folder / FIGURES)), highlight=False, soft_wrap=True)
+            write_whole(folder / FIGURES, json.dumps(chip | {"machines": machines}, indent=1) + "\n")
+            console.print(in_words(read_figures(folder / FIGURES).chip), highlight=False, soft_wrap=True)
             console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
     return 0
 
