@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -120,6 +121,25 @@ def test_a_loaded_run_needs_no_folder_of_ones_own(own: Path, tmp_path: Path):
     run = valkyrie.load(folder, "partition=fsdp")
     assert run.config.target.name == "mine" and run.config.partition.name == "fsdp"
     assert run.config.target.chip is not None and run.config.target.chip.hbm_gib == 33
+
+
+@pytest.mark.parametrize("chip", ["tuned", "dual", "timed"])
+def test_a_chip_of_ones_own_is_had_by_number(own: Path, chip: str):
+    """Also one whose names count cores, as it inherits from v4, and the figures that `mode=figures` left."""
+    chips = own / "target" / "chip"
+    (chips / "dual.yaml").write_text("defaults: [v4, _self_]\nname: dual\n")
+    figures = {"platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 2.5, "host_bounds": [1]}
+    figures |= {"dcn_gbs_per_host": 0.012, "estimate": {"launch_s": 2.1e-06}}
+    (chips / "timed.yaml").write_text(json.dumps({"name": "timed", **figures}))
+    target = valkyrie.compose(
+        "--config-dir", str(own), "model=gpt_tiny", f"target.chip={chip}", "target.chips=8"
+    ).config.target
+    assert target.chip is not None and (target.chip.name, target.chips) == (chip, 8)
+    assert target.name == ("dual-16" if chip == "dual" else f"{chip}-8")
+    if chip == "timed":
+        assert target.chip.estimate["launch_s"] == 2.1e-06
+    with pytest.raises(ValueError, match="target.chip=tuned does not say how many: add target.chips=N"):
+        valkyrie.compose("--config-dir", str(own), "target.chip=tuned")
 
 
 def test_another_choice_of_a_group_keeps_nothing_of_the_one_before(folder: Path):

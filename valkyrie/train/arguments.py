@@ -9,20 +9,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.compose import register
 from valkyrie.explain import explain
 from valkyrie.models import let_import
 from valkyrie.run import Run
+from valkyrie.train.composing import composing
 from valkyrie.train.folder import key_value, parts_of
 from valkyrie.train.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
 from valkyrie.train.shorthand import written_out
@@ -86,17 +83,6 @@ def run_in(folder: Path, overrides: Sequence[str]) -> Run:
         raise ValueError(explain(error)) from error
 
 
-@contextmanager
-def _beside_hydra() -> Iterator[None]:
-    """Let a run be composed while Hydra composes the jobs of a multirun."""
-    running = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = running
-
-
 def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     """Return the run of arguments as Hydra takes them, on top of a run folder's settings where one is given.
 
@@ -105,19 +91,10 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     flags = parts_of(arguments)[0]
     if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
         raise ValueError(f"{unknown[0]} is a flag of valkyrie-train: here only KEY=VALUE is read.")
-    folders, conf = config_dirs(flags), register()
+    folders = config_dirs(flags)
     let_import(folders)
     primary = primary_of(arguments, folder=folder)
-    with _beside_hydra(), initialize_config_dir(primary.folder or str(conf), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, ConfigLoaderImpl)
-        for own in folders:
-            if not Path(own).is_dir():
-                raise ValueError(f"--config-dir {own} is not a folder.")
-            loader.config_search_path.prepend(
-                "command-line", f"file://{own}", anchor=SearchPathQuery(provider="schema")
-            )
-        loader.repository.initialize_sources(loader.config_search_path)
+    with composing(folders, primary.folder):
         with refuses_keys_of_null(arguments):
             config = compose(primary.name, parts_of(primary.arguments)[1])
         return replace(Run.from_config(config), arguments=tuple(arguments))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from valkyrie.hardware import known_chips
+from valkyrie.choices import Chips
+from valkyrie.hardware import ChipConfig, known_chips
+from valkyrie.train.composing import composing
 from valkyrie.train.folder import key_value
+from valkyrie.train.saved import config_dirs
 
 _OF_MODE = {
     "search": {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"},
@@ -18,18 +21,20 @@ _OF_MODE = {
 def written_out(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without abbreviations; ValueError where one makes no sense.
 
-    `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`; there
+    `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`, of a chip of the
+    package or with a file in the folder of `--config-dir`; there
     `target=[v4-64,v5e-64]` compares slices, and `tokens=`, `budget=` and `budget_usd=` are keys of the mode, as under
     `mode=explain` `first=` and `second=`.
     """
     given = dict(key_value(argument) for argument in arguments if "=" in argument)
     searching = given.get("mode") == "search"
+    chip = _chip(given["target.chip"], config_dirs(arguments)) if "target.chip" in given else None
     written: list[str] = []
     for argument in arguments:
         key, value = key_value(argument) if "=" in argument else (argument, "")
-        if key == "target.chip" and value in known_chips():
-            written += _slice_of(value, given.get("target.chips"), searching)
-        elif key == "target.chips" and given.get("target.chip") in known_chips():
+        if key == "target.chip" and chip is not None:
+            written += _slice_of(value, chip.units_in_name, given.get("target.chips"), searching)
+        elif key == "target.chips" and chip is not None:
             continue
         elif searching and key == "target" and value.startswith("[") and value.endswith("]"):
             names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
@@ -44,8 +49,15 @@ def written_out(arguments: Sequence[str]) -> list[str]:
     return written
 
 
-def _slice_of(chip: str, chips: str | None, searching: bool) -> list[str]:
+def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
+    """Return the chip of a name, of the package or of the user's own; None where there is none."""
+    if name in known_chips() or not folders:
+        return known_chips().get(name)
+    with composing(folders):
+        return Chips().get(name)
+
+
+def _slice_of(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
     if chips is None or not chips.isdecimal():
         raise ValueError(f"target.chip={chip} does not say how many: add target.chips=N, or write target={chip}-N.")
-    size = int(chips) * known_chips()[chip].units_in_name
-    return [f"target={chip}-{size}", *(["mode.shapes=true"] if searching else [])]
+    return [f"target={chip}-{int(chips) * units}", *(["mode.shapes=true"] if searching else [])]
