@@ -17,8 +17,9 @@ from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, elsewhere, place_of, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.modes import MODES
 from valkyrie.run import Run
+from valkyrie.search import NOT_COMPILED
 from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.tune import Attempt, Tuned, Verdict
+from valkyrie.search.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.arguments import run_of
@@ -167,6 +168,10 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compi
     compiles = compiled_by(compiler, of, listed, tmp_path, most=4)
     assert len({place_of(one.estimate) for one in compiles.done}) == 4, "another torus is no other layout"
     rows = rows_of(of, listed, compiles, 10)
+    made = {tuple(one.estimate.overrides): listed.as_fast_on(one.estimate) for one in compiles.done}
+    of_compiled = [row for row in rows if row["stage"] == "compile"]
+    assert any(row["as_fast_on"] for row in of_compiled)
+    assert all(row["as_fast_on"] == made[tuple(row["overrides"])] for row in of_compiled)
     layouts = [tuple(o for o in row["overrides"] if not o.startswith(("target=", "mesh.placement="))) for row in rows]
     assert len(set(layouts)) == len(layouts) == 10
 
@@ -319,6 +324,17 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert "16 chips would do: target=v5e-16." in printed
 
 
+def test_where_none_should_fit_and_none_was_compiled_there_is_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = listed_of(question())
+    doubtful = Shortlist([], listed.fitting[:3], listed.smallest)
+    monkeypatch.setattr(mode, "shortlist", lambda ranked: doubtful)
+    status, answer, _ = search(monkeypatch, tmp_path, "mode.compiles=0")
+    assert status == NOT_COMPILED and not answer
+    assert "3 may fit by the errors of estimates, and were not compiled." in capsys.readouterr().out
+
+
 def test_no_layout_is_legal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +355,20 @@ def test_ctrl_c_prints_the_best_so_far(
     assert status == 130
     assert len(answer["best"]) == mode.SHOWN
     assert "interrupted; the best so far:" in capsys.readouterr().out
+
+
+def test_options_of_a_layout_that_another_is_faster_than_are_told_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
+) -> None:
+    compiler.steps = {tuple(one.overrides): one.step_s for one in listed_of(question()).fitting}
+    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(mode, "tune_best", lambda question, best, budget_s, console: (0, [f"xla_flag={budget_s:g}"]))
+    monkeypatch.setattr(mode, "write_report", lambda folder: folder)
+    assert search(monkeypatch, tmp_path, "mode.tune=5min", "mode.compiles=2")[1]["options"] == ["xla_flag=300"]
+    assert "another layout is faster" not in capsys.readouterr().out
+    monkeypatch.setattr(mode, "measured_rows", lambda question, rows, measures: rows[::-1])
+    assert search(monkeypatch, tmp_path, "mode.tune=5min", "mode.compiles=2")[1]["options"] == []
+    assert "left out, for another layout is faster: xla_flag=300. mode=tune tries" in capsys.readouterr().out
 
 
 def test_a_compiled_layout_tells_what_its_estimate_was_worth(compiler: Compiler, tmp_path: Path) -> None:
@@ -366,7 +396,7 @@ def test_compiler_options_of_the_best_stand_in_the_command(
         return found
 
     monkeypatch.setattr(tuning, "tune", tuned)
-    status, options = tuning.tune_best(of, best, Console(quiet=True))
+    status, options = tuning.tune_best(of, best, 300.0, Console(quiet=True))
     assert (status, options) == (0, ["target.chip.xla_options.xla_flag=true"])
     assert asked_of == [(best.estimate.run(of.run).layout, 300.0)]
     row = {"overrides": best.estimate.overrides}

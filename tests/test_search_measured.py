@@ -18,7 +18,7 @@ from runs import TINY
 from valkyrie.funnel import at_hand, measuring
 from valkyrie.funnel.answer import compared, rows_of
 from valkyrie.funnel.at_hand import not_at_hand, with_figures
-from valkyrie.funnel.compiling import Compiles
+from valkyrie.funnel.compiling import Compiled, Compiles, plan_of
 from valkyrie.funnel.measuring import Measured, Measures, in_json, measure_best, measured_rows, told
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
@@ -26,7 +26,7 @@ from valkyrie.hardware import ChipConfig, Platform
 from valkyrie.modes import FIGURES
 from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import efficiency_of
-from valkyrie.search.estimate.rank import rank
+from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.figures_of import in_words, read_figures
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial, TrialLog
@@ -154,6 +154,35 @@ def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], ag
     assert found == (None if agreement is None else pytest.approx(agreement, abs=1e-3))
 
 
+def test_compiled_rows_beside_measured_ones_are_held_to_them_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    of = question("mode.measure=3")
+    measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
+    plain = [row | {"stage": "compile"} for row in rows_of(of, listed_of(of), Compiles(), 10)]
+    last = measured_rows(of, plain, measures)[-1]
+    other = next(row for row in plain if row["overrides"] == last["overrides"])
+    assert last["stage"] == "compile" and last["step_s"] == pytest.approx(2 * other["step_s"])
+
+
+def compiled(of: Question, one: Estimated, factor: float, folder: Path) -> Compiled:
+    """Return a layout whose compiled step takes so many times its estimate."""
+    results = {"step": {"step_s": factor * one.step_s}, "memory": {"peak": 2**30}}
+    return Compiled(one, plan_of(of, one, folder).ended(Status.ok, None, "", 1.0, results))
+
+
+def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of = question("mode.measure=1")
+    measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
+    best, rival = measures.timed[0].estimate, listed_of(of).fitting[-1]
+    compiles = Compiles([compiled(of, rival, 5.0, tmp_path)])
+    (row, *_) = measured_rows(of, rows_of(of, listed_of(of), Compiles(), 10), measures)
+    line = compared("plain FSDP", rival, compiles, row)
+    times = rival.step_s / sum(row["parts_s"].values())
+    assert f"(by estimate), {times:.2f} times the best by estimate" in line
+    compiles.done.append(compiled(of, best, 4.0, tmp_path))
+    line = compared("plain FSDP", rival, compiles, row)
+    assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times the best;" in line
+
+
 @pytest.mark.parametrize(
     ("here", "wanted", "at_hand_"), [(0, "h100-8", False), (8, "h100-8", True), (4, "h100-8", False)]
 )
@@ -244,7 +273,7 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
     asked_for = [*TINY, "mode=search", "target=cpu2", "batch=12", "mode.measure=2", "mode.repeats=2", "name=found"]
     first, second = ended(several(2, *asked_for, cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES)
+    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES).chip
     assert chip.host_bounds == [1] and (chip.dcn_gbs_per_host or 0) > 0 and chip.switch_gbs is None
     assert len(json.loads((tmp_path / "runs/found/search.json").read_text())["measured"]["layouts"]) == 2
 

@@ -55,11 +55,12 @@ class ModeConfig:
     leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
     For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is.
-    For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is; at most `compiles` layouts
-    are compiled, none after `budget` (`10min`, `90s`, `2h`; null: no limit); where the devices are at hand `measure` of
-    them are then run, none begun after as long again; for so long as `tune` says options of the
-    compiler are then tried on the best; hours and dollars are told for `tokens`,
-    tokens for `budget_usd`.
+    For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is. At most `compiles` layouts
+    are compiled, none begun after `budget` (`10min`, `90s`, `2h`; null: no limit). For so long as `tune` says compiler
+    options and implementations are then tried on the best of them. Where the devices are at hand, `measure` layouts are
+    run last, none begun after `budget` again: as the search found them, without what `tune` did, which is left out of
+    the answer where another layout is then the fastest. Hours and dollars are told for `tokens`, tokens for
+    `budget_usd`.
     For `calibrate`: `paths` are folders of sweeps, searches or runs.
     For `explain`: `first` and `second` are the layouts compared: overrides of the command's own, or a run folder.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
@@ -180,7 +181,7 @@ MODES = {
         ),
         Mode(
             name="search",
-            description="find the fastest layout on a slice: estimate all, compile the best",
+            description="find the fastest layout on a slice: estimate all, compile the best, measure where it can",
             function="valkyrie.funnel.mode:search",
             needs=Needs.nothing,
             keys=(
@@ -210,7 +211,7 @@ MODES = {
         ),
         Mode(
             name="calibrate",
-            description="fit the constants of the estimate to compiled or measured trials",
+            description="fit the constants of the estimate, and the factor of replays, to compiled or measured trials",
             function="valkyrie.funnel.calibrate:calibrate_mode",
             needs=Needs.nothing,
             keys=("paths",),

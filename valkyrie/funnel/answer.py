@@ -58,13 +58,11 @@ def _of_chip(question: Question, chip: str, listed: Shortlist, compiles: Compile
     compiled = [c for c in compiles.done if c.step_s is not None and _chip(c.estimate) == chip]
     compiled.sort(key=lambda one: one.step_s or 0.0)
     others = [one for one in listed.best(chip, 2 * count) if tuple(one.overrides) not in done]
-    rows = [row_of(question, one.estimate, one) for one in compiled[:count]]
     known = {elsewhere(one.estimate): one.estimate.step_s for one in compiled}
-    others = [one for one in others if one.step_s < known.get(elsewhere(one), math.inf)][: count - len(rows)]
-    return rows + [
-        row_of(question, one, ratio=compiles.ratio(place_of(one))) | {"as_fast_on": listed.as_fast_on(one)}
-        for one in others
-    ]
+    others = [one for one in others if one.step_s < known.get(elsewhere(one), math.inf)]
+    made = [(one.estimate, row_of(question, one.estimate, one)) for one in compiled[:count]]
+    made += [(one, row_of(question, one, ratio=compiles.ratio(place_of(one)))) for one in others[: count - len(made)]]
+    return [row | {"as_fast_on": listed.as_fast_on(one)} for one, row in made]
 
 
 def _chip(one: Estimated) -> str | None:
@@ -170,8 +168,8 @@ def compared(
 ) -> str:
     """Return how many times faster the best layout, `best`, is than another one, in a line.
 
-    Measured steps are compared with measured ones, compiled with compiled, and otherwise estimates. `measured_s`: of
-    the other layout.
+    Measured steps are compared with measured ones, compiled with compiled, and otherwise estimates: of the same kind
+    for both layouts. `measured_s`: of the other layout.
     """
     if one is None:
         return f"{name}: no layout of it fits"
@@ -181,8 +179,9 @@ def compared(
     compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
     if compiled is not None and compiled.step_s is None:
         return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
-    if compiled is not None and compiled.step_s is not None and best["stage"] != "estimate":
-        times = compiled.step_s / best.get("expected_s", best["step_s"])
+    of_best = next((c.step_s for c in compiles.done if c.estimate.overrides == best["overrides"]), None)
+    if compiled is not None and compiled.step_s is not None and of_best is not None:
+        times = compiled.step_s / of_best
         return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
     times = one.step_s / sum(best["parts_s"].values())
     return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"

@@ -131,14 +131,14 @@ def measured(question: Question, one: Estimated, folder: Path) -> Trial:
 def measured_rows(question: Question, rows: Sequence[dict[str, Any]], measures: Measures) -> list[dict[str, Any]]:
     """Return the rows of an answer with the measured ones first, the fastest first.
 
-    Estimates of others are held to what the measured ones took of theirs.
+    Steps of others, compiled or estimated, are held to what the measured ones took of what was expected.
     """
     known = {tuple(row["overrides"]): row for row in rows}
     first, usual = [], measures.usual
     for one in measures.timed:
         row = known.pop(tuple(one.estimate.overrides), None) or row_of(question, one.estimate)
         first.append(_scaled(row, (one.step_s or row["step_s"]) / row["step_s"]) | _measured(one))
-    others = [_scaled(row, usual) if row["stage"] == "estimate" else row for row in known.values()]
+    others = [_scaled(row, usual) for row in known.values()]
     return [*first, *others][: max(len(rows), len(first))]
 
 

@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -28,7 +29,7 @@ from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import Space
 from valkyrie.sweep.members import over_processes
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, gib
+from valkyrie.units import duration, gib, seconds_of
 
 ANSWER = "search.json"
 SHOWN = 10
@@ -58,7 +59,7 @@ def _search(run: Run) -> int:
     listed = shortlist(ranked)
     compiles, measures, status = Compiles(), Measures(), 0
     if not listed.fitting and not listed.doubtful:
-        console.print(_nothing_fits(listed, question), style="bold red", markup=False)
+        console.print(_nothing_fits(listed, question, compiles), style="bold red", markup=False)
         return NOT_COMPILED
     on_torus = all(target.platform is Platform.tpu for target in question.targets)
     rivals = ({RULE: rule_of_thumb(ranked)} if on_torus else {}) | {"plain FSDP": plain_fsdp(ranked)}
@@ -75,32 +76,38 @@ def _search(run: Run) -> int:
             console.print("interrupted; the best so far:", style="yellow")
             status = EXIT_STATUS
     best, options = compiles.best(question), []
-    if status == 0 and best is not None and question.run.config.mode.tune is not None:
-        status, options = tune_best(question, best, console)
+    tune = question.run.config.mode.tune
+    tune_s = None if tune is None else seconds_of(tune)
+    if status == 0 and best is not None and tune_s is not None:
+        status, options = tune_best(question, best, tune_s, console)
     if status == 0 and at_hand:
         status = _measure(question, listed, compiles, folder, measures, console)
     rows = measured_rows(question, rows_of(question, listed, compiles, SHOWN), measures)
-    if best is None or rows[0]["overrides"] != best.estimate.overrides:
+    if not rows:
+        console.print(_nothing_fits(listed, question, compiles), style="bold red", markup=False)
+        return status or NOT_COMPILED
+    if options and (best is None or rows[0]["overrides"] != best.estimate.overrides):
+        told_of = f"left out, for another layout is faster: {' '.join(options)}. mode=tune tries options on any layout"
+        console.print(told_of, style="yellow", markup=False, soft_wrap=True)
         options = []
     show(question, rows, console)
     for name, one in rivals.items():
         measured_s = None if one is None else measures.step_s(one)
         console.print(compared(name, one, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
-    answer = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
-    answer |= {
-        "duplicates": space.duplicates,
-        "best": rows,
-        "compiled": len(compiles.done),
-        "why": compiles.why,
-        "options": options,
-        "measured": in_json(measures),
-    }
+    answer = _in_json(run, space, compiles, measures) | {"best": rows, "options": options}
     write_whole(folder / ANSWER, json.dumps(answer, indent=1) + "\n")
     if compiles.done or measures.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(f"answer: {folder / ANSWER}", soft_wrap=True)
     return status
+
+
+def _in_json(run: Run, space: Space, compiles: Compiles, measures: Measures) -> dict[str, Any]:
+    """Return what was asked and looked at, as plain values."""
+    asked_for = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
+    asked_for |= {"duplicates": space.duplicates, "compiled": len(compiles.done), "why": compiles.why}
+    return asked_for | {"measured": in_json(measures)}
 
 
 def _compile(
@@ -163,7 +170,7 @@ def _tell_space(space: Space, seconds: float, question: Question, console: Conso
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
 
 
-def _nothing_fits(listed: Shortlist, question: Question) -> str:
+def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles) -> str:
     """Return that nothing fits, what the smallest layout needs, and how many chips would do."""
     one = listed.smallest
     if one is None:
@@ -171,11 +178,14 @@ def _nothing_fits(listed: Shortlist, question: Question) -> str:
             f"no layout is legal: batch={question.run.config.batch} or an axis of {question.run.model.name} is divided "
             "by none of the meshes. The reasons are above; a batch that is a multiple of the devices divides best."
         )
-    chip = one.group.target.chip
-    usable = usable_hbm(chip)
-    text = f"nothing fits: the smallest layout needs {gib(one.bytes)} a device of {gib(usable)}"
-    enough = _enough_chips(question, one.group.target.chips or 1)
-    return f"{text} ({' '.join(one.overrides)}). {enough}"
+    needs = f"{gib(one.bytes)} a device of {gib(usable_hbm(one.group.target.chip))}, {' '.join(one.overrides)}"
+    text = f"nothing fits: the smallest layout needs {needs}"
+    if one.fits:
+        text = f"none that was compiled fits; the smallest layout by estimate needs {needs}"
+    done = [compiled.estimate.overrides for compiled in compiles.done]
+    if untried := len([other for other in listed.doubtful if other.overrides not in done]):
+        text += f"; {untried:,} may fit by the errors of estimates, and were not compiled"
+    return f"{text}. {_enough_chips(question, one.group.target.chips or 1)}"
 
 
 def _enough_chips(question: Question, chips: int) -> str:

@@ -9,15 +9,16 @@ from rich.console import Console
 from valkyrie.funnel.compiling import Compiled
 from valkyrie.funnel.question import Question
 from valkyrie.interrupt import EXIT_STATUS, raises
-from valkyrie.search.tune import Tuned, tune
+from valkyrie.search.tune import tune
 from valkyrie.search.tune_mode import row
-from valkyrie.units import duration, seconds_of
+from valkyrie.search.tuned import Tuned
+from valkyrie.units import duration
 
 
-def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int, list[str]]:
+def tune_best(question: Question, best: Compiled, budget_s: float, console: Console) -> tuple[int, list[str]]:
     """Return the exit status, and the overrides with which the best layout's step is shortest.
 
-    Ctrl-C, and the end of `mode.tune`, leave the best so far.
+    Ctrl-C, and the end of the budget in seconds, leave the best so far.
     """
     mode = question.run.config.mode
     run = best.estimate.run(question.run).changed(mode=replace(mode, name="compile", budget=None))
@@ -35,7 +36,7 @@ def tune_best(question: Question, best: Compiled, console: Console) -> tuple[int
     status = 0
     try:
         with raises():
-            known.append(tune(run, None, seconds_of(mode.tune or ""), tell))
+            known.append(tune(run, None, budget_s, tell))
     except KeyboardInterrupt:
         status = EXIT_STATUS
     if not known:

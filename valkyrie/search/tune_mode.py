@@ -15,7 +15,8 @@ from valkyrie.interrupt import EXIT_STATUS, raises
 from valkyrie.modes import ATTEMPTS, TUNED
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
-from valkyrie.search.tune import Attempt, Tuned, Verdict, assignments, tune
+from valkyrie.search.tune import tune
+from valkyrie.search.tuned import Attempt, Tuned, Verdict, assignments
 from valkyrie.train.folder import command_name, run_folder, versions, write_about
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
