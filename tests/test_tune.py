@@ -22,8 +22,9 @@ from valkyrie.ops.choices import ScanImpl
 from valkyrie.run import Run
 from valkyrie.search.compile import Compiled
 from valkyrie.search.compiler_options import CompilerOption, all_options, options_for
-from valkyrie.search.tune import Tuned, Verdict, tune
+from valkyrie.search.tune import tune
 from valkyrie.search.tune_mode import bought, fragment, row, training_command
+from valkyrie.search.tuned import Tuned, Verdict
 from valkyrie.train.arguments import run_of
 from valkyrie.train.options import KEY, TO_FIT, Option, options_of
 from valkyrie.units import seconds_of
