@@ -202,6 +202,17 @@ def test_what_is_no_pair_is_said_before_a_compile(
     assert all(message in printed for message in messages), printed
 
 
+def test_a_folder_without_a_step_is_refused_before_a_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(explain_mode, "libtpu_missing", lambda target: None)
+    foreign = folder_of({"about": {"program": "mine"}, "status": "ok"}, tmp_path / "foreign")
+    asked = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
+    assert command(*asked, f"first={foreign}") == 2
+    assert "A is no layout of a model but another program: mine." in capfd.readouterr().err
+
+
 def test_other_implementations_are_of_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,7 +70,7 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any], asked: tuple
     which tells apart what has one name.
     """
     both = (first, second)
-    problems = [text for one, letter in zip(both, LETTERS, strict=True) if (text := _without_step(one, letter))]
+    problems = [text for one, letter in zip(both, LETTERS, strict=True) if (text := without_step(one, letter))]
     if problems or (problems := other_models(first, second)):
         raise ValueError("\n".join(problems))
     names = _names(first, second, asked)
@@ -146,7 +146,7 @@ def _names(first: Mapping[str, Any], second: Mapping[str, Any], asked: tuple[str
     return f"{names[0]} {listed[0]}", f"{names[1]} {listed[1]}"
 
 
-def _without_step(one: Mapping[str, Any], letter: str) -> str | None:
+def without_step(one: Mapping[str, Any], letter: str) -> str | None:
     """Return why a summary has no predicted step of a layout; None where it has."""
     name = one["about"].get("layout")
     if name is None:

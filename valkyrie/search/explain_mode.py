@@ -16,7 +16,16 @@ from valkyrie.modes import EXPLAINED, SUMMARY
 from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import write_whole
 from valkyrie.run import Run
-from valkyrie.search.difference import LETTERS, NO_STEP, Difference, Pair, as_json, difference, other_models
+from valkyrie.search.difference import (
+    LETTERS,
+    NO_STEP,
+    Difference,
+    Pair,
+    as_json,
+    difference,
+    other_models,
+    without_step,
+)
 from valkyrie.search.implementations import computed
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.arguments import run_of
@@ -57,11 +66,13 @@ def _summaries(run: Run, asked: tuple[str, str], console: Console) -> tuple[dict
     ValueError with everything that is wrong with them, before anything is compiled.
     """
     layouts, problems = [], []
-    for text in asked:
+    for letter, text in zip(LETTERS, asked, strict=True):
         try:
-            layouts.append(_layout(run, text))
+            layouts.append(layout := _layout(run, text))
         except ValueError as error:
             problems.append(str(error))
+        else:
+            problems += [why] if isinstance(layout, dict) and (why := without_step(layout, letter)) else []
     if not problems:
         one, other = layouts
         problems = other_models(_known(one), _known(other))
