@@ -23,7 +23,7 @@ from valkyrie.funnel.measuring import Measured, Measures, in_json, measure_best,
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
 from valkyrie.hardware import ChipConfig, Platform
-from valkyrie.modes import FIGURES
+from valkyrie.modes import FIGURES, MACHINES
 from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.rank import Estimated, rank
@@ -197,7 +197,7 @@ def test_figures_are_a_chip(tmp_path: Path) -> None:
     values = {"name": "cpu", "platform": "cpu", "peak_tflops": {"float32": 0.05}, "hbm_gbs": 8.0, "host_bounds": [2]}
     values |= {"switch_gbs": 0.5, "dcn_gbs_per_host": 0.025, "estimate": {"start_s": 1e-4, "outer_start_s": 2e-3}}
     file.write_text(json.dumps(values))
-    chip = read_figures(file).chip
+    chip = read_figures(file)
     assert chip.problems() == [] and efficiency_of(chip).outer_start_s == 2e-3
     assert in_words(chip) == (
         "50 GFLOP/s in float32 and 8 GB/s of memory a device; 0.5 GB/s between devices of a process, 0.1 ms to start; "
@@ -223,9 +223,10 @@ def test_figures_are_of_this_machine_and_precision(
         assert plan.run is not None
         timed.append(plan.run)
         values = {"name": "cpu", "platform": "cpu", "peak_tflops": {plan.run.config.precision.compute.value: 0.05}}
-        values |= {"host_bounds": [plan.run.config.target.chips], "machines": [machine]}
+        values |= {"host_bounds": [plan.run.config.target.chips]}
         plan.trial_folder.mkdir(parents=True, exist_ok=True)
         (plan.trial_folder / FIGURES).write_text(json.dumps(values))
+        (plan.trial_folder / MACHINES).write_text(json.dumps([machine]))
         return plan.ended(Status.ok, None, "", 1.0)
 
     def with_them(*arguments: str) -> Question:
@@ -273,7 +274,7 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
     asked_for = [*TINY, "mode=search", "target=cpu2", "batch=12", "mode.measure=2", "mode.repeats=2", "name=found"]
     first, second = ended(several(2, *asked_for, cwd=tmp_path))
     assert (first[0], second[0], second[1]) == (0, 0, ""), (first, second)
-    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES).chip
+    chip = read_figures(tmp_path / "runs/found/figures-cpu2" / FIGURES)
     assert chip.host_bounds == [1] and (chip.dcn_gbs_per_host or 0) > 0 and chip.switch_gbs is None
     assert len(json.loads((tmp_path / "runs/found/search.json").read_text())["measured"]["layouts"]) == 2
 

@@ -17,7 +17,7 @@ from valkyrie.funnel.question import Question
 from valkyrie.hardware import ChipConfig, Platform, TargetConfig
 from valkyrie.modes import FIGURES, MODES
 from valkyrie.parallel.mesh import parse_mesh
-from valkyrie.search.figures_of import in_words, read_figures
+from valkyrie.search.figures_of import has_figures, in_words, read_figures
 from valkyrie.sweep.lock import TrialLock
 from valkyrie.sweep.members import members
 from valkyrie.sweep.plan import Plan
@@ -74,13 +74,12 @@ def _figures(question: Question, target: TargetConfig, folder: Path, console: Co
         name=f"figures-{target.name}",
     )
     name, machine = str(run.config.name), socket.gethostname()
-    file, asked = folder / name / FIGURES, (machine, config.precision.compute, devices // processes())
-    if not (file.is_file() and read_figures(file).are_of(*asked)):
+    if not has_figures(folder / name, machine, config.precision.compute, devices // processes()):
         plan = Plan(name, name, "figures", folder, (), {}, run=run, limit_s=MODES["figures"].limit_s(run.config.mode))
         trial = _carried_out(plan)
         if trial.status is not Status.ok:
             raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")
-    chip = read_figures(file).chip
+    chip = read_figures(file := folder / name / FIGURES)
     console.print(f"{target.name}: {in_words(chip)} (timed on {machine}: {file})", highlight=False, soft_wrap=True)
     return chip
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from valkyrie.modes import FIGURES
+from valkyrie.modes import FIGURES, MACHINES
 from valkyrie.paths import write_whole
 from valkyrie.precision import DType
 from valkyrie.run import Run
@@ -66,8 +66,9 @@ def figures_mode(run: Run) -> int:
         machines = sorted(set(team.exchange("machine", socket.gethostname())))
         if team.leads:
             write_about(run, folder)
-            write_whole(folder / FIGURES, json.dumps(chip | {"machines": machines}, indent=1) + "\n")
-            console.print(in_words(read_figures(folder / FIGURES).chip), highlight=False, soft_wrap=True)
+            write_whole(folder / FIGURES, json.dumps(chip, indent=1) + "\n")
+            write_whole(folder / MACHINES, json.dumps(machines) + "\n")
+            console.print(in_words(read_figures(folder / FIGURES)), highlight=False, soft_wrap=True)
             console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
     return 0
 

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from valkyrie.hardware import ChipConfig
+from valkyrie.modes import FIGURES, MACHINES
 from valkyrie.precision import DType
 from valkyrie.units import duration
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What devices reach, as a chip, and the names of the machines that they are of."""
-
-    chip: ChipConfig
-    machines: tuple[str, ...]
-
-    def are_of(self, machine: str, compute: DType, devices: int) -> bool:
-        """Return whether they are of so many devices of a process on this machine, for products of this dtype."""
-        alike = (list(self.chip.peak_tflops), self.chip.host_bounds) == ([compute.value], [devices])
-        return alike and machine in self.machines
-
-
-def read_figures(file: Path) -> Figures:
-    """Return what a `figures.json` says; OSError and ValueError where it is none."""
-    values = json.loads(file.read_text())
-    machines = tuple(values.pop("machines", ()))
+def read_figures(file: Path) -> ChipConfig:
+    """Return the chip that a `figures.json` describes; OSError and ValueError where it is none."""
+    values = OmegaConf.create(file.read_text())
     chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
     assert isinstance(chip, ChipConfig), file
-    return Figures(chip, machines)
+    return chip
+
+
+def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
+    """Return whether a folder has the figures of so many devices of a process on this machine, for this dtype."""
+    if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
+        return False
+    chip, machines = read_figures(folder / FIGURES), json.loads((folder / MACHINES).read_text())
+    return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
 
 
 def in_words(chip: ChipConfig) -> str:
