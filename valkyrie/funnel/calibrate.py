@@ -89,7 +89,7 @@ def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
     for row, run in pairs:
         config = run.config
         work = (config.model, config.batch, config.seq, config.precision, config.optimizer)
-        key = repr((row.work.label, row.group, work, config.partition, config.remat, list(config.mesh.axes)))
+        key = repr((row.work.label, row.group.target, work, config.partition, config.remat, list(config.mesh.axes)))
         alike[key].append((row.step_s or 0.0, run))
         family[key] = row.work.label
     known = [known_of([run for _, run in some], [s for s, _ in some], family[key]) for key, some in alike.items()]
