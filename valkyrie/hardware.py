@@ -12,7 +12,7 @@ from typing import Any
 
 from valkyrie.paths import config_names, read_config
 from valkyrie.precision import DType
-from valkyrie.slices import WRAP_AXES, Shape, Slices, Wrap, parse_shape, shape_text
+from valkyrie.slices import TWISTED, WRAP_AXES, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
 
 CHIPS = "target/chip"
 """The config group of chips."""
@@ -50,10 +50,10 @@ class ChipConfig:
     `peak_tflops`: dense TFLOP/s by dtype; `hbm_gib`: memory in GiB, of which the compiler leaves `usable_hbm_gib` to a
     program; `hbm_gbs`: GB/s; `clock_ghz`: of the matrix units; `devices`: JAX devices in a chip.
     `ici_axes`: axes of the torus; `ici_link_gbs`: GB/s one way of one of the two links that a chip has on each of them;
-    `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `host_bounds`: chips of a host,
-    by axis; `dcn_gbs_per_host`: GB/s one way out of such a host over the data-centre network; a host of more
-    chips has more in proportion. `switch_gbs`: GB/s one way of a chip to the others of its host, where a switch joins
-    them (NVLink).
+    `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `twists`: whether slices come
+    as twisted tori as well; `host_bounds`: chips of a host, by axis; `dcn_gbs_per_host`: GB/s one way out of such a
+    host over the data-centre network; a host of more chips has more in proportion. `switch_gbs`: GB/s one way of a
+    chip to the others of its host, where a switch joins them (NVLink).
     `single_host_chips`: of a host that is the only one, where it may have more. `max_chips`: the largest slice;
     `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores); `aliases`: what else stands
     before the N (`v5litepod-N`).
@@ -78,6 +78,7 @@ class ChipConfig:
     ici_link_gbs: float | None = None
     hop_us: float | None = None
     wrap: Wrap = Wrap.none
+    twists: bool = False
     host_bounds: list[int] = field(default_factory=list)
     single_host_chips: int | None = None
     dcn_gbs_per_host: float | None = None
@@ -107,7 +108,8 @@ class ChipConfig:
         problems = self.problems()
         if problems:
             raise ValueError("\n".join(problems))
-        return Slices(self.ici_axes, self.wrap, self.max_chips, tuple(self.host_bounds), self.single_host_chips)
+        bounds = tuple(self.host_bounds)
+        return Slices(self.ici_axes, self.wrap, self.max_chips, bounds, self.single_host_chips, self.twists)
 
     def problems(self) -> list[str]:
         """Return why there is no such chip, in the words of the command line."""
@@ -223,6 +225,8 @@ class TargetConfig:
         if shape is None or len(shape) != chip.ici_axes:
             return [override + chip.slices.wrong_axes(chip.name, "target.topology=")]
         refusal = chip.slices.refusal(shape, chip.name, topology_text)
+        if refusal is None and says_twisted(self.topology):
+            refusal = chip.slices.twist_refusal(shape, chip.name)
         if refusal is None and self.hosts not in (1, hosts := chip.slices.hosts(shape)):
             refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave target.hosts out."
         return [] if refusal is None else [override + refusal]
@@ -276,6 +280,7 @@ class Topology:
     """The physical torus of a target: chips along each axis, and whether the axis closes into a ring.
 
     `slices` such tori are joined by the data-centre network. `devices_per_chip` JAX devices share a chip's links.
+    `twisted`: the rings of the shortest axes come back shifted by half of the longer ones.
     """
 
     shape: tuple[int, ...]
@@ -283,6 +288,31 @@ class Topology:
     host_bounds: tuple[int, ...]
     slices: int = 1
     devices_per_chip: int = 1
+    twisted: bool = False
+
+    @property
+    def shifts(self) -> tuple[tuple[int, ...], ...]:
+        """For each axis, by how many chips along every axis a step over its end is shifted.
+
+        Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
+        interconnection networks" (2010), as the TPU v4 paper has them (arXiv 2304.01433, section 2.8).
+        """
+        shortest = min(self.shape)
+        long = tuple(shortest if self.twisted and length > shortest else 0 for length in self.shape)
+        none = (0,) * len(self.shape)
+        return tuple(long if length == shortest else none for length in self.shape)
+
+    def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
+        """Return whether places along an axis that go round it make a ring with the places on the other axes.
+
+        `cover`: of each axis, how many places there are and their stride. Over the end of an axis of a twisted torus
+        one comes out on other places of the longer axes, which must be among them.
+        """
+        shifts = enumerate(self.shifts[axis])
+        return all(
+            not shift or (math.prod(cover.get(other, (1, 1))) == self.shape[other] and shift % cover[other][1] == 0)
+            for other, shift in shifts
+        )
 
     @property
     def chips(self) -> int:
@@ -314,14 +344,16 @@ def topology_of(target: TargetConfig) -> Topology:
         bounds = (-(-target.chips // target.hosts),)
         return Topology((target.chips,), (False,), bounds, target.slices, devices)
     bounds = shape if target.hosts == 1 else chip.slices.host(shape)
-    return Topology(shape, chip.slices.rings(shape), bounds, target.slices, devices)
+    twisted = says_twisted(target.topology)
+    return Topology(shape, chip.slices.rings(shape), bounds, target.slices, devices, twisted)
 
 
-def slice_of(chip: ChipConfig, shape: Shape) -> TargetConfig:
-    """Return the slice of a chip that has this shape, by its shortest name: `v4-64`, or else `v4-4x4x2`."""
+def slice_of(chip: ChipConfig, shape: Shape, *, twisted: bool = False) -> TargetConfig:
+    """Return the slice of a chip that has this shape, by its shortest name: `v4-64`, `v4-4x4x2`, `v4-4x4x8_twisted`."""
     chips = math.prod(shape)
-    size = chips * chip.units_in_name if chip.slices.default(chips) == shape else shape_text(shape)
-    topology = None if chip.ici_axes is None else shape_text(shape)
+    text = shape_text(shape) + (TWISTED if twisted else "")
+    size = chips * chip.units_in_name if chip.slices.default(chips) == shape and not twisted else text
+    topology = None if chip.ici_axes is None else text
     return TargetConfig(f"{chip.name}-{size}", chip.platform, chip, chips, topology, chip.slices.hosts(shape))
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
+TWISTED = "_twisted"
+"""What stands behind the shape of a twisted torus, as Google Cloud writes it."""
+
 Shape = tuple[int, ...]
 """Chips along each axis of a slice."""
 
@@ -47,7 +50,8 @@ class Slices:
 
     `axes`: of its torus, None where chips are counted alone, as GPUs are. `largest`: chips of the largest slice, None
     where no limit is known. `host_bounds`: chips of a host along each axis; one host has all where it is empty.
-    `single_host`: chips that one host may have where it is the only one (v5e: 8, not 4).
+    `single_host`: chips that one host may have where it is the only one (v5e: 8, not 4). `twists`: whether slices of
+    n x n x 2n and n x 2n x 2n chips come as twisted tori as well.
     """
 
     axes: int | None
@@ -55,6 +59,7 @@ class Slices:
     largest: int | None
     host_bounds: Shape
     single_host: int | None = None
+    twists: bool = False
 
     def default(self, chips: int) -> Shape | None:
         """Return the shape of a slice of so many chips, of several the nearest to a cube; None where there is none."""
@@ -138,6 +143,22 @@ class Slices:
             return (all(side % 4 == 0 for side in shape),) * len(shape)
         return tuple(side == _POD_SIDE.get(self.wrap) for side in shape)
 
+    def is_twisted(self, shape: Shape) -> bool:
+        """Return whether a slice of this shape comes as a twisted torus as well."""
+        n = shape[0]
+        return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
+
+    def twist_refusal(self, shape: Shape, chip: str) -> str | None:
+        """Return what follows `target.topology=4x4x4_twisted` where a chip has no such slice, None where it has."""
+        if self.is_twisted(shape):
+            return None
+        if not self.twists:
+            return f": slices of {chip} are not twisted. Leave {TWISTED} out."
+        return (
+            f": twisted tori are n x n x 2n or n x 2n x 2n chips, n a multiple of 4, such as 4x4x8{TWISTED} or "
+            f"4x8x8{TWISTED}. Use one of those, or leave {TWISTED} out."
+        )
+
     def _of_size(self, chips: int) -> list[Shape]:
         """Return the shapes of so many chips, as Cloud TPU writes them; the most even one where any is legal."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
@@ -160,10 +181,16 @@ class Slices:
 
 
 def parse_shape(topology: str | None) -> Shape | None:
-    """Return the chips along each axis that a topology like `8x8x12` names, or None when it names none."""
-    if topology is None or not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", topology):
+    """Return the chips along each axis that a topology like `8x8x12` or `4x4x8_twisted` names; None: it names none."""
+    shape = (topology or "").removesuffix(TWISTED)
+    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", shape):
         return None
-    return tuple(int(n) for n in topology.split("x"))
+    return tuple(int(n) for n in shape.split("x"))
+
+
+def says_twisted(topology: str | None) -> bool:
+    """Return whether a topology is that of a twisted torus."""
+    return (topology or "").endswith(TWISTED)
 
 
 def shortened(text: str) -> str:

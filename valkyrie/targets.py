@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from valkyrie.hardware import ChipConfig, TargetConfig, known_chips, simulated, slice_of
-from valkyrie.slices import Shape, nearest_hint, parse_shape, shortened
+from valkyrie.slices import Shape, nearest_hint, parse_shape, says_twisted, shortened
 
 MOST_SIMULATED = 4096
 """How many CPU devices a process can reasonably pretend to have."""
@@ -45,10 +45,12 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
     shape = parse_shape(size)
     if shape is None or len(shape) != chip.ici_axes:
         raise ValueError(f"target={name}{chip.slices.wrong_axes(chip.name, f'target={chip.name}-')}")
-    refusal = chip.slices.refusal(shape, chip.name, _writer(chip))
+    refusal, twisted = chip.slices.refusal(shape, chip.name, _writer(chip)), says_twisted(size)
+    if refusal is None and twisted:
+        refusal = chip.slices.twist_refusal(shape, chip.name)
     if refusal is not None:
         raise ValueError(f"target={name}{refusal}")
-    return slice_of(chip, shape)
+    return slice_of(chip, shape, twisted=twisted)
 
 
 def example_of(chip: ChipConfig) -> TargetConfig:

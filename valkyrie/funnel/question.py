@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from valkyrie.hardware import ChipConfig, Platform, TargetConfig, known_chips, slice_of
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.paths import read_group
+from valkyrie.paths import config_names, read_group
 from valkyrie.run import Run
 from valkyrie.search.estimate.space import Space, schedules, space_of, with_zero1
 from valkyrie.targets import parse_target
 from valkyrie.train.folder import key_value, parts_of
 from valkyrie.units import seconds_of
 
-ITS_OWN = ("mode", "target", "partition", "remat", "microbatches", "name")
+ITS_OWN = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
 """Keys that the answer writes anew, or that are the search's alone."""
 _OF_ANY_PARTITION = ("zero1", "gradient_sum", "parameter_memory", "optimizer_memory", "schedule", "rounds")
 """Keys of a partition that all of them can have."""
@@ -53,7 +53,7 @@ class Question:
     def command(self) -> list[str]:
         """The arguments of the command that say nothing of layout, slice or search."""
         flags, overrides = parts_of(self.run.arguments)
-        own = (*ITS_OWN, "partition.schedule", "partition.rounds", "partition.zero1")
+        own = (*ITS_OWN, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
         keys = [(override, key_value(override)[0]) for override in overrides]
         return [*flags, *(override for override, key in keys if key not in own and not key.startswith("mode."))]
 
@@ -65,7 +65,7 @@ def asked(run: Run) -> Question:
         raise ValueError(
             f"{wrong[0]}=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout."
         )
-    if config.mode.targets and (wrong := sorted(key for key in given if key.startswith("target."))):
+    if config.mode.targets and (wrong := sorted(key for key in given if _of_one_target(key))):
         raise ValueError(f"{wrong[0]}=: which of several slices is meant? Search one at a time: target=SLICE.")
     budget = config.mode.budget
     remat_given = any(key.partition(".")[0] == "remat" for key in given)
@@ -94,15 +94,24 @@ def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[
         settings = {key: getattr(partition, key) for key in named}
         partitions = [replace(other, **settings) for other in read_group("partition", PartitionConfig)]
     for one in partitions:
-        for scheduled in [one] if named & {"schedule", "rounds"} else schedules(one):
+        for scheduled in schedules(one, named):
             yield from [scheduled] if "zero1" in named or scheduled.zero1 else with_zero1(scheduled)
 
 
 def _targets(run: Run) -> list[TargetConfig]:
     """Return the slices that are compared; with `mode.shapes` every shape that each comes in."""
     target, named = run.config.target, run.config.mode.targets
-    targets = [_with_settings_of(target.chip, parse_target(name)) for name in named] if named else [target]
+    parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
+    several = [replace(_with_settings_of(target.chip, t), slices=target.slices) for t in parsed.values()]
+    targets = several or [target]
+    if wrong := [problem for t in targets for problem in t.problems()]:
+        raise ValueError("\n".join(dict.fromkeys(wrong)))
     without = [t for t in targets if t.chips is None or (t.chip is None and t.platform is not Platform.cpu)]
+    if without and without[0].chips is not None:
+        raise ValueError(
+            f"target.chips={without[0].chips} says how many chips, and not which. Add target.chip=NAME, one of "
+            f"{', '.join(known_chips())}."
+        )
     if without:
         raise ValueError(
             f"target={without[0].name} has no chip whose figures are known, so nothing can be estimated. Name a slice, "
@@ -111,6 +120,11 @@ def _targets(run: Run) -> list[TargetConfig]:
             "hydra/sweeper=layouts."
         )
     return [shape for t in targets for shape in _shapes(t)] if run.config.mode.shapes else targets
+
+
+def _of_one_target(key: str) -> bool:
+    """Return whether a setting is of one slice alone; each may be asked for as often (`target.slices`)."""
+    return key.startswith("target.") and key != "target.slices"
 
 
 def _with_settings_of(chip: ChipConfig | None, target: TargetConfig) -> TargetConfig:
@@ -129,7 +143,9 @@ def _shapes(target: TargetConfig) -> Sequence[TargetConfig]:
     chip, chips = target.chip, target.chips
     if chip is None or chips is None or chip.ici_axes is None:
         return [target]
-    found = [slice_of(chip, shape) for shape in chip.slices.shapes(chips)]
+    shapes = chip.slices.shapes(chips)
+    found = [slice_of(chip, shape) for shape in shapes]
+    found += [slice_of(chip, shape, twisted=True) for shape in shapes if chip.slices.is_twisted(shape)]
     return [replace(shape, slices=target.slices) for shape in found] or [target]
 
 

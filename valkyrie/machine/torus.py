@@ -5,6 +5,7 @@ Each message goes dimension by dimension, the shorter way round; all groups of a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ class Torus:
     def __init__(self, topology: Topology, positions: Sequence[Position]) -> None:
         self._shape = topology.shape
         self._wrap = topology.wrap
+        self._shifts = np.array(topology.shifts)
+        self._twisted = topology.twisted
         self._coords = np.array([p.coords[: len(self._shape)] for p in positions])
         self._core = np.array([p.core for p in positions])
         self._slice = np.array([p.slice for p in positions])
@@ -106,12 +109,12 @@ class Torus:
             others = [places[..., e] for e in reversed(range(len(names))) if e != d]
             order = np.lexsort((places[..., d], *others))
             lines = np.take_along_axis(groups, order, axis=1).reshape(-1, size)
-            routes = self.ring_routes(lines)
+            routes = self.ring_routes(self._joined(lines, d) if self._comes_back(d, places[0]) else lines)
             if set(routes) != {names[d]}:
                 return None
             route = routes[names[d]]
             span = int(np.ptp(places[0, :, d]))
-            hops = 0 if names[d] == CORE else size * route.hops / 2 if self._is_ring(d, places[0, :, d]) else span
+            hops = 0 if names[d] == CORE else size * route.hops / 2 if self._is_ring(d, places[0]) else span
             dimensions.append(Dimension(names[d], size, route.load / 2, float(hops)))
         return dimensions
 
@@ -136,32 +139,75 @@ class Torus:
         Chips of different slices have links of their own.
         """
         by_axis: dict[str, Crossings] = {}
-        at = self._coords[source].copy()
-        sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
         senders = max(len(np.unique(source)), 1)
-        for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
-            distance = self._coords[target][:, axis] - at[:, axis]
-            if wrap:
-                distance = (distance + length // 2) % length - length // 2
-                halfway = 2 * np.abs(distance) == length
-                distance = np.where(halfway, sense * np.abs(distance), distance)
+        message, distances, weight = self._ways(self._coords[source], self._coords[target], sense)
+        at, slice_ = self._coords[source][message], self._slice[source][message]
+        for axis, length in enumerate(self._shape):
+            distance = distances[:, axis]
             if not distance.any():
                 continue
             step = np.sign(distance)
             loads = np.zeros((2, int(self._slice.max()) + 1, *self._shape))
             for hop in range(int(np.abs(distance).max())):
                 moving = np.abs(distance) > hop
-                place = at[moving].copy()
-                place[:, axis] = (place[:, axis] + hop * step[moving]) % length
-                np.add.at(loads, ((step[moving] > 0).astype(int), self._slice[source][moving], *place.T), 1)
-            share = float(np.count_nonzero(distance)) / senders
+                links = ((step[moving] > 0).astype(int), slice_[moving], *at[moving].T)
+                np.add.at(loads, links, weight[moving])
+                at[moving, axis] += step[moving]
+                over = np.where(moving, at[:, axis] // length, 0)
+                at = (at + over[:, None] * self._shifts[axis]) % self._shape
+            share = float(weight[distance != 0].sum()) / senders
             by_axis[TORUS_AXES[axis]] = Crossings(loads, int(np.abs(distance).max()), share)
-            at[:, axis] = self._coords[target][:, axis]
         across = self._core[source] != self._core[target]
         if across.any():
             loads = np.full((1,), np.count_nonzero(across) / senders)
             by_axis[CORE] = Crossings(loads, 0, float(np.count_nonzero(across)) / senders)
         return by_axis
+
+    def _ways(
+        self, at: np.ndarray, to: np.ndarray, sense: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the shortest ways between coordinates: each one's message, how far along each axis, its weight."""
+        if self._twisted:
+            return self._twisted_ways(to - at, sense)
+        sense = np.where(at.sum(axis=1) % 2, -1, 1) if sense is None else sense
+        distances = to - at
+        for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
+            if wrap:
+                distance = (distances[:, axis] + length // 2) % length - length // 2
+                halfway = 2 * np.abs(distance) == length
+                distances[:, axis] = np.where(halfway, sense * np.abs(distance), distance)
+        return np.arange(len(at)), distances, np.ones(len(at))
+
+    def _twisted_ways(self, between: np.ndarray, sense: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the same on a twisted torus: going n times over an axis' end, less n times its shift, is no way.
+
+        A message is spread over all ways that are as short; with a `sense`, +1 takes the first and -1 the last.
+        """
+        ends = np.array(list(itertools.product(range(-2, 3), repeat=len(self._shape))))
+        ways = between[:, None, :] + ends * np.array(self._shape) - ends @ self._shifts
+        far = np.abs(ways).sum(axis=-1)
+        short = far == far.min(axis=1, keepdims=True)
+        if sense is not None:
+            count = short.cumsum(axis=1)
+            short &= count == np.where(sense > 0, 1, count[:, -1])[:, None]
+        message, way = np.nonzero(short)
+        return message, ways[message, way], 1.0 / short.sum(axis=1)[message]
+
+    def _comes_back(self, d: int, places: np.ndarray) -> bool:
+        """Return whether lines along an axis of a twisted torus make rings with other lines of their group."""
+        return d < len(self._shape) and bool(self._shifts[d].any()) and self._is_ring(d, places)
+
+    def _joined(self, lines: np.ndarray, d: int) -> np.ndarray:
+        """Return rings of two lines each: over the end of one along this axis the other begins."""
+        device = {tuple(at): number for number, at in zip(lines.ravel(), self._coords[lines.ravel()], strict=True)}
+        line_of = {number: line for line in lines for number in line}
+        rings = []
+        for line in lines:
+            begin = tuple((self._coords[line[0]] + self._shifts[d]) % self._shape)
+            other = line_of[device[begin]]
+            if line[0] < other[0]:
+                rings.append(np.concatenate([line, other]))
+        return np.array(rings)
 
     def axes(self, groups: np.ndarray) -> list[str]:
         """Return the torus axes along which members of a group differ."""
@@ -170,7 +216,11 @@ class Torus:
         return [name for d, name in enumerate(names) if len(np.unique(places[:, d])) > 1]
 
     def _is_ring(self, d: int, places: np.ndarray) -> bool:
-        """Whether equally spaced places along an axis go once round it."""
-        at = np.unique(places)
+        """Whether equally spaced places along an axis go once round it and come back to where they began."""
+        at = np.unique(places[:, d])
         steps = np.diff(at, append=at[0] + self._shape[d])
-        return self._wrap[d] and self._shape[d] > 2 and bool((steps == steps[0]).all())
+        if not self._wrap[d] or self._shape[d] <= 2 or not (steps == steps[0]).all():
+            return False
+        held = {tuple(place) for place in places[:, : len(self._shape)]}
+        back = (places[:, : len(self._shape)] + self._shifts[d]) % self._shape
+        return all(tuple(place) in held for place in back)

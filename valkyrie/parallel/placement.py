@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware import Topology
@@ -276,8 +276,17 @@ def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -
                 straight, steps = False, [(len(np.unique(values)), 1)]
             covered *= math.prod(count for count, _ in steps)
             factors += [Factor(on, count, by, length, wrap and count * by == length) for count, by in steps]
+        if topology.twisted:
+            factors = _twisted(factors, topology)
         described[axis] = AxisPlacement(axis, size, tuple(factors), straight and covered == size)
     return described
+
+
+def _twisted(factors: Sequence[Factor], topology: Topology) -> list[Factor]:
+    """Return the factors of a mesh axis on a twisted torus, where some rings come back on other places of it alone."""
+    cover = {TORUS_AXES.index(f.on): (f.size, f.stride) for f in factors if f.on in TORUS_AXES and f.ring}
+    closed = [f.on not in TORUS_AXES or topology.closes(TORUS_AXES.index(f.on), cover) for f in factors]
+    return [replace(f, ring=f.ring and ring) for f, ring in zip(factors, closed, strict=True)]
 
 
 def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:

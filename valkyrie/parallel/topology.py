@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from valkyrie.hardware import Platform, TargetConfig, Topology, topology_of, topology_text
-from valkyrie.slices import nearest_hint
+from valkyrie.slices import TWISTED, nearest_hint, shape_text
 
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a metadata server for minutes
@@ -33,7 +33,7 @@ def compile_devices(target: TargetConfig) -> list[Any]:
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
-    name = f"{chip.compiler_name}:{'x'.join(str(n) for n in topology.shape)}"
+    name = f"{chip.compiler_name}:{shape_text(topology.shape)}{TWISTED if topology.twisted else ''}"
     try:
         with _quiet() as stderr:
             description = topologies.get_topology_desc(

@@ -61,7 +61,8 @@ def placements_of(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tu
     for number, filled in enumerate(_filled(tuple(lengths), sizes)):
         if number == MOST_TRIED:
             break
-        lies = tuple(_lying(axis, size, filled, lengths, wraps, of_host, torus) for axis, size in enumerate(sizes))
+        closing = [wraps if not topology.twisted else _closing(axis, filled, topology) for axis in range(len(sizes))]
+        lies = tuple(_lying(i, size, filled, lengths, closing[i], of_host, torus) for i, size in enumerate(sizes))
         key = tuple(x for lying in lies for x in (lying.links, -lying.outer, -lying.hops))
         if key not in best:
             factors = tuple(factor for on_axis in filled for factor in on_axis)
@@ -132,6 +133,18 @@ def _on_one(length: int, sizes: tuple[int, ...], most: int) -> Iterator[tuple[tu
             left = tuple(1 if a == axis else n for a, n in enumerate(sizes))
             for rest in _on_one(length // factor, left, most - 1):
                 yield ((axis, factor), *rest)
+
+
+def _closing(axis: int, filled: Filled, topology: Topology) -> list[bool]:
+    """Return on which axes of a twisted torus a mesh axis that goes round them makes rings."""
+    cover = {}
+    for on, factors in enumerate(filled[: len(topology.shape)]):
+        stride = 1
+        for other, factor in reversed(factors):
+            if other == axis:
+                cover[on] = (factor, stride)
+            stride *= factor
+    return [*(wrap and topology.closes(on, cover) for on, wrap in enumerate(topology.wrap)), False]
 
 
 def _lying(
