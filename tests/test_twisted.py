@@ -8,10 +8,12 @@ from collections import deque
 import numpy as np
 import pytest
 
+from machines import needs_libtpu
 from valkyrie.funnel.question import asked
 from valkyrie.hardware import Topology, topology_of
 from valkyrie.machine.torus import Position, Torus
 from valkyrie.parallel.placement import describe_entries
+from valkyrie.parallel.topology import compile_devices
 from valkyrie.search.estimate.placed import placements_of
 from valkyrie.targets import parse_target
 from valkyrie.train.arguments import run_of
@@ -123,3 +125,12 @@ def test_a_search_over_shapes_has_the_twisted_ones() -> None:
     run = run_of(["mode=search", "target.chip=v4", "target.chips=256", "model=gpt3_175b", "batch=1024"])
     names = [target.name for target in asked(run).targets]
     assert names == ["v4-512", "v4-4x4x16", "v4-4x8x8_twisted"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v4-4x4x8_twisted", "v5p-4x8x8_twisted"])
+def test_libtpu_has_the_twisted_slices(name: str) -> None:
+    target = parse_target(name)
+    devices = compile_devices(target)
+    assert len(devices) == target.chips
+    assert {tuple(d.coords) for d in devices} == set(itertools.product(*map(range, topology_of(target).shape)))
