@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from valkyrie.search.estimate.runs import candidates_of, estimated
 from valkyrie.search.estimate.times import Step
 from valkyrie.search.estimate.work import work_of
 from valkyrie.train.arguments import run_of
+from valkyrie.train.folder import parts_of
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -107,6 +109,106 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
     _, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=6")
     assert any("batch=6 does not divide" in reason for reason in ranking.space.refused)
     assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
+
+
+def refused_by(run: Run, one: Estimated) -> list[str]:
+    """Return what a command with the layout's overrides is refused for."""
+    flags, overrides = parts_of(asked(run).command)
+    return run_of([*flags, *overrides, *one.overrides, "mode=show"]).problems(advise=False)
+
+
+@pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
+def test_several_slices_are_searched_with_an_axis_between_them(target: str) -> None:
+    few = ("microbatches=4", "remat=full", "partition.zero1=false")
+    run, ranking = searched(target, "target.slices=2", "model=gpt_tiny", "batch=64", *few)
+    assert run.problems() == []
+    checked = some(ranking, 5)
+    for one in checked:
+        assert refused_by(run, one) == [], one.overrides
+        layout = one.run(run).layout
+        assert layout.mesh.axes["s"] == 2 and layout.mesh.size == one.group.target.devices
+        assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
+    assert "target.slices=2" in checked[0].overrides and "target.slices=2" not in asked(run).command
+
+
+def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
+    run, ranking = searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition=fsdp")
+    one = next(iter(ranking))
+    assert estimated([one.run(run)], efficiency_of(known_chips()["v5e"]))[0]["step"] == pytest.approx(one.step_s)
+    slow = searched("target=v5e-16", "model=gpt_tiny", "batch=64", "partition=fsdp")[1]
+    assert one.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
+
+
+def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"leaves mesh axis s=2 idle: .* or a partition that uses s\."):
+        searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")
+
+
+def test_each_of_several_kinds_of_slices_comes_as_often() -> None:
+    several = ("mode.targets=[v5e-8,v6e-8,v5e-8]", "target.slices=2")
+    run = run_of(["mode=search", "target=v5e-8", "model=gpt_tiny", *several])
+    assert [(target.name, target.slices) for target in asked(run).targets] == [("v5e-8", 2), ("v6e-8", 2)]
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("schedule=circular", {("circular", 2), ("circular", 4)}),
+        ("schedule=1f1b", {("1f1b", 1)}),
+        ("rounds=3", {("circular", 3)}),
+        ("rounds=1", {("gpipe", 1), ("1f1b", 1)}),
+    ],
+)
+def test_what_a_schedule_leaves_open_varies_and_is_legal(named: str, found: set[tuple[str, int]]) -> None:
+    given = ("target=v5e-8", "model=gpt_tiny", "batch=64", "model.layers=24", "partition=pp", f"partition.{named}")
+    run, ranking = searched(*given, "remat=full", "microbatches=8", "partition.zero1=false")
+    partitions = [group.candidates.partition for group in ranking.space.groups]
+    assert {(partition.schedule.value, partition.rounds) for partition in partitions} == found
+    for one in some(ranking, 3):
+        assert refused_by(run, one) == [], one.overrides
+
+
+def test_a_schedule_means_nothing_without_a_pipeline() -> None:
+    run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=fsdp", "partition.schedule=1f1b")
+    best = next(iter(ranking))
+    assert refused_by(run, best) == [] and best.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ("partition=pp", "partition.schedule=gpipe", "partition.rounds=3"),
+            "partition.rounds=3: under schedule=gpipe a stage holds one stretch. Use partition.rounds=1, or "
+            "partition.schedule=circular.",
+        ),
+        (
+            ("partition=pp", "partition.schedule=1f1b", "remat=none"),
+            "remat=none: under schedule=1f1b layers are made again from their inputs: nothing else is kept. Use "
+            "remat=full, or partition.schedule=gpipe.",
+        ),
+        (
+            ("microbatches=3",),
+            "batch=128 is not divisible by microbatches=3. Use microbatches=2, microbatches=4, batch=120 or batch=144.",
+        ),
+    ],
+)
+def test_what_no_mesh_makes_legal_is_refused_in_the_words_of_the_layout(given: Sequence[str], message: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        searched("target=v5e-8", "model=gpt_tiny", "batch=128", *given)
+    assert str(refusal.value) == message
+
+
+def test_a_device_takes_as_many_sequences_as_asked() -> None:
+    run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
+    assert run.problems() == []
+    for one in some(ranking, 4):
+        layout = one.run(run).layout
+        assert layout.microbatches * layout.shards("batch") * 4 == 64, one.overrides
+        assert refused_by(run, one) == []
+    none = searched("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")[1].space
+    (reason,) = none.refused
+    assert reason == "partition=fsdp: batch=16 does not divide into device_batch=4 on each device" and not len(none)
 
 
 RATE = """

@@ -151,7 +151,7 @@ def mode_problems(mode: ModeConfig) -> list[str]:
             f"mode.repeats={mode.repeats}, mode.warmup={mode.warmup}, mode.time_limit_s={mode.time_limit_s:g}: "
             "repeats must be at least 1, warmup at least 0, the limit above 0."
         )
-    for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1)):
+    for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1), ("measure", -1)):
         if (value := getattr(mode, key)) is not None and not least < value < math.inf:
             problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
     for key in ("budget", "tune"):

@@ -28,7 +28,7 @@ from valkyrie.models import (
     known_axes,
     let_import,
 )
-from valkyrie.modes import MODES, ModeConfig, reads_run
+from valkyrie.modes import MODES, ModeConfig, Needs, reads_run
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import Batches, batches_of
 from valkyrie.parallel.distributed import DistributedConfig
@@ -47,6 +47,7 @@ from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
+_COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
 
 
 class Debug(Enum):
@@ -233,11 +234,13 @@ class Run:
         if found.problems or (c.batch_tokens, c.device_batch) == (None, None):
             return self
         own = replace(c, batch=found.batch, microbatches=found.microbatches, batch_tokens=None, device_batch=None)
+        if self._looks_for_layouts:  # each has microbatches of its own
+            return replace(self, config=replace(own, microbatches=c.microbatches, device_batch=c.device_batch))
         return replace(self, config=own, batch_note=found.describe(c.seq, c.device_batch))
 
     def _batches(self) -> Batches:
         c = self.config
-        known = c.device_batch is not None and not c.mesh.problems()
+        known = c.device_batch is not None and not c.mesh.problems() and not self._looks_for_layouts
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
         return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
@@ -251,10 +254,11 @@ class Run:
             return huge
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
-        of_target = target_problems(self.config.target, self.config.mesh)
-        for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches"):
-            if getattr(c, key) < 1:
-                problems.append(f"{key}={getattr(c, key)}: at least 1 is needed.")
+        searches = self._looks_for_layouts and MODES[c.mode.name].needs is Needs.nothing
+        of_target = c.target.problems() if searches else target_problems(c.target, c.mesh)
+        for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_COUNTS_OF_A_LAYOUT):
+            if (count := at(c, key)) < 1:
+                problems.append(f"{key}={count}: at least 1 is needed.")
         problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
         problems += mode_problems(c.mode)
         if c.trial.limit_s is not None and c.trial.limit_s <= 0:
@@ -286,13 +290,15 @@ class Run:
             new = not any(key in problem for problem in (*problems, *of_target))
             if new and isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{key}={value}: must be a finite number.")
-        looks_itself = c.mode.name in MODES and MODES[c.mode.name].any_layout
-        if not problems and looks_itself:
-            return of_target
         if not problems:
             problems += c.remat.problems(partial(activation_names, self.model))
-            problems += self._layout(advise)[1]
+            problems += [] if self._looks_for_layouts else self._layout(advise)[1]
         return problems + of_target
+
+    @property
+    def _looks_for_layouts(self) -> bool:
+        mode = MODES.get(self.config.mode.name)
+        return mode is not None and mode.any_layout
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""

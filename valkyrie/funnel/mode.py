@@ -212,7 +212,8 @@ def _folder(question: Question) -> Path:
     config = question.run.config
     if config.name is not None:
         return Path(config.runs) / config.name
-    asked = [question.command, [t.name for t in question.targets], repr(question.run.model), asdict(config.precision)]
+    slices = [(t.name, t.slices) for t in question.targets]
+    asked = [question.command, slices, repr(question.run.model), asdict(config.precision), config.device_batch]
     asked += [config.batch, config.seq, question.microbatches, question.partitions, question.remats, config.remat]
     digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
     return Path(config.runs) / f"search-{question.run.model.name}-{question.targets[0].name}-{digest}"

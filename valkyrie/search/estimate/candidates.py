@@ -135,7 +135,7 @@ class Candidates:
     def refusals(self, batch: int, seq: int) -> dict[str, np.ndarray]:
         """Return which layouts do not divide the batch, the sequence or an array of the model, by reason."""
         rows = self.parts(self.activations[BATCH]) * self.microbatches
-        reasons = {f"batch={batch} does not divide": batch % rows != 0}
+        reasons = {f"batch={batch} does not divide by its shards and microbatches": batch % rows != 0}
         reasons |= self._refused_pipelines(batch)
         reasons[f"seq={seq} does not divide"] = seq % self.parts(self.activations[SEQ]) != 0
         for tensors, kind in ((self.arrays.parameters, "stored"), (self.arrays.activations, "active")):
@@ -153,6 +153,7 @@ class Candidates:
         piped, partition = stages > 1, self.partition
         rows = batch // self.parts(self.activations[BATCH])
         both = np.where(self.alternates, stages * m, np.lcm(stages, m))
+        stretches = "stages" if partition.rounds == 1 else f"stages of rounds={partition.rounds}"
         layers = np.zeros(len(self), bool)
         for repeats in self.arrays.stacked:
             layers |= repeats % (stages * self.rounds.astype(np.int64)) != 0
@@ -161,9 +162,8 @@ class Candidates:
             f"schedule={partition.schedule.value} needs as many microbatches as stages": (
                 piped & (self.rounds > 1) & (m < stages)
             ),
-            f"layers do not divide into stages of rounds={partition.rounds}": piped & layers,
+            f"layers do not divide into {stretches}": piped & layers,
             "this model has no stack of equal layers": piped & (not self.arrays.stacked),
-            "schedule=1f1b needs one stack of equal layers": piped & self.alternates & (len(self.arrays.stacked) > 1),
         }
 
     @property

@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS
 from valkyrie.hardware import Platform, TargetConfig, Topology, topology_of
-from valkyrie.parallel.mesh import parse_mesh
+from valkyrie.parallel.layout import derive_layout
+from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
+from valkyrie.parallel.problems import Problem, layout_problems
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.run import Run, known_axes
 from valkyrie.search.estimate.candidates import Candidates
@@ -27,8 +29,6 @@ from valkyrie.train.kept import place_of
 
 MOST_MICROBATCHES = 128
 """More do not shorten a pipeline's bubble by one percent."""
-
-
 ROUNDS = (2, 4)
 """Stretches of layers of a stage that are tried under the circular schedule."""
 
@@ -51,6 +51,8 @@ class Group:
         """Return the overrides that ask for a candidate."""
         c = self.candidates
         given = [f"target={self.target.name}", f"mesh={self.meshes[number]}", f"partition={c.partition.name}"]
+        if self.target.slices > 1:
+            given.insert(1, f"target.slices={self.target.slices}")
         if c.partition.schedule is not PipelineSchedule.gpipe:
             given.append(f"partition.schedule={c.partition.schedule.value}")
         if c.partition.rounds > 1:
@@ -69,7 +71,8 @@ class Group:
         c = self.candidates
         mesh = replace(parse_mesh(self.meshes[number]), placement=self.placements[number])
         count = int(c.microbatches[number])
-        return run.changed(target=self.target, mesh=mesh, partition=c.partition, remat=remat, microbatches=count)
+        layout = {"mesh": mesh, "partition": c.partition, "remat": remat, "microbatches": count}
+        return run.changed(target=self.target, device_batch=None, **layout)
 
 
 @dataclass(frozen=True)
@@ -93,25 +96,47 @@ def space_of(
 ) -> Space:
     """Return every layout of a run's model on these targets under these partitions and remat policies.
 
-    The run's own remat is among them; without any other it is the only one. `microbatches` None varies them.
+    The run's own remat is among them; without any other it is the only one. `microbatches` None varies them, unless the
+    run has a `device_batch`. ValueError where what is asked for is refused on every mesh.
     """
+    if microbatches is not None and run.config.batch % microbatches:
+        raise ValueError(_indivisible(run.config.batch, microbatches, targets))
     groups, refused, duplicates = [], Counter[str](), 0
+    wrong: list[list[str]] = []
     distinct = _distinct(run, remats)
     for target, partition in itertools.product(targets, partitions):
-        group, illegal, same = _of_partition(run, target, partition, distinct, microbatches)
+        fitting, misfits = _fitting(run, target, partition, distinct)
+        wrong.append(misfits if not fitting else [])
+        if not fitting:
+            refused.update(misfits[:1])
+            continue
+        group, illegal, same = _of_partition(run, target, partition, fitting, microbatches)
         refused.update(illegal)
         duplicates += same
         groups += [] if group is None else [group]
+    if wrong and all(wrong):
+        raise ValueError("\n".join(dict.fromkeys(problem for misfits in wrong for problem in misfits)))
     return Space(groups, refused, duplicates)
 
 
-def schedules(partition: PartitionConfig) -> list[PartitionConfig]:
-    """Return a partition under each schedule where it has a pipeline."""
+def schedules(partition: PartitionConfig, named: Collection[str] = ()) -> list[PartitionConfig]:
+    """Return a partition under each schedule where it has a pipeline; elsewhere a schedule means nothing.
+
+    What is `named` of `schedule` and `rounds` stays, and the other one takes every value that goes with it.
+    """
+    gpipe, circular, own = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
     if not partition.parameters.get(LAYERS):
-        return [partition]
-    others = [(PipelineSchedule["1f1b"], 1), *((PipelineSchedule.circular, rounds) for rounds in ROUNDS)]
-    changed = [replace(partition, schedule=schedule, rounds=rounds) for schedule, rounds in others]
-    return [partition, *(other for other in changed if other != partition)]
+        return [replace(partition, schedule=gpipe, rounds=1)]
+    every = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
+    if {"schedule", "rounds"} <= {*named}:
+        chosen = [own]
+    elif "schedule" in named:
+        chosen = [own] * (own[1] > 1) + [pair for pair in every if pair[0] is own[0]]
+    elif "rounds" in named:
+        chosen = [pair for pair in every if pair[1] == own[1]] or [(circular, own[1])]
+    else:
+        chosen = [own, *every]
+    return [replace(partition, schedule=schedule, rounds=rounds) for schedule, rounds in dict.fromkeys(chosen)]
 
 
 def with_zero1(partition: PartitionConfig) -> list[PartitionConfig]:
@@ -127,33 +152,76 @@ def _distinct(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
     return list(distinct.values())
 
 
+def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig]) -> str:
+    """Return the refusal of microbatches that do not divide a batch, with those and the batches that would do."""
+    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+    nearest = [max(n for n in divisors if n < microbatches), *[n for n in divisors if n > microbatches][:1]]
+    parts = microbatches * max(target.devices or 1 for target in targets)
+    batches = [n for n in (batch // parts * parts, (batch // parts + 1) * parts) if n]
+    use = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
+    return f"batch={batch} is not divisible by microbatches={microbatches}. Use {', '.join(use[:-1])} or {use[-1]}."
+
+
+def _fitting(
+    run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig]
+) -> tuple[list[RematConfig], list[str]]:
+    """Return the remat policies under which a partition is legal on some mesh, and why it is not under the others."""
+    fitting, misfits = [], []
+    for remat in remats:
+        problems = _misfits(run, target, partition, remat)
+        misfits += problems
+        fitting += [] if problems else [remat]
+    return fitting, misfits
+
+
+def _misfits(run: Run, target: TargetConfig, partition: PartitionConfig, remat: RematConfig) -> list[str]:
+    """Return what is wrong with a partition and a remat policy on every mesh of a target, as the layout itself says."""
+    stages = partition.parameters.get(LAYERS, ())
+    mesh = parse_mesh(f"{target.slices}s1x1x1x1" if target.slices > 1 else "1x1x1x1")
+    axis = next((axis for axis in mesh.axes if axis in stages and axis != SLICE_AXIS), None)
+    if axis is not None and (partition.schedule, partition.rounds) != (PipelineSchedule.gpipe, 1):  # stages are meant
+        mesh = resized(mesh, axis, 2)
+    microbatches = mesh.size
+    layout, problems = derive_layout(mesh, partition, run.arrays, microbatches, remat, known_axes=known_axes())
+    found = [Problem(text) for text in problems] or layout_problems(
+        layout, run.arrays, run.config.batch, run.config.seq
+    )
+    return [problem.statement for problem in found if not problem.parts]
+
+
 def _of_partition(
     run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig], microbatches: int | None
 ) -> tuple[Group | None, Counter[str], int]:
     """Return the legal layouts of a partition on a target, those refused by reason, and how many are duplicates."""
     slices = target.slices
     mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
-    parameters, activations, problems = resolve_rules(partition, mesh, run.arrays.axes, known_axes())
-    if problems:
-        return None, Counter(problems[:1]), 0
+    parameters, activations, _ = resolve_rules(partition, mesh, run.arrays.axes, known_axes())
     classes = _classes(parameters, activations, list(mesh.axes), roles(mesh, parameters, activations))
     assert target.devices is not None
     meshes, seen = [], 0
     for sizes in _divisions(target.devices // slices, len(classes)):
         seen += math.prod(len(list(_divisions(n, len(c)))) for n, c in zip(sizes, classes, strict=True))
-        meshes.append({c[0]: n for c, n in zip(classes, sizes, strict=True)})
+        between = {SLICE_AXIS: slices} if slices > 1 else {}
+        meshes.append({c[0]: n for c, n in zip(classes, sizes, strict=True)} | between)
     duplicates = seen - len(meshes)
     if partition.schedule is not PipelineSchedule.gpipe:  # without a pipeline they are those of gpipe
         meshes = [m for m in meshes if any(m.get(axis, 1) > 1 for axis in parameters[LAYERS])]
     if partition.zero1:  # with no data axis on which parameters are whole they are those without it
         free = [a for a in activations[BATCH] if not any(a in axes for axes in parameters.values())]
-        meshes = [m for m in meshes if slices > 1 or any(m.get(axis, 1) > 1 for axis in free)]
+        meshes = [m for m in meshes if any(m.get(axis, 1) > 1 for axis in free)]
+    batch, each, refused = run.config.batch, run.config.device_batch, Counter[str]()
+    if each is not None:
+        axes = {*activations[BATCH], *parameters.get(LAYERS, ())}
+        whole = [m for m in meshes if batch % (each * math.prod(m.get(axis, 1) for axis in axes)) == 0]
+        reason = f"partition={partition.name}: batch={batch} does not divide into device_batch={each} on each device"
+        refused += Counter({reason: (len(meshes) - len(whole)) * len(remats)})
+        meshes = whole
     rows = _rows(run, target, mesh.axes, meshes, parameters, activations, microbatches)
-    group, refused = None, Counter[str]()
-    if rows:
-        candidates = _candidates(run, target, partition, parameters, activations, list(mesh.axes), rows)
-        group, refused = _legal(run, target, candidates, rows, remats, len(classes))
-    return group, refused, duplicates
+    if not rows:
+        return None, refused, duplicates
+    candidates = _candidates(run, target, partition, parameters, activations, list(mesh.axes), rows)
+    group, illegal = _legal(run, target, candidates, rows, remats, len(classes))
+    return group, refused + illegal, duplicates
 
 
 @dataclass(frozen=True)
@@ -176,12 +244,15 @@ def _rows(
     topology, torus = topology_of(target), target.platform is Platform.tpu
     rows = []
     for mesh in meshes:
-        sizes = {axis: mesh.get(axis, 1) for axis in axes} | ({SLICE_AXIS: target.slices} if SLICE_AXIS in axes else {})
+        sizes = {axis: mesh.get(axis, 1) for axis in axes}
         on_slice = tuple(sizes[axis] for axis in axes if axis != SLICE_AXIS)
         placed = placements_of(on_slice, _one_slice(topology), torus)
         shards = math.prod(sizes[a] for a in activations[BATCH])
         stages = math.prod(sizes[a] for a in parameters.get(LAYERS, ()))
-        counts = _microbatches(run.config.batch, shards, stages) if microbatches is None else [microbatches]
+        if (each := run.config.device_batch) is not None:
+            counts = [run.config.batch // (each * shards * stages)]
+        else:
+            counts = _microbatches(run.config.batch, shards, stages) if microbatches is None else [microbatches]
         rows += [_Row(sizes, placement, count) for placement in placed for count in counts]
     return rows
 
@@ -229,8 +300,6 @@ def _legal(
     chosen = [row for row, fine in zip(rows, legal, strict=True) if fine]
     if not chosen:
         return None, refused
-    if candidates.alternates:
-        remats = [remat for remat in remats if not remat.save and not remat.offload]
     inner = [axis for axis in candidates.sizes if axis != SLICE_AXIS]
     meshes = [_mesh_name(row.sizes, partition) for row in chosen]
     placements = [_entries(row, inner, target) for row in chosen]
