@@ -35,7 +35,7 @@ def test_the_layouts_that_were_measured_stand_in_the_order_of_their_estimates(ba
 
 
 def test_layouts_of_the_slow_network_are_all_that_are_legal() -> None:
-    found = slow_network.layouts(slow_network.read_figures(slow_network.KEPT).chip, 16)
+    found = slow_network.layouts(slow_network.read_figures(slow_network.KEPT), 16)
     assert len({slow_network.name(one) for one in found}) == len(found) > 10
     partitions = {one.group.candidates.partition.name for one in found}
     assert partitions >= {"dp", "fsdp", "1d_tp", "2d_tp", "sp", "fsdp_tp", "data_model_fsdp", "2d_tp_fsdp"}
