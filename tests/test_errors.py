@@ -70,6 +70,20 @@ ONE_LINE = {
         "valkyrie-train -m model=gpt_tiny,s5_tiny",
     ),
     "no batch": (["batch=0"], "batch=0: at least 1 is needed."),
+    "no microbatches": (["mode=search", "target=v5e-8", "microbatches=0"], "microbatches=0: at least 1 is needed."),
+    "no rounds of a search": (
+        ["mode=search", "target=v5e-8", "partition=pp", "partition.rounds=-1"],
+        "partition.rounds=-1: at least 1 is needed.",
+    ),
+    "fewer measurements than none": (
+        ["mode=search", "target=v5e-8", "mode.measure=-1"],
+        "mode.measure=-1: must be at least 0.",
+    ),
+    "a search for layouts that keep what there is not": (
+        ["mode=search", "target=v5e-8", "model=gpt_tiny", "remat.save=[out,nonsense]"],
+        "remat.save names nonsense. This model's activations are block_input, query, key, value, context, out, up, "
+        "gate, down; all is every one, products every matrix product.",
+    ),
     "a window of one number": (
         ["profile=5"],
         "profile=5: write the first and the last step to trace, such as profile=100-105.",

@@ -199,6 +199,12 @@ def test_what_no_mesh_makes_legal_is_refused_in_the_words_of_the_layout(given: S
     assert str(refusal.value) == message
 
 
+def test_memory_of_gpus_is_a_limit() -> None:
+    assert not any(
+        one.fits for one in some(searched("target=h100-8", "model=gpt3_175b", "batch=32", "remat=full")[1], 9)
+    )
+
+
 def test_a_device_takes_as_many_sequences_as_asked() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "device_batch=4", "remat=full")
     assert run.problems() == []

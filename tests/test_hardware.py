@@ -18,6 +18,7 @@ from valkyrie.hardware import (
     TargetConfig,
     known_chips,
     topology_of,
+    usable_hbm,
 )
 from valkyrie.parallel import topology as compiling
 from valkyrie.parallel.topology import compile_devices
@@ -44,6 +45,13 @@ def test_every_figure_of_a_chip_is_there_with_its_source(chip: ChipConfig):
     for line in (conf_dir() / "target" / "chip" / f"{chip.name}.yaml").read_text().splitlines():
         if re.search(r"(: +[0-9]|bounds)", line.partition("#")[0]):
             assert re.search(r"  # \S", line), line
+
+
+def test_a_program_has_no_more_memory_than_there_is():
+    v4, h100 = known_chips()["v4"], known_chips()["h100"]
+    assert usable_hbm(v4) == 30.75 * 2**30 and usable_hbm(dataclasses.replace(v4, hbm_gib=8.0)) == 8 * 2**30
+    assert usable_hbm(h100) == 80 * 2**30
+    assert usable_hbm(ChipConfig()) is None is usable_hbm(None)
 
 
 @pytest.mark.parametrize(

@@ -240,12 +240,19 @@ def test_devices_without_a_torus_have_one_shape() -> None:
             "target.chip.hbm_gib=: which of several slices is meant? Search one at a time: target=SLICE.",
         ),
         (("target=cpu",), "target=cpu has no chip whose figures are known, so nothing can be estimated."),
+        (
+            ("target=auto", "target.chips=64"),
+            "target.chips=64 says how many chips, and not which. Add target.chip=NAME, one of a100, h100,",
+        ),
+        (("mode.targets=[v5e-8,v9-8]",), "target=v9-8 is not known."),
     ],
 )
 def test_what_is_no_question(arguments: Sequence[str], message: str) -> None:
+    run = run_of([*TINY, *arguments])
+    assert run.problems() == [], "no mesh is asked for, so none is refused"
     with pytest.raises(ValueError) as refusal:
-        asked(run_of([*TINY, *arguments]))
-    assert str(refusal.value).startswith(message)
+        asked(run)
+    assert str(refusal.value).startswith(message) and "or a file: ." not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -394,10 +394,13 @@ def chip_of(device_kind: str) -> ChipConfig | None:
 
 
 def usable_hbm(chip: ChipConfig | None) -> int | None:
-    """Return the bytes that a program may have of one device's memory; None where that is not known."""
-    if chip is None or chip.usable_hbm_gib is None:
-        return None
-    return int(chip.usable_hbm_gib * 2**30 / chip.devices)
+    """Return the bytes that a program may have of one device's memory; None where that is not known.
+
+    What the compiler leaves of it, or all of it where that is less or the other is not known.
+    """
+    figures = () if chip is None else (chip.usable_hbm_gib, chip.hbm_gib)
+    sizes = [size for size in figures if size is not None]
+    return int(min(sizes) * 2**30 / chip.devices) if chip is not None and sizes else None
 
 
 @cache
