@@ -70,6 +70,21 @@ ONE_LINE = {
         "valkyrie-train -m model=gpt_tiny,s5_tiny",
     ),
     "no batch": (["batch=0"], "batch=0: at least 1 is needed."),
+    "a chip that is none": (
+        ["mode=search", "target.chip=v9", "target.chips=64"],
+        "target.chip=v9 is not known. Known chips: a100, h100, h200, tpu7x, v3, v4, v5e, v5p, v6e. Write "
+        "target.chip=NAME target.chips=N, or the slice as its cloud names it, such as target=v4-64.",
+    ),
+    "fewer chips than none": (
+        ["target.chip=v4", "target.chips=-8"],
+        "target.chips=-8: a whole number of at least 1 is needed.",
+    ),
+    "a mesh of one of two slices of GPUs": (
+        ["target=h100-16", "target.slices=2", "mesh=1x1x16"],
+        "target=h100-16 (16 h100 chips, 2 hosts in each of 2 slices) has 32 chips, as target=h100-32 has, but "
+        "mesh=1x1x16 needs 16 devices. 16 chips are target=h100-16 (16 h100 chips, 2 hosts). Use a mesh of 32 devices, "
+        "or a target of 16.",
+    ),
     "no microbatches": (["mode=search", "target=v5e-8", "microbatches=0"], "microbatches=0: at least 1 is needed."),
     "no rounds of a search": (
         ["mode=search", "target=v5e-8", "partition=pp", "partition.rounds=-1"],
@@ -263,6 +278,11 @@ SLIPS = {
     "over them add -m: valkyrie-train -m optimizer.learning_rate=1,0",
     "mesh=2,2,2": "mesh=2,2,2: the sizes of a mesh are joined by x: mesh=2x2x2.",
     "mesh=[2,2,2]": "mesh=[2,2,2]: mesh= takes one choice, not a list: mesh=2x2x2.",
+    "partition=[fsdp]": "partition=[fsdp]: partition= takes one choice, not a list: partition=fsdp.",
+    "partition=[fsdp,dp]": "partition=[fsdp,dp]: partition= takes one choice, not a list. Use partition=fsdp or "
+    "partition=dp; for a sweep over them: valkyrie-train -m partition=fsdp,dp",
+    "mode=tune target=[v5e-4,v5e-8]": "target=[v5e-4,v5e-8]: target= takes one choice, not a list. Use target=v5e-4 or "
+    "target=v5e-8; for a sweep over them: valkyrie-train -m target=v5e-4,v5e-8",
     "partition=null": "partition=null: every run has a partition. Leave it out for the default, or choose one.",
     "mesh.name=4x4x2": "mesh.name=4x4x2 changes a name and none of the settings. Write mesh=4x4x2.",
     "partition.name=dp": "partition.name=dp changes a name and none of the settings. Write partition=dp.",

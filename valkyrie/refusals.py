@@ -16,6 +16,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from valkyrie.hardware import known_chips
 from valkyrie.modes import ModeConfig
 from valkyrie.slices import shortened
 from valkyrie.trees import flat
@@ -128,6 +129,11 @@ def _wrong_value(key: str | None, told: str) -> str:
     if re.search(r"is not a ListConfig, list or tuple", told):
         return f"{key}: a list is needed, as {key}=[...]."
     if match := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", told):
+        if key == "target.chip":
+            return (
+                f"{key}={match[1]} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
+                "target.chips=N, or the slice as its cloud names it, such as target=v4-64."
+            )
         return f"{key}={match[1]}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
     return f"{key}: {told}." if key else f"{told}."
 

@@ -66,10 +66,18 @@ def _refuse_names(argument: str, key: str, value: str) -> None:
         if group in ("mesh", "target") or value in shipped:
             raise ValueError(f"{argument} changes a name and none of the settings. Write {group}={value}.")
     if key in _CHOSEN and value.startswith("["):
-        one = value.strip("[]").replace(" ", "").replace(",", "x" if key == "mesh" else ",")
-        raise ValueError(f"{argument}: {key}= takes one choice, not a list: {key}={one}.")
+        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_one_of(key, value)}")
     if key in _CHOSEN and value == "null":
         raise ValueError(f"{argument}: every run has a {key}. Leave it out for the default, or choose one.")
+
+
+def _one_of(key: str, value: str) -> str:
+    """Return how one of a list of choices is made, and a run of each."""
+    choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
+    if key == "mesh" or len(choices) < 2:
+        return f": {key}={'x'.join(choices) or 'NAME'}."
+    each = " or ".join(f"{key}={choice}" for choice in choices)
+    return f". Use {each}; for a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
 
 
 def _refuse_several(argument: str, key: str, value: str) -> None:

@@ -58,6 +58,8 @@ def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
 
 
 def _slice_of(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
-    if chips is None or not chips.isdecimal():
+    if chips is None:
         raise ValueError(f"target.chip={chip} does not say how many: add target.chips=N, or write target={chip}-N.")
+    if not chips.isdecimal() or int(chips) < 1:
+        raise ValueError(f"target.chips={chips}: a whole number of at least 1 is needed.")
     return [f"target={chip}-{int(chips) * units}", *(["mode.shapes=true"] if searching else [])]
