@@ -139,6 +139,14 @@ def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
     assert one.step_s > next(iter(slow)).step_s, "the network between slices is slower than the torus"
 
 
+def test_runs_of_one_slice_and_of_several_are_estimated_side_by_side() -> None:
+    base = ["model=gpt_tiny", "batch=64", "partition=fsdp", "mode=show"]
+    one = run_of([*base, "target=v5e-16", "mesh=16x1x1"])
+    two = run_of([*base, "target=v5e-8", "target.slices=2", "mesh=2s8x1x1"])
+    alone = [estimated([run], Efficiency())[0] for run in (one, two)]
+    assert estimated([one, two], Efficiency()) == alone == estimated([two, one], Efficiency())[::-1]
+
+
 def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leaves mesh axis s=2 idle: .* or a partition that uses s\."):
         searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")

@@ -342,12 +342,24 @@ def test_where_none_should_fit_and_none_was_compiled_there_is_no_answer(
     assert "3 may fit by the errors of estimates, and were not compiled." in capsys.readouterr().out
 
 
+def test_narrow_products_are_said_to_be_estimated_as_bfloat16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
+    search(monkeypatch, tmp_path, *few)
+    assert "as if they were" not in capsys.readouterr().out
+    search(monkeypatch, tmp_path, *few, "precision=int8")
+    assert "precision=int8: estimates take products in int8 as if they were in bfloat16" in capsys.readouterr().out
+
+
 def test_no_layout_is_legal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, answer, _ = search(monkeypatch, tmp_path, "batch=1", "partition=fsdp")
     assert status != 0 and not answer
     assert "no layout is legal: batch=1" in capsys.readouterr().out
+    assert search(monkeypatch, tmp_path, "partition=fsdp", "microbatches=32")[0] != 0
+    assert "no layout is legal: batch=32 with microbatches=32 or an axis" in capsys.readouterr().out
 
 
 def test_ctrl_c_prints_the_best_so_far(

@@ -166,6 +166,15 @@ def _tell_space(space: Space, seconds: float, question: Question, console: Conso
         f"refused, {space.duplicates:,} meshes that shard like another left out",
         soft_wrap=True,
     )
+    precision = question.run.config.precision
+    if (narrow := precision.products) is not None:
+        console.print(
+            f"precision={precision.name}: estimates take products in {narrow.value} as if they were in bfloat16, so "
+            "that steps may be shorter than estimated; compiled steps have them as asked",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
     for reason, count in space.refused.most_common(REASONS):
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
 
@@ -174,9 +183,12 @@ def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles) -> 
     """Return that nothing fits, what the smallest layout needs, and how many chips would do."""
     one = listed.smallest
     if one is None:
+        config, named = question.run.config, question.microbatches
+        parts = {"microbatches": named, "device_batch": config.device_batch}
+        given = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
         return (
-            f"no layout is legal: batch={question.run.config.batch} or an axis of {question.run.model.name} is divided "
-            "by none of the meshes. The reasons are above; a batch that is a multiple of the devices divides best."
+            f"no layout is legal: batch={config.batch}{given} or an axis of {question.run.model.name} is divided by "
+            "none of the meshes. The reasons are above; a batch that is a multiple of the devices divides best."
         )
     needs = f"{gib(one.bytes)} a device of {gib(usable_hbm(one.group.target.chip))}, {' '.join(one.overrides)}"
     text = f"nothing fits: the smallest layout needs {needs}"

@@ -44,12 +44,12 @@ def batches_of(
             )
         elif batch % at_once:
             asked = f"batch={batch}" if batch_tokens is None else f"batch_tokens={batch_tokens}, {batch} sequences,"
+            over = f" on {shards} devices ({at_once} at a time)" if shards > 1 else ""
             divisors = [n for n in range(1, batch // shards + 1) if batch % (n * shards) == 0]
             near = sorted(divisors, key=lambda n: abs(n - device_batch))[:1]
             advice = f" Use device_batch={near[0]}." if near else f" Use a batch that {shards} divides."
             problems.append(
-                f"{asked} does not divide into parts of device_batch={device_batch} sequences on {shards} devices "
-                f"({at_once} at a time).{advice}"
+                f"{asked} does not divide into parts of device_batch={device_batch} sequences{over}.{advice}"
             )
         else:
             microbatches = batch // at_once

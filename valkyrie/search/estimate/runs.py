@@ -25,7 +25,7 @@ def estimated(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, flo
     """Return the seconds of each run's step by part, with `step` for their sum; all runs do the same work."""
     groups: dict[str, list[int]] = defaultdict(list)
     for i, run in enumerate(runs):
-        groups[repr((run.config.partition, run.config.remat))].append(i)
+        groups[repr((run.config.partition, run.config.remat, list(run.config.mesh.axes)))].append(i)
     results: list[dict[str, float]] = [{} for _ in runs]
     work = work_of(runs[0])
     chip = runs[0].config.target.chip
