@@ -26,9 +26,9 @@ _OF_ANY_PARTITION = ("zero1", "gradient_sum", "parameter_memory", "optimizer_mem
 class Question:
     """A search as it was asked: the run that says model, batch and precision, and the rest of the command.
 
-    What the command names of partition, remat and microbatches stays as it is; the rest varies. A setting such as
-    `partition.zero1=true` goes for every partition. `budget_s`: seconds after which nothing new is compiled. `tokens`,
-    `budget_usd`: for which hours and dollars are told.
+    What the command names of partition, remat and microbatches (or `device_batch`) stays; the rest varies. A setting
+    such as `partition.zero1=true` goes for every partition, `target.slices=2` for every slice. `budget_s`: seconds
+    after which nothing new is compiled. `tokens`, `budget_usd`: for which hours and dollars are told.
     """
 
     run: Run
@@ -85,7 +85,7 @@ def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[
     """Yield the partitions that are looked at, each schedule of a pipeline, and each without and with ZeRO-1.
 
     The run's own alone where it, or a rule of it, is named; else every shipped one, with the settings that are named;
-    a schedule, or ZeRO-1, that is named does not vary.
+    a schedule, rounds, or ZeRO-1, that are named do not vary.
     """
     named = {key.partition(".")[2].partition(".")[0] for key in given if key.startswith("partition.")}
     if "partition" in given or named - {*_OF_ANY_PARTITION}:
