@@ -360,6 +360,11 @@ def test_no_layout_is_legal(
     assert "no layout is legal: batch=1" in capsys.readouterr().out
     assert search(monkeypatch, tmp_path, "partition=fsdp", "microbatches=32")[0] != 0
     assert "no layout is legal: batch=32 with microbatches=32 or an axis" in capsys.readouterr().out
+    circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
+    assert search(monkeypatch, tmp_path, *circular, "model.layers=16")[0] != 0
+    printed = capsys.readouterr().out
+    assert "refused: partition=pp: schedule=circular needs as many microbatches as stages" in printed
+    assert "no layout is legal. The reasons are above" in printed and "is divided by none" not in printed
 
 
 def test_ctrl_c_prints_the_best_so_far(

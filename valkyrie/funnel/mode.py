@@ -59,7 +59,7 @@ def _search(run: Run) -> int:
     listed = shortlist(ranked)
     compiles, measures, status = Compiles(), Measures(), 0
     if not listed.fitting and not listed.doubtful:
-        console.print(_nothing_fits(listed, question, compiles), style="bold red", markup=False)
+        console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
         return NOT_COMPILED
     on_torus = all(target.platform is Platform.tpu for target in question.targets)
     rivals = ({RULE: rule_of_thumb(ranked)} if on_torus else {}) | {"plain FSDP": plain_fsdp(ranked)}
@@ -84,7 +84,7 @@ def _search(run: Run) -> int:
         status = _measure(question, listed, compiles, folder, measures, console)
     rows = measured_rows(question, rows_of(question, listed, compiles, SHOWN), measures)
     if not rows:
-        console.print(_nothing_fits(listed, question, compiles), style="bold red", markup=False)
+        console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
         return status or NOT_COMPILED
     if options and (best is None or rows[0]["overrides"] != best.estimate.overrides):
         told_of = f"left out, for another layout is faster: {' '.join(options)}. mode=tune tries options on any layout"
@@ -179,17 +179,11 @@ def _tell_space(space: Space, seconds: float, question: Question, console: Conso
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
 
 
-def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles) -> str:
+def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles, space: Space) -> str:
     """Return that nothing fits, what the smallest layout needs, and how many chips would do."""
     one = listed.smallest
     if one is None:
-        config, named = question.run.config, question.microbatches
-        parts = {"microbatches": named, "device_batch": config.device_batch}
-        given = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
-        return (
-            f"no layout is legal: batch={config.batch}{given} or an axis of {question.run.model.name} is divided by "
-            "none of the meshes. The reasons are above; a batch that is a multiple of the devices divides best."
-        )
+        return _none_is_legal(question, space)
     needs = f"{gib(one.bytes)} a device of {gib(usable_hbm(one.group.target.chip))}, {' '.join(one.overrides)}"
     text = f"nothing fits: the smallest layout needs {needs}"
     if one.fits:
@@ -198,6 +192,19 @@ def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles) -> 
     if untried := len([other for other in listed.doubtful if other.overrides not in done]):
         text += f"; {untried:,} may fit by the errors of estimates, and were not compiled"
     return f"{text}. {_enough_chips(question, one.group.target.chips or 1)}"
+
+
+def _none_is_legal(question: Question, space: Space) -> str:
+    """Return that no layout is legal, and what to change where it is what meshes must divide."""
+    config, model = question.run.config, question.run.model.name
+    if not all(" not divide" in reason for reason in space.refused):
+        return "no layout is legal. The reasons are above: change what they name, or leave it out and it varies."
+    parts = {"microbatches": question.microbatches, "device_batch": config.device_batch}
+    given = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
+    return (
+        f"no layout is legal: batch={config.batch}{given} or an axis of {model} is divided by none of the meshes. The "
+        "reasons are above; a batch that is a multiple of the devices divides best."
+    )
 
 
 def _enough_chips(question: Question, chips: int) -> str:
