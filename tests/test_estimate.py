@@ -333,3 +333,45 @@ def test_the_pairs_of_the_tpu_v4_paper_stand_in_its_order(pair: str, monkeypatch
     paper = importlib.import_module("paper")
     _, model, _, fast, slow = next(p for p in paper.PAIRS if p[0] == pair)
     assert paper.estimate(model, fast) < paper.estimate(model, slow)
+
+
+def seconds_of(*overrides: str, **constants: float) -> dict[str, float]:
+    """Return the seconds of a step's parts, under other constants than the chip's."""
+    run = run_of(["mode=compile", "model=gpt_1b", "precision=bf16_mixed", *overrides])
+    assert run.config.target.chip is not None
+    (parts,) = estimated([run], replace(efficiency_of(run.config.target.chip), **constants))
+    return parts
+
+
+def test_activations_are_gathered_by_one_ring_over_several_axes_of_a_torus() -> None:
+    layout = ("target=v5p-64", "batch=64", "mesh=2x16x1", "partition=fsdp_tp")
+    on_two, on_one = (
+        seconds_of(*layout, f"mesh.placement=[{places}]", hidden_activations=0.0)["activations"]
+        for places in ("x,y", "y:2,x,y:8")
+    )
+    assert on_one > 0.9 * on_two  # two lines of four have twice the links of one, and no ring goes over both at once
+
+
+def test_windowed_products_gather_for_themselves() -> None:
+    layout = ("target=v5p-64", "batch=64", "mesh=8x4x1", "partition=fsdp_tp", "remat=none")
+    shared, own = (seconds_of(*layout, windowed=n, hidden_activations=0.0)["activations"] for n in (0.0, 1.0))
+    # Of attention and the feed-forward each two gathers and two scatters forward, and as many backward; own: two
+    # gathers for the gradients of parameters, and two for those of what was kept in parts.
+    assert own / shared == pytest.approx(12 / 8, rel=0.05)
+
+
+def test_zero1_saves_no_sums_where_they_are_whole() -> None:
+    layout = ("target=v4-64", "batch=64", "mesh=32x1x1", "partition=dp")
+    plain, zero1 = (seconds_of(*layout, f"partition.zero1={on}")["gradients"] for on in ("false", "true"))
+    assert zero1 > plain
+    cut = seconds_of(*layout, "partition.zero1=true", whole_sums=0.0, hidden_updates=0.7)["gradients"]
+    assert cut < 0.8 * plain
+
+
+def test_parameters_on_two_kinds_of_axes_gather_whole_batches() -> None:
+    layout = ("target=v5p-64", "batch=64", "partition=2d_tp_fsdp")
+    more = {}
+    for mesh in ("4x4x2", "4x8x1", "16x1x2"):
+        seconds = [seconds_of(*layout, f"mesh={mesh}", whole_batches=n)["activations"] for n in (0.0, 1.0)]
+        more[mesh] = seconds[1] - seconds[0]
+    assert more["4x4x2"] > 0 and more["4x8x1"] == more["16x1x2"] == 0

@@ -53,6 +53,8 @@ START = Efficiency(
     hidden_gradients=0.0,
     hidden_activations=0.0,
     gathers=0.7,
+    windowed=0.0,
+    whole_batches=0.0,
     sums=0.65,
     outside=0.9,
 )

@@ -83,8 +83,9 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any
     of_process = len(devices) // team.count
     peak, half = _products(timer, dtype)
     estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
-    estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "gradients", "activations", "stages", "host")}
-    estimate |= {"loop_sums": 1.0, "apart": 1.0}  # so are programs of XLA's CPU compiler
+    estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "updates", "gradients", "activations", "stages", "host")}
+    of_programs = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
+    estimate |= of_programs  # of XLA's CPU compiler
     estimate |= {"half_rate_flops": half, "mixing": _attention(timer, dtype) / peak, "launch_s": _launch(timer, dtype)}
     chip: dict[str, Any] = {
         "name": "cpu",

@@ -18,7 +18,8 @@ class Span:
     """How a mesh axis lies, one entry a layout: devices that fast links join, devices beyond them, and both rates.
 
     Of a TPU axis `inner` are the devices of a slice, which the torus joins, `outer` the slices; of a GPU axis those of
-    a host and the hosts. Rates are bytes a second that one device sends over the axis.
+    a host and the hosts. Rates are bytes a second that one device sends over the axis; `ring_rate` is that of one ring
+    through all devices of a slice, which goes at the pace of one axis of the torus.
     """
 
     inner: np.ndarray
@@ -26,6 +27,7 @@ class Span:
     outer: np.ndarray
     outer_rate: np.ndarray
     hops: np.ndarray
+    ring_rate: np.ndarray
 
 
 @dataclass(frozen=True)

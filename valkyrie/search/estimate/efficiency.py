@@ -21,7 +21,10 @@ class Efficiency:
     is computed. `gathers`, `sums`, `outside`: shares of the links' rates (`Network`). `scatters`: how many times a
     reduce-scatter takes of an all-gather; 2 where the compiler sums whole and takes a part. `start_s`: the start of a
     collective, `outer_start_s` of a message between hosts. `loop_sums`: 1 where the compiler leaves sums of gradients
-    in a pipeline's loop. `apart`: 1 where it sums the gradient of what several products read once for each of them.
+    in a pipeline's loop, `whole_sums`: 1 where it sums whole what ZeRO-1 needs in parts. `whole_batches`: the share
+    that is waited for of gathering whole batches for gradients of parameters split over two kinds of axes. `apart`: 1
+    where it sums the gradient of what several products read once for each of them. `windowed`: 1 where products gather
+    their operands as they go, each for itself (windowed einsums); 0 where products share what is gathered.
     """
 
     products: float = 0.85
@@ -37,6 +40,7 @@ class Efficiency:
     scores_passes: float = 0.0
     launch_s: float = 2e-6
     hidden_weights: float = 0.7
+    hidden_updates: float = 0.7
     hidden_gradients: float = 0.3
     hidden_activations: float = 0.1
     hidden_stages: float = 0.0
@@ -48,6 +52,9 @@ class Efficiency:
     start_s: float = assumptions.COLLECTIVE_START_S
     outer_start_s: float = assumptions.DCN_LATENCY_S
     loop_sums: float = 0.0
+    whole_sums: float = 0.0
+    whole_batches: float = 0.4
+    windowed: float = 1.0
     apart: float = 0.0
 
 

@@ -36,13 +36,20 @@ class Network:
     outer_start_s: float
     scatters: float
 
-    def gather(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
-        """Return the seconds of an all-gather to `full` bytes on each device."""
-        return self._seconds(layouts, axes, full, self.gathers)
+    def gather(
+        self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
+    ) -> np.ndarray:
+        """Return the seconds of an all-gather to `full` bytes on each device.
 
-    def scatter(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
+        `one_ring`: by one ring through all of them, as XLA gathers activations along an axis that is not their first.
+        """
+        return self._seconds(layouts, axes, full, self.gathers, one_ring)
+
+    def scatter(
+        self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, *, one_ring: bool = False
+    ) -> np.ndarray:
         """Return the seconds of a reduce-scatter of `full` bytes on each device."""
-        return self.scatters * self._seconds(layouts, axes, full, self.gathers)
+        return self.scatters * self._seconds(layouts, axes, full, self.gathers, one_ring)
 
     def sum(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray) -> np.ndarray:
         """Return the seconds of an all-reduce of `full` bytes on each device."""
@@ -58,14 +65,16 @@ class Network:
             seconds += np.where(size > 1, start + np.where(span.outer > 1, far, near), 0.0)
         return seconds
 
-    def _seconds(self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, share: float) -> np.ndarray:
+    def _seconds(
+        self, layouts: Candidates, axes: Sequence[str], full: np.ndarray, share: float, one_ring: bool = False
+    ) -> np.ndarray:
         inner, outer = np.ones(len(layouts)), np.ones(len(layouts))
         rate, slow, hops = np.zeros(len(layouts)), np.full(len(layouts), np.inf), np.zeros(len(layouts))
         for axis in axes:
             span = layouts.spans[axis]
             inner, outer = inner * span.inner, outer * span.outer
-            own = np.where(span.inner > 1, span.inner_rate, 0.0)
-            rate = rate + own if self.adds_up else np.maximum(rate, own)
+            own = np.where(span.inner > 1, span.ring_rate if one_ring else span.inner_rate, 0.0)
+            rate = rate + own if self.adds_up and not one_ring else np.maximum(rate, own)
             slow = np.where(span.outer > 1, np.minimum(slow, span.outer_rate), slow)
             hops = hops + span.hops
         members = inner * outer

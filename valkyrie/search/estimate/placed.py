@@ -23,6 +23,7 @@ MOST_TRIED = 4000
 class Lying:
     """How a mesh axis lies: `links` of a torus that it can use at once, `hops` round it, and devices that share a chip.
 
+    `ring_links`: those of one ring through all its devices, which are no more than one axis of the torus has.
     Of GPUs: `inner` devices of a host, `outer` hosts.
     """
 
@@ -30,6 +31,7 @@ class Lying:
     inner: int
     outer: int
     links: float
+    ring_links: float
     hops: float
 
 
@@ -63,7 +65,7 @@ def placements_of(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tu
             break
         closing = [wraps if not topology.twisted else _closing(axis, filled, topology) for axis in range(len(sizes))]
         lies = tuple(_lying(i, size, filled, lengths, closing[i], of_host, torus) for i, size in enumerate(sizes))
-        key = tuple(x for lying in lies for x in (lying.links, -lying.outer, -lying.hops))
+        key = tuple(x for lying in lies for x in (lying.links, lying.ring_links, -lying.outer, -lying.hops))
         if key not in best:
             factors = tuple(factor for on_axis in filled for factor in on_axis)
             best[key] = Placement(factors, lies)
@@ -82,13 +84,17 @@ def spans_of(lies: Sequence[Sequence[Lying]], names: Sequence[str], chip: ChipCo
     link = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
     for number, name in enumerate(names):
         column = [of_layout[number] for of_layout in lies]
-        rate = [link * (lying.links or assumptions.CORE_LINKS) if torus else link for lying in column]
+        rates = [
+            [link * (links or assumptions.CORE_LINKS) if torus else link for links in (lying.links, lying.ring_links)]
+            for lying in column
+        ]
         spans[name] = Span(
             np.array([lying.inner for lying in column], float),
-            np.array(rate),
+            np.array([rate for rate, _ in rates]),
             np.array([lying.outer for lying in column], float),
             np.full(len(column), outside),
             np.array([lying.hops for lying in column], float),
+            np.array([rate for _, rate in rates]),
         )
     return spans
 
@@ -99,7 +105,7 @@ def between_slices(count: int, target: TargetConfig) -> Span:
     assert chip is not None
     of_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
     rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host
-    return Span(one, one, one * target.slices, one * rate, 0 * one)
+    return Span(one, one, one * target.slices, one * rate, 0 * one, one)
 
 
 Filled = tuple[tuple[tuple[int, int], ...], ...]
@@ -156,7 +162,7 @@ def _lying(
     of_host: int,
     torus: bool,
 ) -> Lying:
-    links, hops, inner = 0.0, 0.0, 1
+    links, ring_links, hops, inner = 0.0, 0.0, 0.0, 1
     for on, (factors, length, wrap) in enumerate(zip(filled, lengths, wraps, strict=True)):
         stride = 1
         for other, factor in reversed(factors):
@@ -164,8 +170,11 @@ def _lying(
                 ring = wrap and factor * stride == length and length > 2
                 if torus and on < len(lengths) - 1:
                     links += (2 if ring else 1) / stride
+                    ring_links = max(ring_links, (2 if ring else 1) / stride)
                     hops += factor * stride / (2 if ring else 1)
                 elif not torus:
                     inner = max(min(of_host // stride, factor), 1)
             stride *= factor
-    return Lying(size, size, 1, links, hops) if torus else Lying(size, inner, size // inner, 0.0, 0.0)
+    if torus:
+        return Lying(size, size, 1, links, ring_links, hops)
+    return Lying(size, inner, size // inner, 0.0, 0.0, 0.0)

@@ -26,7 +26,8 @@ def _lying(axis: AxisPlacement) -> Lying:
     outer = math.prod(factor.size for factor in axis.factors if factor.on == DCN)
     hops = sum((f.size * f.stride / (2 if f.ring else 1) for f in axis.torus), 0.0)
     links = max(axis.links, SCATTERED) if axis.torus else 0.0
-    return Lying(axis.size, axis.size // outer, outer, links, hops)
+    ring_links = min(links, max((factor.links for factor in axis.torus), default=0.0))
+    return Lying(axis.size, axis.size // outer, outer, links, ring_links, hops)
 
 
 def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, Span]:
@@ -37,8 +38,7 @@ def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, S
     for axis in reversed(list(sizes)):
         size = sizes[axis]
         inner = np.clip(of_host / stride, 1, size)
-        spans[axis] = Span(
-            inner, np.full(len(size), inside), size / inner, np.full(len(size), outside), np.zeros(len(size))
-        )
+        near = np.full(len(size), inside)
+        spans[axis] = Span(inner, near, size / inner, np.full(len(size), outside), np.zeros(len(size)), near)
         stride = stride * size
     return {axis: spans[axis] for axis in sizes}

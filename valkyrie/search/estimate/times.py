@@ -89,7 +89,7 @@ class Step:
         parts = {name: m * seconds for name, seconds in {"products": products, "mixing": mixing}.items()}
         parts |= {"moving": m * moving, "head": m * self._head}
         parts |= {name: m * seconds for name, seconds in waiting.items()}
-        parts["gradients"] = parts["gradients"] + self._updated * (1 - e.hidden_weights)
+        parts["gradients"] = parts["gradients"] + self._updated * (1 - e.hidden_updates)
         parts["launching"] = m * np.maximum(launching - of_stage, 0.0)
         idle = (stages - 1) / layouts.rounds
         parts["bubble"] = idle * np.maximum(of_stage, launching)
@@ -180,26 +180,31 @@ class Step:
 
     def _activations_under(self, remat: RematConfig, again: Sequence[bool]) -> np.ndarray:
         """Return the seconds of what products and mixing send of activations in a microbatch."""
-        seconds = _total((1 + a) * f + b for a, (f, b) in zip(again, self._sent_by_products, strict=True))
+        sent = zip(again, self._sent_by_products, strict=True)
+        seconds = _total((1 + a) * f + b + (0 if a else anew) for a, (f, b, anew) in sent)
         for mixing, sent in zip(self.work.mixing, self._sent_by_mixing, strict=True):
             seconds = seconds + mixing.count * (2 + (remat.place(mixing.name) is Place.nowhere)) * sent
         return seconds * self.share + self._table_collectives
 
     @cached_property
-    def _sent_by_products(self) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _sent_by_products(self) -> list[tuple[np.ndarray, ...]]:
         operands, each = set[tuple[object, ...]](), []
         for product in self.work.products:
-            forward, backward = self._sent_by(product, product.operand not in operands)
+            seconds = self._sent_by(product, product.operand not in operands)
             operands.add(product.operand)
-            each.append((product.count * forward, product.count * backward))
+            each.append(tuple(product.count * part for part in seconds))
         return each
 
     @cached_property
     def _sent_by_mixing(self) -> list[np.ndarray]:
         return [self._neighbours(mixing) for mixing in self.work.mixing]
 
-    def _sent_by(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of the collectives around a product, forward and backward; `first` of its operand."""
+    def _sent_by(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the seconds of the collectives around a product, forward and backward; `first` of its operand.
+
+        What comes in scattered is gathered for the gradient of the operand and for that of the parameter; last, what
+        the latter gathers of the operand where no pass that computes it again has done so.
+        """
         layouts, network = self.layouts, self.network
         reading = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.reads]
         making = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.makes]
@@ -217,14 +222,32 @@ class Step:
         back_summed = [m for _, _, _, used in making for m in used]
         back_scattered = [m for m in gathered if m in back_summed]
         back_summed = [m for m in back_summed if m not in back_scattered]
-        forward = network.sum(layouts, summed, made) + network.scatter(layouts, scattered, made)
-        backward = network.gather(layouts, scattered, made)
+        forward = network.sum(layouts, summed, made) + network.scatter(layouts, scattered, made, one_ring=True)
+        windowed = self.efficiency.windowed
+        backward = (1 + windowed) * network.gather(layouts, scattered, made, one_ring=True)
+        anew = np.zeros(len(layouts))
         if first:
-            forward = forward + network.gather(layouts, gathered, read)
+            gather = network.gather(layouts, gathered, read, one_ring=True)
+            forward, anew = forward + gather, windowed * gather
         if first or self.efficiency.apart > 0:
             backward = backward + network.sum(layouts, back_summed, read)
-            backward = backward + network.scatter(layouts, back_scattered, read)
-        return forward, backward
+            backward = backward + network.scatter(layouts, back_scattered, read, one_ring=True)
+        for axes, other in ((product.reads, made), (product.makes, read)):
+            backward = backward + sum(self._whole_batches(axis, other) for axis, _ in axes)
+        return forward, backward, anew
+
+    def _whole_batches(self, logical: str, other: np.ndarray) -> np.ndarray:
+        """Return the seconds of gathering a product's other side over data for the gradient of its parameter.
+
+        XLA does so where an axis of the parameter lies on mesh axes of both kinds, that split data and that do not,
+        for it cannot scatter a sum within a part.
+        """
+        layouts, stored = self.layouts, self.layouts.stored(logical)
+        data = tuple(axis for axis in stored if axis in layouts.data)
+        parts = layouts.parts(data)
+        both = (parts > 1) & (layouts.parts(layouts.used(logical)) > 1)
+        seconds = self.network.gather(layouts, data, other * parts)
+        return np.where(both, self.efficiency.whole_batches * seconds, 0.0)
 
     def _neighbours(self, mixing: Mixing) -> np.ndarray:
         """Return the seconds in which a block fetches what it reads of other parts of the sequence."""
@@ -273,7 +296,8 @@ class Step:
             rest = tuple(axis for axis in layouts.data if axis not in split)
             bytes_ = self._of_device(spec) * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
-            reduce = self.network.scatter if layouts.partition.zero1 else self.network.sum
+            scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
+            reduce = self.network.scatter if scattered else self.network.sum
             seconds += reduce(layouts, rest, bytes_ / layouts.parts(split))
         piped = layouts.stages > 1
         ticks = np.where(self.efficiency.loop_sums > 0, layouts.microbatches + layouts.stages - 1, 1)
@@ -302,7 +326,7 @@ class Step:
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
                 bytes_ = 4 * self._of_device(spec) / self.layouts.parts(self._data_axes(spec))
-                seconds += self.network.gather(self.layouts, self.layouts.spread(spec.axes), bytes_)
+                seconds += self.network.gather(self.layouts, self.layouts.spread(spec.axes), bytes_, one_ring=True)
         return seconds
 
     def _data_axes(self, spec: Parameter) -> tuple[str, ...]:
