@@ -15,8 +15,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from helpers import names
+from valkyrie.chips import known_chips
 from valkyrie.funnel.question import asked
-from valkyrie.hardware import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.run import Run

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from helpers import compose_run
 from machines import needs_libtpu
+from valkyrie.chips import known_chips
 from valkyrie.hardware import (
     ChipConfig,
     Platform,
     TargetConfig,
-    known_chips,
     topology_of,
     usable_hbm,
 )

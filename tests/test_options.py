@@ -10,7 +10,8 @@ import pytest
 
 from helpers import compose_run
 from machines import needs_libtpu
-from valkyrie.hardware import ChipConfig, known_chips
+from valkyrie.chips import known_chips
+from valkyrie.hardware import ChipConfig
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
 from valkyrie.search.compile import compile_layout

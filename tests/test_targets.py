@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import compose_run, names, some_quick
-from valkyrie import hardware
+from valkyrie import chips
+from valkyrie.chips import known_chips
 from valkyrie.choices import target_named
 from valkyrie.compose import default_mesh, default_precision
-from valkyrie.hardware import Platform, known_chips, topology_of
+from valkyrie.hardware import Platform, topology_of
 from valkyrie.paths import read_config
 from valkyrie.slices import Slices, Wrap, shape_text
 from valkyrie.targets import parse_target
@@ -155,9 +156,9 @@ def test_the_command_line_says_so_in_one_line(command: Any, name: str, arguments
 def test_a_name_reads_the_file_of_its_chip_alone_and_no_file_twice(monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
     monkeypatch.setattr(
-        hardware, "read_config", lambda group, name, schema: [read.append(name), read_config(group, name, schema)][1]
+        chips, "read_config", lambda group, name, schema: [read.append(name), read_config(group, name, schema)][1]
     )
-    hardware._chip.cache_clear()
+    chips._chip.cache_clear()
     for name in ("v4-64", "v4-128", "v5p-8"):
         assert parse_target(name).name == name
     assert read == ["v4", "v5p"]

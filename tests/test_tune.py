@@ -15,7 +15,7 @@ import pytest
 from helpers import compose_run
 from machines import needs_libtpu
 from runs import command as carry_out
-from valkyrie.hardware import known_chips
+from valkyrie.chips import known_chips
 from valkyrie.models.s5 import S5
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import ScanImpl

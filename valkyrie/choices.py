@@ -13,7 +13,8 @@ from hydra.plugins.config_source import ConfigSource
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from valkyrie.hardware import CHIPS, ChipConfig, TargetConfig, known_chips
+from valkyrie.chips import CHIPS, known_chips
+from valkyrie.hardware import ChipConfig, TargetConfig
 from valkyrie.paths import config_names, read_config
 from valkyrie.targets import parse_target
 

@@ -16,9 +16,10 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.chips import CHIPS
 from valkyrie.choices import Chips, files, target_named
 from valkyrie.data.config import DataConfig
-from valkyrie.hardware import CHIPS, ChipConfig, Platform, TargetConfig
+from valkyrie.hardware import ChipConfig, Platform, TargetConfig
 from valkyrie.models import config_class, is_family
 from valkyrie.modes import MODES, ModeConfig
 from valkyrie.optim import OptimizerConfig

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
-from valkyrie.paths import config_names, read_config
 from valkyrie.precision import DType
 from valkyrie.slices import TWISTED, WRAP_AXES, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
 
-CHIPS = "target/chip"
-"""The config group of chips."""
+ROUNDED = 1.01
+"""How much a program may have of a published memory, which is rounded: of v5p's 95 GiB the compiler gives 95.73."""
 
 
 class Platform(Enum):
@@ -367,47 +365,15 @@ def topology_text(shape: Shape) -> str:
     return f"target.topology={shape_text(shape)}"
 
 
-class _Shipped(Mapping[str, ChipConfig]):
-    """The chips in `conf/target/chip`; a file is read once, when its chip is first asked for."""
-
-    def __getitem__(self, name: str) -> ChipConfig:
-        return _chip(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(config_names(CHIPS))
-
-    def __len__(self) -> int:
-        return len(config_names(CHIPS))
-
-
-def known_chips() -> Mapping[str, ChipConfig]:
-    """Return every chip described in `conf/target/chip`, by name; `[]` and `get` take its other names as well."""
-    return _Shipped()
-
-
-def chip_of(device_kind: str) -> ChipConfig | None:
-    """Return the chip that JAX reports under this `device_kind`, or None when it is not described."""
-    for chip in known_chips().values():
-        if device_kind in chip.device_kinds:
-            return chip
-    return None
-
-
 def usable_hbm(chip: ChipConfig | None) -> int | None:
     """Return the bytes that a program may have of one device's memory; None where that is not known.
 
     What the compiler leaves of it, or all of it where that is less or the other is not known.
     """
-    figures = () if chip is None else (chip.usable_hbm_gib, chip.hbm_gib)
-    sizes = [size for size in figures if size is not None]
-    return int(min(sizes) * 2**30 / chip.devices) if chip is not None and sizes else None
-
-
-@cache
-def _chip(name: str) -> ChipConfig:
-    if name in config_names(CHIPS):
-        return read_config(CHIPS, name, ChipConfig)
-    for chip in known_chips().values():
-        if name in chip.aliases:
-            return chip
-    raise KeyError(name)
+    if chip is None:
+        return None
+    if chip.usable_hbm_gib is None or chip.hbm_gib is None:
+        sizes = [size for size in (chip.usable_hbm_gib, chip.hbm_gib) if size is not None]
+    else:
+        sizes = [chip.usable_hbm_gib, ROUNDED * chip.hbm_gib]
+    return int(min(sizes) * 2**30 / chip.devices) if sizes else None

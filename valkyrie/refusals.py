@@ -16,7 +16,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from valkyrie.hardware import known_chips
+from valkyrie.chips import known_chips
 from valkyrie.modes import ModeConfig
 from valkyrie.slices import shortened
 from valkyrie.trees import flat

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from valkyrie.hardware import ChipConfig, TargetConfig, known_chips, simulated, slice_of
+from valkyrie.chips import known_chips
+from valkyrie.hardware import ChipConfig, TargetConfig, simulated, slice_of
 from valkyrie.slices import Shape, nearest_hint, parse_shape, says_twisted, shortened
 
 MOST_SIMULATED = 4096

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from valkyrie.hardware import known_chips
+from valkyrie.chips import known_chips
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, resolve_rules
 from valkyrie.parallel.remat import RematConfig

@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from valkyrie.hardware import ChipConfig, Platform, TargetConfig, known_chips, slice_of
+from valkyrie.chips import known_chips
+from valkyrie.hardware import ChipConfig, Platform, TargetConfig, slice_of
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valkyrie.hardware import known_chips
+from valkyrie.chips import known_chips
 from valkyrie.report.trainings import TRAIN, find_trainings, training
 from valkyrie.report.varied import target_of, varied_of
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog

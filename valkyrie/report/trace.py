@@ -7,7 +7,8 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from valkyrie.hardware import TargetConfig, Topology, known_chips, topology_of
+from valkyrie.chips import known_chips
+from valkyrie.hardware import TargetConfig, Topology, topology_of
 from valkyrie.modes import SUMMARY
 from valkyrie.report.records import Row, read_json
 from valkyrie.report.values import part_name

@@ -11,8 +11,9 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
+from valkyrie.chips import chip_of
 from valkyrie.compose import accelerators
-from valkyrie.hardware import ChipConfig, Platform, chip_of
+from valkyrie.hardware import ChipConfig, Platform
 from valkyrie.paths import cache_root, cache_trouble
 from valkyrie.run import Run
 from valkyrie.team import ALONE, Team

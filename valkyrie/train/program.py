@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.axes import Parameter
-from valkyrie.hardware import ChipConfig, chip_of
+from valkyrie.chips import chip_of
+from valkyrie.hardware import ChipConfig
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics

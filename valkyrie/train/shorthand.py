@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from valkyrie.chips import known_chips
 from valkyrie.choices import Chips
-from valkyrie.hardware import ChipConfig, known_chips
+from valkyrie.hardware import ChipConfig
 from valkyrie.train.composing import composing
 from valkyrie.train.folder import key_value
 from valkyrie.train.saved import config_dirs
