@@ -51,6 +51,7 @@ def test_a_program_has_no_more_memory_than_there_is():
     v4, h100 = known_chips()["v4"], known_chips()["h100"]
     assert usable_hbm(v4) == 30.75 * 2**30 and usable_hbm(dataclasses.replace(v4, hbm_gib=8.0)) == 8 * 2**30
     assert usable_hbm(h100) == 80 * 2**30
+    assert usable_hbm(known_chips()["v5p"]) == int(95.73 * 2**30)
     assert usable_hbm(ChipConfig()) is None is usable_hbm(None)
 
 

@@ -372,8 +372,7 @@ def usable_hbm(chip: ChipConfig | None) -> int | None:
     """
     if chip is None:
         return None
-    if chip.usable_hbm_gib is None or chip.hbm_gib is None:
-        sizes = [size for size in (chip.usable_hbm_gib, chip.hbm_gib) if size is not None]
-    else:
-        sizes = [chip.usable_hbm_gib, ROUNDED * chip.hbm_gib]
-    return int(min(sizes) * 2**30 / chip.devices) if sizes else None
+    size, whole = chip.usable_hbm_gib, chip.hbm_gib
+    if size is None or (whole is not None and size > ROUNDED * whole):
+        size = whole
+    return None if size is None else int(size * 2**30 / chip.devices)
