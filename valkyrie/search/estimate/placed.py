@@ -56,6 +56,21 @@ class Placement:
 @cache
 def placements_of(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
     """Return the placements of axes of these sizes of which none has as many links or more for every axis."""
+    order = sorted(range(len(sizes)), key=lambda axis: -sizes[axis])
+    place = {axis: number for number, axis in enumerate(order)}
+    ordered = _ordered(tuple(sizes[axis] for axis in order), topology, torus)
+    return tuple(
+        Placement(
+            tuple((order[axis], factor) for axis, factor in placement.factors),
+            tuple(placement.lies[place[axis]] for axis in range(len(sizes))),
+        )
+        for placement in ordered
+    )
+
+
+@cache
+def _ordered(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[Placement, ...]:
+    """Return the same for sizes in descending order, which stand for every other order of them."""
     lengths = [*topology.shape, topology.devices_per_chip] if torus else [topology.devices]
     wraps = [*topology.wrap, False] if torus else [False]
     of_host = math.prod(topology.host_bounds)

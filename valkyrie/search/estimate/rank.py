@@ -86,7 +86,7 @@ class Ranking:
         classes = np.repeat([e.group.classes for e in self.estimates], sizes)
         offloads = np.repeat([len(e.remat.offload) for e in self.estimates], sizes)
         order = np.lexsort((number, offloads, classes, np.round(step, 7)))
-        return [(int(which[i]), int(number[i])) for i in order]
+        return list(zip(which[order].tolist(), number[order].astype(int).tolist(), strict=True))
 
     def under(self, partition: str) -> Ranking:
         """Return the estimates of one partition."""

@@ -42,7 +42,7 @@ class Times:
 
     parts: dict[str, np.ndarray]
 
-    @property
+    @cached_property
     def step_s(self) -> np.ndarray:
         """Seconds of a step."""
         return np.sum(list(self.parts.values()), axis=0)
