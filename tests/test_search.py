@@ -14,7 +14,7 @@ from valkyrie.funnel import compiling, mode, tuning
 from valkyrie.funnel.answer import command_of, compared, rows_of
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
-from valkyrie.funnel.shortlist import Shortlist, elsewhere, place_of, plain_fsdp, rule_of_thumb, shortlist
+from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, place_of, plain_fsdp, rule_of_thumb, shortlist
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
@@ -156,11 +156,44 @@ def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: Compiler, t
     assert one.target.name == cheapest.group.target.name
 
 
+def test_each_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
+    of = asked(run_of(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"]))
+    listed = listed_of(of)
+    rows = rows_of(of, listed, Compiles(), 10)
+    slices = [row["overrides"][0] for row in rows]
+    assert slices[0] == "target=v4-8" and slices.count("target=v4-512") == slices.count("target=v4-8") == 5
+    assert [row["dollars"] for row in rows] == sorted(row["dollars"] for row in rows)
+    assert len({row["overrides"][0] for row in rows_of(of, listed, Compiles(), 1)}) == 2, "the best of each is listed"
+
+
+@pytest.mark.parametrize(("factor", "first"), [(1.05, "compile"), (2.0, "estimate")])
+@pytest.mark.parametrize("tokens", [(), ("mode.tokens=1e9",)])
+def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_was_compiled(
+    factor: float, first: str, tokens: tuple[str, ...], compiler: Compiler, tmp_path: Path
+) -> None:
+    of = question("mode.targets=[v5e-8,v6e-8]", *tokens)
+    listed = listed_of(of)
+    cheapest = min(listed.fitting, key=lambda one: of.cost(one.group.target, one.step_s))
+    compiler.steps, compiler.factor = {tuple(cheapest.overrides): cheapest.step_s}, factor
+    trial = compiler([plan := compiling.plan_of(of, cheapest, tmp_path)], 1, None)[plan.key]
+    rows = rows_of(of, listed, Compiles([Compiled(cheapest, trial)]), 10)
+    assert rows[0]["stage"] == first
+
+
+@pytest.mark.parametrize("price", ["0", "null"])
+def test_without_a_price_a_layout_is_chosen_by_its_step(price: str) -> None:
+    of = question("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
+    assert not of.by_price and of.cost(of.targets[0], 2.0) == 2.0
+    rows = rows_of(of, listed_of(of), Compiles(), 10)
+    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    assert json.loads(json.dumps(rows, allow_nan=False)), "a number of tokens is finite or none"
+
+
 def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compiler, tmp_path: Path) -> None:
     of = asked(run_of(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"]))
     assert len({target.topology for target in of.targets}) > 1
     listed = listed_of(of)
-    best = listed.best("v4", 10)
+    best = listed.best(chips_of(of.targets[0]), 10)
     assert len({elsewhere(one) for one in best}) == len(best) == 10
     several = next(one for one in best if listed.as_fast_on(one))
     others = [e for e in listed.fitting if elsewhere(e) == elsewhere(several) and e is not several]

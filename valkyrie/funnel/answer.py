@@ -14,7 +14,7 @@ from rich.text import Text
 
 from valkyrie.funnel.compiling import Compiled, Compiles
 from valkyrie.funnel.question import Question, affordable, dollars, tokens_of
-from valkyrie.funnel.shortlist import Shortlist, elsewhere, errors, place_of
+from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, errors, place_of
 from valkyrie.hardware import usable_hbm
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.units import duration, gib
@@ -40,43 +40,45 @@ _OF_COMPILED: dict[str, str] = {"matmul": "compute", "kernel": "compute", "memor
 
 
 def rows_of(question: Question, listed: Shortlist, compiles: Compiles, count: int) -> list[dict[str, Any]]:
-    """Return the best layouts as plain values: those compiled by their replay, then the others by their estimate.
+    """Return the best layouts as plain values, by what they are chosen by: compiled ones by their replay, then others.
 
-    Of several chips each has its own share of the rows, and they stand by what they cost where tokens or dollars are
-    asked for.
+    Slices of other chips, or of another number of them, have a share of the rows each, and the best of each is listed.
+    An estimate stands with the compiled ones where it is better than the best of them even at the end of its interval.
     """
-    chips = list(dict.fromkeys(target.chip.name for target in question.targets if target.chip is not None))
-    share = max(-(-count // len(chips)), 2)
-    rows = [row for chip in chips for row in _of_chip(question, chip, listed, compiles, share)]
-    priced = question.tokens is not None or question.budget_usd is not None
-    best_s = min((row["step_s"] for row in rows if row["stage"] == "compile"), default=0.0)
-    return sorted(rows, key=lambda row: _standing(row, best_s, priced))[: max(count, len(chips))]
+    places = list(dict.fromkeys(map(chips_of, question.targets)))
+    share = max(-(-count // len(places)), 2)
+    of_places = [_of_place(question, chips, listed, compiles, share) for chips in places]
+
+    def cost(one: Estimated, row: dict[str, Any], key: str) -> float:
+        return question.cost(one.group.target, row[key])
+
+    pairs = [pair for some in of_places for pair in some]
+    best = min((cost(one, row, "step_s") for one, row in pairs if row["stage"] == "compile"), default=0.0)
+
+    def standing(pair: tuple[Estimated, dict[str, Any]]) -> tuple[bool, float]:
+        one, row = pair
+        return row["stage"] == "estimate" and cost(one, row, "high_s") >= best, cost(one, row, "step_s")
+
+    firsts = [min(some, key=standing) for some in of_places if some]
+    others = sorted((pair for pair in pairs if not any(pair is first for first in firsts)), key=standing)
+    shown = sorted([*firsts, *others[: max(count - len(firsts), 0)]], key=standing)
+    return [row | {"as_fast_on": listed.as_fast_on(one)} for one, row in shown]
 
 
-def _of_chip(question: Question, chip: str, listed: Shortlist, compiles: Compiles, count: int) -> list[dict[str, Any]]:
+def _of_place(
+    question: Question, chips: str, listed: Shortlist, compiles: Compiles, count: int
+) -> list[tuple[Estimated, dict[str, Any]]]:
+    """Return the best layouts on so many chips with their rows, the compiled ones first."""
     done = {tuple(one.estimate.overrides) for one in compiles.done}
-    compiled = [c for c in compiles.done if c.step_s is not None and _chip(c.estimate) == chip]
+    compiled = [c for c in compiles.done if c.step_s is not None and chips_of(c.target) == chips]
     compiled.sort(key=lambda one: one.step_s or 0.0)
-    others = [one for one in listed.best(chip, 2 * count) if tuple(one.overrides) not in done]
+    others = [one for one in listed.best(chips, 2 * count) if tuple(one.overrides) not in done]
     known = {elsewhere(one.estimate): one.estimate.step_s for one in compiled}
     others = [one for one in others if one.step_s < known.get(elsewhere(one), math.inf)]
     made = [(one.estimate, row_of(question, one.estimate, one)) for one in compiled[:count]]
-    made += [(one, row_of(question, one, ratio=compiles.ratio(place_of(one)))) for one in others[: count - len(made)]]
-    return [row | {"as_fast_on": listed.as_fast_on(one)} for one, row in made]
-
-
-def _chip(one: Estimated) -> str | None:
-    return one.group.target.chip.name if one.group.target.chip else None
-
-
-def _standing(row: dict[str, Any], best_s: float, priced: bool) -> tuple[bool, float]:
-    """Return by what a row stands: by dollars of a token where asked for, else compiled ones first, by seconds.
-
-    With those stand estimates that are below the best compiled step, `best_s`, even at the end of their interval.
-    """
-    if priced and row["usd_per_million_tokens"] is not None:
-        return False, row["usd_per_million_tokens"]
-    return row["stage"] == "estimate" and row["high_s"] >= best_s, row["step_s"]
+    return made + [
+        (one, row_of(question, one, ratio=compiles.ratio(place_of(one)))) for one in others[: count - len(made)]
+    ]
 
 
 def row_of(
@@ -109,7 +111,8 @@ def row_of(
     if question.tokens is not None:
         row |= {"hours": question.tokens / rate / 3600, "dollars": dollars(target, question.tokens / rate)}
     if question.budget_usd is not None:
-        row["tokens_for_budget"] = rate * affordable(target, question.budget_usd)
+        seconds = affordable(target, question.budget_usd)
+        row["tokens_for_budget"] = None if seconds is None else rate * seconds
     return row
 
 
@@ -152,7 +155,7 @@ def show(question: Question, rows: list[dict[str, Any]], console: Console) -> No
         if priced:
             values += [f"{row['hours']:,.1f}", "?" if row["dollars"] is None else f"{row['dollars']:,.0f}"]
         if funded:
-            values.append(f"{row['tokens_for_budget'] / 1e9:,.1f}")
+            values.append("?" if row["tokens_for_budget"] is None else f"{row['tokens_for_budget'] / 1e9:,.1f}")
         table.add_row(*map(Text, [*values, row["bound_by"], row["stage"]]))
     console.print(table)
 

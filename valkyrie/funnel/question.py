@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,9 +44,15 @@ class Question:
         """Return every layout that may answer it."""
         return space_of(self.run, self.targets, self.partitions, self.remats, self.microbatches)
 
+    @property
+    def by_price(self) -> bool:
+        """Whether layouts are chosen by dollars: tokens or dollars are asked for, and every slice has its price."""
+        asked_for = self.tokens is not None or self.budget_usd is not None
+        return asked_for and all(dollars(target, 1.0) for target in self.targets)
+
     def cost(self, target: TargetConfig, step_s: float) -> float:
-        """Return what a layout is chosen by: its step, or where tokens or dollars are asked for, what that costs."""
-        usd = dollars(target, step_s) if self.tokens is not None or self.budget_usd is not None else None
+        """Return what a layout is chosen by: its step, or where dollars decide, what that costs."""
+        usd = dollars(target, step_s) if self.by_price else None
         return step_s if usd is None else usd
 
     @property
@@ -161,7 +166,7 @@ def dollars(target: TargetConfig, seconds: float) -> float | None:
     return None if usd is None or target.chips is None else usd * target.chips * target.slices * seconds / 3600
 
 
-def affordable(target: TargetConfig, usd: float) -> float:
-    """Return the seconds that a slice can be had for so many dollars."""
+def affordable(target: TargetConfig, usd: float) -> float | None:
+    """Return the seconds that a slice can be had for so many dollars; None where no price above 0 is known."""
     one = dollars(target, 1.0)
-    return math.inf if not one else usd / one
+    return usd / one if one else None

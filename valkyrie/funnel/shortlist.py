@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from valkyrie.hardware import usable_hbm
+from valkyrie.hardware import TargetConfig, usable_hbm
 from valkyrie.search.estimate import rank as ranking
 from valkyrie.search.estimate.rank import Estimated
 
@@ -29,18 +29,18 @@ Place = tuple[str, str, str]
 def place_of(one: Estimated) -> Place:
     """Return the chips, mesh and partition of a layout; whichever torus the chips have."""
     partition = one.group.candidates.partition
-    return _chips_of(one), one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
+    return chips_of(one.group.target), one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
 
 
-def _chips_of(one: Estimated) -> str:
-    target = one.group.target
+def chips_of(target: TargetConfig) -> str:
+    """Return how many chips of which kind a slice has; whichever torus they have."""
     return f"{target.slices} x {target.chips} {target.chip.name if target.chip else target.name}"
 
 
 def elsewhere(one: Estimated) -> str:
     """Return a name that a layout has on every torus of as many chips."""
     changing = ("target=", "mesh.placement=")
-    return " ".join([_chips_of(one), *(o for o in one.overrides if not o.startswith(changing))])
+    return " ".join([chips_of(one.group.target), *(o for o in one.overrides if not o.startswith(changing))])
 
 
 @cache
@@ -60,14 +60,14 @@ class Shortlist:
     doubtful: list[Estimated] = field(default_factory=list)
     smallest: Estimated | None = None
 
-    def best(self, chip: str, count: int) -> list[Estimated]:
-        """Return the fastest layouts of a chip that should fit, at most some of one slice, mesh and partition.
+    def best(self, chips: str, count: int) -> list[Estimated]:
+        """Return the fastest layouts on so many chips that should fit, at most some of one slice, mesh and partition.
 
         A layout is listed on the torus where it is fastest alone.
         """
         taken: dict[Place, int] = {}
         best: dict[str, Estimated] = {}
-        for one in (e for e in self.fitting if e.group.target.chip is not None and e.group.target.chip.name == chip):
+        for one in (e for e in self.fitting if chips_of(e.group.target) == chips):
             place = place_of(one)
             if elsewhere(one) in best:
                 continue
