@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from valkyrie.funnel import compiling, mode, tuning
-from valkyrie.funnel.answer import command_of, compared, rows_of
+from valkyrie.funnel.answer import command_of, rows_of
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.question import Question, asked
-from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, place_of, plain_fsdp, rule_of_thumb, shortlist
+from valkyrie.funnel.rivals import PLAIN_FSDP, RULE, Rival, compared, rivals_on
+from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, place_of, shortlist
 from valkyrie.modes import MODES
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
@@ -143,7 +144,7 @@ def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Compi
     compiles.done.append(Compiled(slow, compiler([plan], 1, None)[plan.key]))
     rows = rows_of(of, listed, compiles, 10)
     assert (rows[0]["stage"], rows[0]["overrides"]) == ("estimate", fast.overrides)
-    told = compared("plain FSDP", slow, compiles, rows[0])
+    told = compared(Rival(PLAIN_FSDP, slow), compiles, rows[0])
     assert "(by estimate)" in told and f"{slow.step_s / fast.step_s:.2f} times the best by estimate" in told
 
 
@@ -209,12 +210,49 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compi
     assert len(set(layouts)) == len(layouts) == 10
 
 
-def test_the_rule_of_thumb_and_plain_fsdp() -> None:
-    of = asked(run_of(["mode=search", "target=v4-64", "model=gpt_1b", "precision=bf16_mixed", "batch=64"]))
-    ranking = rank(of.run, of.space())
-    rule, fsdp = rule_of_thumb(ranking), plain_fsdp(ranking)
-    assert rule is not None and rule.overrides[1:3] == ["mesh=4x4x2", "partition=2d_tp"]
-    assert fsdp is not None and fsdp.overrides[1:3] == ["mesh=32x1x1", "partition=fsdp"]
+def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
+    """Return the meshes and partitions, or the reasons, of the rivals on the last slice of a search, by name."""
+    of = asked(run_of(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
+    rivals = rivals_on(of, rank(of.run, of.space()), of.targets[-1])
+    return {rival.name: (rival.layout and rival.layout.overrides[:3], rival.why) for rival in rivals}
+
+
+def test_rivals_are_of_one_slice() -> None:
+    found = rivals_of("target=v4-64", "model=gpt_1b", "batch=64", "partition.zero1=false", "mode.targets=[v4-8,v4-64]")
+    assert found[RULE][0] == ["target=v4-64", "mesh=4x4x2", "partition=2d_tp"]
+    assert found[PLAIN_FSDP][0] == ["target=v4-64", "mesh=32x1x1", "partition=fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("target=v4-8", "batch=32", "partition=pp"), {}),
+        (("target=v4-8", "batch=7", "partition=fsdp"), {PLAIN_FSDP: "no layout of it is legal"}),
+        (
+            ("target=v4-8", "batch=32", "target.chip.usable_hbm_gib=0.0001"),
+            {RULE: "no layout of it fits", PLAIN_FSDP: "no layout of it fits"},
+        ),
+        (("target=v5e-8", "batch=32"), {PLAIN_FSDP: ""}),
+        (("target=h100-8", "batch=32"), {PLAIN_FSDP: ""}),
+    ],
+)
+def test_a_rival_that_was_not_looked_at_is_left_out_and_another_says_why(
+    arguments: Sequence[str], expected: dict[str, str]
+) -> None:
+    assert {name: why for name, (_, why) in rivals_of(*arguments).items()} == expected
+
+
+def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
+) -> None:
+    asked_for = ("mode.targets=[h100-8,v5e-8]", "partition=fsdp", "remat=full", "mode.compiles=1")
+    compiler.steps = {tuple(one.overrides): one.step_s for one in listed_of(question(*asked_for)).fitting}
+    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(mode, "write_report", lambda folder: folder)
+    status, answer, _ = search(monkeypatch, tmp_path, *asked_for)
+    printed = capsys.readouterr().out
+    assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about["target"] == "v5e-8"
+    assert "estimates alone of h100-8: only TPU slices are compiled for without the devices" in printed
 
 
 def test_what_is_named_stays_as_it_is() -> None:
@@ -352,7 +390,7 @@ def test_estimates_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
     assert f"train it: {command_of(asked(run), best)}" in printed
-    assert "plain FSDP: " in printed and "the TPU v4 paper's rule" in printed
+    assert "plain FSDP: " in printed and "the TPU v4 paper's rule" not in printed, "v5e has a torus of two axes"
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,6 +400,11 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     printed = capsys.readouterr().out
     assert "nothing fits: the smallest layout needs" in printed
     assert "16 chips would do: target=v5e-16." in printed
+    both = ["mode=search", "mode.targets=[v5e-4,v4-8]", "model=llama_7b", "batch=64", "precision=bf16_mixed"]
+    of = asked(run_of([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"]))
+    text = mode._nothing_fits(listed_of(of), of, Compiles(), of.space())
+    assert [line.partition(":")[0] for line in text.splitlines()] == ["v5e", "v4"]
+    assert text.splitlines()[0].endswith("target=v5e-16.") and "would do: target=v4-" in text.splitlines()[1]
 
 
 def test_where_none_should_fit_and_none_was_compiled_there_is_no_answer(

@@ -16,11 +16,12 @@ from rich.console import Console
 from processes import ended, several
 from runs import TINY
 from valkyrie.funnel import at_hand, measuring
-from valkyrie.funnel.answer import compared, rows_of
+from valkyrie.funnel.answer import rows_of
 from valkyrie.funnel.at_hand import not_at_hand, with_figures
 from valkyrie.funnel.compiling import Compiled, Compiles, plan_of
 from valkyrie.funnel.measuring import Measured, Measures, in_json, measure_best, measured_rows, told
 from valkyrie.funnel.question import Question, asked
+from valkyrie.funnel.rivals import PLAIN_FSDP, Rival, compared
 from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
 from valkyrie.hardware import ChipConfig, Platform
 from valkyrie.modes import FIGURES, MACHINES
@@ -133,11 +134,11 @@ def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.Monke
     rows = measured_rows(of, rows_of(of, listed_of(of), Compiles(), 10), measures)
     rival = measures.timed[1].estimate
     assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
-    line = compared("plain FSDP", rival, Compiles(), rows[0], measures.step_s(rival))
+    line = compared(Rival(PLAIN_FSDP, rival), Compiles(), rows[0], measures.step_s(rival))
     assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times the best;" in line
     other = listed_of(of).fitting[-1]
     assert measures.step_s(other) is None
-    assert "(by estimate)" in compared("plain FSDP", other, Compiles(), rows[0], measures.step_s(other))
+    assert "(by estimate)" in compared(Rival(PLAIN_FSDP, other), Compiles(), rows[0], measures.step_s(other))
 
 
 @pytest.mark.parametrize(
@@ -175,11 +176,11 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
     best, rival = measures.timed[0].estimate, listed_of(of).fitting[-1]
     compiles = Compiles([compiled(of, rival, 5.0, tmp_path)])
     (row, *_) = measured_rows(of, rows_of(of, listed_of(of), Compiles(), 10), measures)
-    line = compared("plain FSDP", rival, compiles, row)
+    line = compared(Rival(PLAIN_FSDP, rival), compiles, row)
     times = rival.step_s / sum(row["parts_s"].values())
     assert f"(by estimate), {times:.2f} times the best by estimate" in line
     compiles.done.append(compiled(of, best, 4.0, tmp_path))
-    line = compared("plain FSDP", rival, compiles, row)
+    line = compared(Rival(PLAIN_FSDP, rival), compiles, row)
     assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times the best;" in line
 
 

@@ -164,27 +164,3 @@ def command_of(question: Question, row: dict[str, Any], tuned: Sequence[str] = (
     """Return the command that trains a layout; `tuned` are overrides that shorten its step."""
     arguments = [a for a in row["overrides"] if not a.startswith("target=")] + list(tuned)
     return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
-
-
-def compared(
-    name: str, one: Estimated | None, compiles: Compiles, best: dict[str, Any], measured_s: float | None = None
-) -> str:
-    """Return how many times faster the best layout, `best`, is than another one, in a line.
-
-    Measured steps are compared with measured ones, compiled with compiled, and otherwise estimates: of the same kind
-    for both layouts. `measured_s`: of the other layout.
-    """
-    if one is None:
-        return f"{name}: no layout of it fits"
-    layout = " ".join(one.overrides[1:])
-    if measured_s is not None and best["stage"] == "measure":
-        return f"{name}: {duration(measured_s)} (measured), {measured_s / best['step_s']:.2f} times the best; {layout}"
-    compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
-    if compiled is not None and compiled.step_s is None:
-        return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
-    of_best = next((c.step_s for c in compiles.done if c.estimate.overrides == best["overrides"]), None)
-    if compiled is not None and compiled.step_s is not None and of_best is not None:
-        times = compiled.step_s / of_best
-        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
-    times = one.step_s / sum(best["parts_s"].values())
-    return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"

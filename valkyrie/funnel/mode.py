@@ -11,14 +11,15 @@ from typing import Any
 
 from rich.console import Console
 
-from valkyrie.funnel.answer import command_of, compared, rows_of, show
+from valkyrie.funnel.answer import command_of, rows_of, show
 from valkyrie.funnel.at_hand import not_at_hand, with_figures
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.measuring import Measured, Measures, in_json, line, measure_best, measured_rows, told
 from valkyrie.funnel.question import Question, asked
-from valkyrie.funnel.shortlist import Shortlist, plain_fsdp, rule_of_thumb, shortlist
+from valkyrie.funnel.rivals import compared, layouts_of, rivals_on
+from valkyrie.funnel.shortlist import Shortlist, chip_of, shortlist
 from valkyrie.funnel.tuning import tune_best
-from valkyrie.hardware import Platform, usable_hbm
+from valkyrie.hardware import Platform, TargetConfig, usable_hbm
 from valkyrie.interrupt import EXIT_STATUS, raises
 from valkyrie.parallel.topology import libtpu_missing
 from valkyrie.paths import write_whole
@@ -34,7 +35,6 @@ from valkyrie.units import duration, gib, seconds_of
 ANSWER = "search.json"
 SHOWN = 10
 """Layouts in the answer."""
-RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
 REASONS = 5
 """Kinds of refusals that are told."""
 
@@ -61,17 +61,18 @@ def _search(run: Run) -> int:
     if not listed.fitting and not listed.doubtful:
         console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
         return NOT_COMPILED
-    on_torus = all(target.platform is Platform.tpu for target in question.targets)
-    rivals = ({RULE: rule_of_thumb(ranked)} if on_torus else {}) | {"plain FSDP": plain_fsdp(ranked)}
     folder.mkdir(parents=True, exist_ok=True)
     at_hand = question.run.config.mode.measure > 0 and not_at_hand(question) is None
-    why = _no_compiler(question)
-    if why is not None and not at_hand:
-        console.print(f"estimates alone: {why}", style="yellow", markup=False)
-    if why is None:
+    missing = _no_compiler(question)
+    if not at_hand:
+        _tell_missing(missing, question, console)
+    compilable = listed.on([target.name for target in question.targets if target.name not in missing])
+    if compilable.fitting or compilable.doubtful:
+        expected = _expected_best(question, compilable)
+        rivals = layouts_of(rivals_on(question, ranked, expected.group.target))
         try:
             with raises():
-                status = _compile(question, listed, [one for one in rivals.values() if one], folder, compiles, console)
+                status = _compile(question, compilable, rivals, folder, compiles, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = EXIT_STATUS
@@ -91,9 +92,9 @@ def _search(run: Run) -> int:
         console.print(told_of, style="yellow", markup=False, soft_wrap=True)
         options = []
     show(question, rows, console)
-    for name, one in rivals.items():
-        measured_s = None if one is None else measures.step_s(one)
-        console.print(compared(name, one, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
+    for rival in rivals_on(question, ranked, _slice_of(rows[0], question)):
+        measured_s = None if rival.layout is None else measures.step_s(rival.layout)
+        console.print(compared(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
     answer = _in_json(run, space, compiles, measures) | {"best": rows, "options": options}
     write_whole(folder / ANSWER, json.dumps(answer, indent=1) + "\n")
@@ -101,6 +102,16 @@ def _search(run: Run) -> int:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(f"answer: {folder / ANSWER}", soft_wrap=True)
     return status
+
+
+def _expected_best(question: Question, listed: Shortlist) -> Estimated:
+    """Return the layout that is the best by estimate, one that may not fit where none should."""
+    return min(listed.fitting or listed.doubtful, key=lambda one: question.cost(one.group.target, one.step_s))
+
+
+def _slice_of(row: dict[str, Any], question: Question) -> TargetConfig:
+    """Return the slice of a row."""
+    return next(target for target in question.targets if row["overrides"][0] == f"target={target.name}")
 
 
 def _in_json(run: Run, space: Space, compiles: Compiles, measures: Measures) -> dict[str, Any]:
@@ -180,18 +191,25 @@ def _tell_space(space: Space, seconds: float, question: Question, console: Conso
 
 
 def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles, space: Space) -> str:
-    """Return that nothing fits, what the smallest layout needs, and how many chips would do."""
-    one = listed.smallest
-    if one is None:
+    """Return that nothing fits, and of each chip what the smallest layout needs, and how many chips would do."""
+    if not listed.smallest:
         return _none_is_legal(question, space)
-    needs = f"{gib(one.bytes)} a device of {gib(usable_hbm(one.group.target.chip))}, {' '.join(one.overrides)}"
-    text = f"nothing fits: the smallest layout needs {needs}"
-    if one.fits:
-        text = f"none that was compiled fits; the smallest layout by estimate needs {needs}"
+    several, lines = len(listed.smallest) > 1, []
+    for one in listed.smallest:
+        fits = "none that was compiled fits; the smallest layout by estimate needs"
+        needs = fits if one.fits else "nothing fits: the smallest layout needs"
+        usable, chip = gib(usable_hbm(one.group.target.chip)), chip_of(one)
+        text = f"{needs} {gib(one.bytes)} a device of {usable}, {' '.join(one.overrides)}"
+        text += _untried(listed.on([t.name for t in question.targets if t.chip and t.chip.name == chip]), compiles)
+        lines.append(f"{f'{chip}: ' if several else ''}{text}. {_enough_chips(question, chip)}")
+    return "\n".join(lines)
+
+
+def _untried(listed: Shortlist, compiles: Compiles) -> str:
+    """Return how many layouts may fit and were not compiled, as the end of a sentence."""
     done = [compiled.estimate.overrides for compiled in compiles.done]
-    if untried := len([other for other in listed.doubtful if other.overrides not in done]):
-        text += f"; {untried:,} may fit by the errors of estimates, and were not compiled"
-    return f"{text}. {_enough_chips(question, one.group.target.chips or 1)}"
+    untried = len([other for other in listed.doubtful if other.overrides not in done])
+    return f"; {untried:,} may fit by the errors of estimates, and were not compiled" if untried else ""
 
 
 def _none_is_legal(question: Question, space: Space) -> str:
@@ -207,23 +225,36 @@ def _none_is_legal(question: Question, space: Space) -> str:
     )
 
 
-def _enough_chips(question: Question, chips: int) -> str:
-    """Return how many chips of the same kind would do, by estimates of ever larger slices."""
-    target = question.targets[0]
+def _enough_chips(question: Question, chip: str) -> str:
+    """Return how many chips of a kind would do, by estimates of slices that are ever larger than the largest."""
+    of_chip = [target for target in question.targets if target.chip is not None and target.chip.name == chip]
+    target = max(of_chip, key=lambda target: target.devices or 1)
     for factor in (2, 4, 8, 16, 32):
         larger = target.resized((target.devices or 1) * factor)
         if larger is not None:
             other = replace(question, targets=(larger,))
             if shortlist(rank(question.run, other.space())).fitting:
                 return f"{larger.chips} chips would do: target={larger.name}."
-    return f"No slice up to {32 * chips} chips would do: make the model or the batch smaller."
+    return f"No slice up to {32 * (target.chips or 1)} chips would do: make the model or the batch smaller."
 
 
-def _no_compiler(question: Question) -> str | None:
-    """Return why nothing can be compiled here for the slices asked for."""
-    if any(target.platform is not Platform.tpu for target in question.targets):
-        return "only TPU slices are compiled for without the devices"
-    return next((missing for target in question.targets if (missing := libtpu_missing(target))), None)
+def _no_compiler(question: Question) -> dict[str, str]:
+    """Return why nothing can be compiled here for slices asked for, by their name; none of those that can."""
+    missing = {}
+    for target in question.targets:
+        if target.platform is not Platform.tpu:
+            missing[target.name] = "only TPU slices are compiled for without the devices"
+        elif (why := libtpu_missing(target)) is not None:
+            missing[target.name] = why
+    return missing
+
+
+def _tell_missing(missing: dict[str, str], question: Question, console: Console) -> None:
+    """Print for which slices there are estimates alone, and why."""
+    for why in dict.fromkeys(missing.values()):
+        names = [name for name, reason in missing.items() if reason == why]
+        which = "" if len(names) == len(question.targets) else f" of {', '.join(names)}"
+        console.print(f"estimates alone{which}: {why}", style="yellow", markup=False)
 
 
 def _folder(question: Question) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,11 @@ def chips_of(target: TargetConfig) -> str:
     return f"{target.slices} x {target.chips} {target.chip.name if target.chip else target.name}"
 
 
+def chip_of(one: Estimated) -> str:
+    """Return the name of a layout's chip."""
+    return one.group.target.chip.name if one.group.target.chip else one.group.target.name
+
+
 def elsewhere(one: Estimated) -> str:
     """Return a name that a layout has on every torus of as many chips."""
     changing = ("target=", "mesh.placement=")
@@ -53,12 +59,20 @@ def errors() -> dict[str, Any]:
 class Shortlist:
     """The layouts that may be the best: those that should fit, and the fastest of those that should not.
 
-    `smallest`: the layout that needs least memory of all.
+    `smallest`: of each chip the layout that needs least memory.
     """
 
     fitting: list[Estimated] = field(default_factory=list)
     doubtful: list[Estimated] = field(default_factory=list)
-    smallest: Estimated | None = None
+    smallest: list[Estimated] = field(default_factory=list)
+
+    def on(self, targets: Collection[str]) -> Shortlist:
+        """Return the layouts on some slices."""
+        fitting, doubtful, smallest = (
+            [one for one in some if one.group.target.name in targets]
+            for some in (self.fitting, self.doubtful, self.smallest)
+        )
+        return Shortlist(fitting, doubtful, smallest)
 
     def best(self, chips: str, count: int) -> list[Estimated]:
         """Return the fastest layouts on so many chips that should fit, at most some of one slice, mesh and partition.
@@ -89,8 +103,12 @@ class Shortlist:
 
 def shortlist(ranked: ranking.Ranking) -> Shortlist:
     """Return the layouts of a ranking that may be the best, by what estimates of memory have been off."""
-    made, low = Shortlist(smallest=ranked.smallest()), errors()["memory_low"]
+    made, low = Shortlist(), errors()["memory_low"]
+    smallest: dict[str, Estimated] = {}
     for target in dict.fromkeys(e.group.target.name for e in ranked.estimates):
+        if (one := ranked.on(target).smallest()) is not None:
+            known = smallest.setdefault(chip_of(one), one)
+            smallest[chip_of(one)] = min(known, one, key=lambda e: e.bytes)
         fitting, doubtful = [], []
         for one in itertools.islice(ranked.on(target), 20 * LOOKED_AT):
             usable = usable_hbm(one.group.target.chip)
@@ -103,25 +121,5 @@ def shortlist(ranked: ranking.Ranking) -> Shortlist:
         made.fitting += fitting
         made.doubtful += doubtful
     made.fitting.sort(key=lambda one: one.step_s)
+    made.smallest = list(smallest.values())
     return made
-
-
-def rule_of_thumb(ranked: ranking.Ranking) -> Estimated | None:
-    """Return the fastest layout by the TPU v4 paper's rule: MP1 and MP2 on a torus axis each, data on the third.
-
-    arXiv 2304.01433, section 2.7. None where no such layout fits.
-    """
-    return next((one for one in ranked.under("2d_tp") if one.fits and _is_the_torus(one)), None)
-
-
-def plain_fsdp(ranked: ranking.Ranking) -> Estimated | None:
-    """Return the fastest layout that shards parameters over all devices and splits data alone; None: none fits."""
-    return next((one for one in ranked.under("fsdp") if one.fits), None)
-
-
-def _is_the_torus(one: Estimated) -> bool:
-    """Return whether the mesh has the sizes of the torus, the shortest for data."""
-    sizes = [int(one.group.candidates.sizes[axis][one.number]) for axis in ("x", "y", "z")]
-    return sorted(sizes) == sorted(int(n) for n in (one.group.target.topology or "").split("x") if n) and (
-        sizes[2] == min(sizes)
-    )
