@@ -134,6 +134,26 @@ def test_no_compile_is_begun_that_would_end_after_the_budget(
     assert compiles.why == "another compile would take longer than mode.budget=100s"
 
 
+def test_the_budget_ends_even_the_first_compile_and_leaves_estimates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+
+    def endless(plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+        while True:
+            clock[0] += 1.0
+            watcher.running([], 0)
+
+    monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(compiling, "carry_out", endless)
+    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    status, answer, _ = search(monkeypatch, tmp_path, "partition=fsdp", "remat=full", "mode.budget=1min")
+    printed = capsys.readouterr().out
+    assert status == 0 and 60 <= clock[0] < 62 and answer["best"][0]["stage"] == "estimate"
+    assert "0 compiled: mode.budget=1min was over before the compile of target=v5e-8 mesh=" in printed
+    assert "What follows are estimates alone. Give it longer, such as mode.budget=30min" in printed
+
+
 def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Compiler, tmp_path: Path) -> None:
     of = question()
     listed, compiler.factor = listed_of(of), 1.0

@@ -346,8 +346,12 @@ def tuned(compiles: Callable[..., Compiler], tmp_path: Path, capsys: pytest.Capt
 def test_the_command_prints_a_row_for_each_attempt_and_what_the_options_buy(tuned: tuple[Path, str]):
     folder, out = tuned
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert lines[0] == "s5_tiny under 2x2x1-fsdp on v4-8 (4 v4 chips 2x2x1, 1 host)"
-    assert lines[1:4] == [
+    assert lines[:2] == [
+        "compiling the layout as it is for v4-8 (4 v4 chips 2x2x1, 1 host): mode.budget=1h does not end that, for all "
+        "else is held to it; mode.time_limit_s does",
+        "s5_tiny under 2x2x1-fsdp on v4-8 (4 v4 chips 2x2x1, 1 host)",
+    ]
+    assert lines[2:5] == [
         "step change peak option",
         "10.00 s 0.0 GiB as it is",
         f"8.000 s -20.0% 0.0 GiB kept {FUSED}=true",
@@ -377,6 +381,7 @@ def test_its_yaml_is_an_experiment_and_its_first_line_the_command_that_trains_wi
     text = (folder / "tuned.yaml").rename(folder / "experiment" / "tuned.yaml").read_text()
     typed = text.splitlines()[1].removeprefix("# valkyrie-train ")
     assert f"to train with them: valkyrie-train {typed}\n" in out
+    assert "name=" not in typed, "a training has a folder of its own"
     for arguments in (shlex.split(typed), ["--config-dir", str(folder), "+experiment=tuned", *LAYOUT]):
         composed = command(*arguments)
         assert (composed.status, composed.err, composed.run.config.mode.name) == (0, "", "train")
@@ -408,6 +413,9 @@ def test_nothing_better_is_said_so(
     compiles(lambda o: 10.0)
     assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=mine") == 0
     assert "best as it is: 10.00 s a step; none of" in capfd.readouterr().out
+    compiles(lambda o: 10.0, takes=60.0)
+    assert carry_out("mode=tune", *LAYOUT, f"runs={tmp_path}", "name=short", "mode.budget=5s") == 0
+    assert "best as it is: 10.00 s a step; nothing else was tried" in capfd.readouterr().out
 
 
 def test_every_candidate_has_its_source_and_known_chips():

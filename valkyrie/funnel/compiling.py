@@ -85,8 +85,8 @@ def compile_best(
 
     `always` are compiled in any case, after the one that is expected to be the fastest. A layout that an earlier search
     compiled is taken from its record. None is begun that would end after the budget, if it took as long as the longest
-    until then. `tell` is called after each. Ctrl-C raises KeyboardInterrupt; what is done until then stands in
-    `compiles`.
+    until then, and one that is under way at its end is ended, unrecorded. `tell` is called after each. Ctrl-C raises
+    KeyboardInterrupt; what is done until then stands in `compiles`.
     """
     began, longest, waiting = time.monotonic(), 0.0, [*listed.fitting, *listed.doubtful]
     first = list(always)
@@ -109,7 +109,12 @@ def compile_best(
         if any(_same(one, other.estimate) for other in compiles.done):
             continue
         plan, start = plan_of(question, one, folder), time.monotonic()
-        trial = carry_out([plan], 1, Silent())[plan.key]
+        try:
+            trial = carry_out([plan], 1, _until(question, began))[plan.key]
+        except BudgetOver:
+            over = f"mode.budget={question.run.config.mode.budget} was over"
+            compiles.why = f"{over} before the compile of {' '.join(one.overrides)} ended"
+            return
         longest = max(longest, time.monotonic() - start)
         compiles.done.append(Compiled(one, trial))
         tell(compiles.done[-1], compiles)
@@ -157,6 +162,14 @@ def _same(one: Estimated, other: Estimated) -> bool:
     return one.overrides == other.overrides
 
 
+class BudgetOver(Exception):
+    """The budget ended while a layout was being compiled."""
+
+
+def _until(question: Question, began: float) -> Silent:
+    return Silent() if question.budget_s is None else Until(began + question.budget_s)
+
+
 class Silent:
     """Watches a trial and prints nothing."""
 
@@ -165,3 +178,15 @@ class Silent:
 
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
         """Do nothing."""
+
+
+class Until(Silent):
+    """Ends what is under way at a time, in seconds of `time.monotonic`, by BudgetOver."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
+        """Raise BudgetOver after the end."""
+        if time.monotonic() > self._end:
+            raise BudgetOver

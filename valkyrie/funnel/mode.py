@@ -132,7 +132,9 @@ def _compile(
     most = question.run.config.mode.compiles
     if most == 0:
         return 0
-    console.print(f"compiling the best into {folder}; Ctrl-C ends with what is known, the same command goes on")
+    budget = question.run.config.mode.budget
+    ends = "Ctrl-C ends" if budget is None else f"mode.budget={budget}, or Ctrl-C, ends"
+    console.print(f"compiling the best into {folder}; {ends} it with what is known, the same command goes on")
 
     def tell(one: Compiled, so_far: Compiles) -> None:
         step, best = one.step_s, so_far.best(question)
@@ -145,8 +147,12 @@ def _compile(
 
     with console.status("compiling"):
         compile_best(question, listed, rivals, folder, most, compiles, tell)
-    console.print(f"{len(compiles.done)} compiled: {compiles.why}")
-    return 0 if compiles.best(question) is not None else NOT_COMPILED
+    console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
+    if compiles.done:
+        return 0 if compiles.best(question) is not None else NOT_COMPILED
+    longer = "What follows are estimates alone. Give it longer, such as mode.budget=30min, and the best are compiled."
+    console.print(longer, style="yellow", markup=False, soft_wrap=True)
+    return 0
 
 
 def _measure(

@@ -17,7 +17,7 @@ from valkyrie.paths import write_whole
 from valkyrie.run import Run
 from valkyrie.search.tune import tune
 from valkyrie.search.tuned import Attempt, Tuned, Verdict, assignments
-from valkyrie.train.folder import command_name, run_folder, versions, write_about
+from valkyrie.train.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, gib, seconds_of
@@ -34,6 +34,7 @@ def tune_mode(run: Run) -> int:
     console, folder, budget = make_console(), run_folder(run), run.config.mode.budget
     known: list[Tuned] = []
     interrupted = False
+    console.print(_first(run), soft_wrap=True, markup=False)
     with console.status("compiling") as status:
         screen = _Screen(console, status)
 
@@ -54,6 +55,15 @@ def tune_mode(run: Run) -> int:
     write_whole(folder / TUNED, fragment(tuned))
     _show_end(tuned, folder, interrupted, console)
     return EXIT_STATUS if interrupted else 0
+
+
+def _first(run: Run) -> str:
+    """Return what is compiled first, and that a budget does not end it."""
+    mode = run.config.mode
+    text = f"compiling the layout as it is for {run.config.target.describe()}"
+    if mode.budget is None:
+        return text
+    return f"{text}: mode.budget={mode.budget} does not end that, for all else is held to it; mode.time_limit_s does"
 
 
 class _Screen:
@@ -113,7 +123,9 @@ def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -
         spent = f"mode.budget={tuned.run.config.mode.budget} is spent and there is more to try"
         tell(f"{spent}: the same command with a longer one goes on from what was compiled", "yellow")
     if not (tuned.options or tuned.model):
-        tell(f"best as it is: {duration(tuned.start_s)} a step; none of {len(tuned.attempts) - 1} tried is shorter")
+        tried = len(tuned.attempts) - 1
+        of_those = f"none of {tried} tried is shorter" if tried else "nothing else was tried"
+        tell(f"best as it is: {duration(tuned.start_s)} a step; {of_those}")
     else:
         before, after = duration(tuned.start_s), duration(tuned.step_s)
         tell(f"predicted step: {before} as it is, {after} with these options ({-100 * tuned.gain:+.1f}%)", "bold")
@@ -160,8 +172,9 @@ def fragment(tuned: Tuned) -> str:
 
 
 def training_command(tuned: Tuned) -> str:
-    """Return the command that trains the run with its options, as it was typed otherwise."""
-    typed = [a for a in tuned.run.arguments if a.split("=")[0] != "mode" and not a.startswith(("mode.", "+mode."))]
+    """Return the command that trains the run with its options, in a folder of its own, as it was typed otherwise."""
+    own = ("mode", "name")
+    typed = [a for a in tuned.run.arguments if key_value(a)[0] not in own and not key_value(a)[0].startswith("mode.")]
     return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])
 
 
