@@ -41,6 +41,7 @@ SHAPING = (
     "buckets.py",
     "checkpoint",
     "checksums.py",
+    "chips.py",
 )
 SHAPING += (
     "chips.py",
