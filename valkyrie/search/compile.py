@@ -43,17 +43,7 @@ SHAPING = (
     "checksums.py",
     "chips.py",
 )
-SHAPING += (
-    "chips.py",
-    "hardware.py",
-    "hub.py",
-    "modes.py",
-    "optim",
-    "paths.py",
-    "precision.py",
-    "refusals.py",
-    "run.py",
-)
+SHAPING += ("hardware.py", "hub.py", "modes.py", "optim", "paths.py", "precision.py", "refusals.py", "run.py")
 SHAPING += ("slices.py", "team.py", "tracking.py", "trees.py", "units.py", "__init__.py", "search/__init__.py")
 SHAPING += ("search/alternatives.py", "search/child.py", "search/compiled.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
