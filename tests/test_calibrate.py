@@ -14,6 +14,7 @@ from reported import sweep_folder, trial
 from runs import command
 from valkyrie.funnel import calibrate
 from valkyrie.funnel.calibrate import calibration
+from valkyrie.funnel.kept import ANSWER
 from valkyrie.funnel.question import asked
 from valkyrie.funnel.replay_fit import replay_fit
 from valkyrie.hardware import TargetConfig
@@ -187,7 +188,7 @@ def test_a_compile_with_other_compiler_options_is_of_another_program(truth: Effi
 
 
 def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    calibrated(tmp_path, trials((32,), truth), capfd)
+    calibrated(tmp_path, [*trials((32,), truth), *trials((32,), truth, "microbatches=2")], capfd)
     chip, written = used(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and efficiency_of(chip).products == pytest.approx(0.6, abs=0.1)
     assert chip.replay.factor is None and "replay" not in written
@@ -206,9 +207,30 @@ def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, cap
     ("arguments", "message"),
     [
         ((), "mode=calibrate fits to trials: say where they are, as paths=[runs/search-a,runs/sweep-b]."),
-        (("paths=no/such/folder",), "no/such/folder does not exist."),
+        (("paths=no/such/folder",), "paths: no/such/folder does not exist. Name folders of searches or sweeps that"),
+        (("paths=.",), "paths: . has no trials. Name folders of searches or sweeps that compiled or measured layouts"),
+        (("paths=runs/kept",), "paths: runs/kept is of a search that kept estimates alone: nothing was compiled or"),
     ],
 )
-def test_what_cannot_be_fitted_to(arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_fitted_to(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "paths=runs/kept" in arguments:
+        (tmp_path / "runs" / "kept").mkdir(parents=True)
+        (tmp_path / "runs" / "kept" / ANSWER).write_text("{}")
     assert command("mode=calibrate", *arguments) == 2
     assert message in capfd.readouterr().err
+
+
+def test_fewer_trials_than_constants_are_refused(
+    truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sweep = sweep_folder(tmp_path / "sweep", trials((32,), truth)[:1])
+    assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2
+    assert "v5e: 1 trial is too few to fit 7 constants to: at least as many are needed" in capfd.readouterr().err
+    assert not (tmp_path / "found").exists()

@@ -13,10 +13,12 @@ from rich.console import Console
 from valkyrie.funnel import compiling, mode, tuning
 from valkyrie.funnel.answer import command_of, rows_of
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
+from valkyrie.funnel.kept import ANSWER, keep
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.rivals import PLAIN_FSDP, RULE, Rival, compared, rivals_on
 from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, place_of, shortlist
 from valkyrie.modes import MODES
+from valkyrie.paths import DiskError
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.estimate.rank import Estimated, rank
@@ -395,7 +397,7 @@ def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> 
     run = run_of([*TINY, "name=found", *arguments])
     assert run.problems() == []
     status = MODES["search"](run)
-    file = tmp_path / "runs" / "found" / mode.ANSWER
+    file = tmp_path / "runs" / "found" / ANSWER
     return status, json.loads(file.read_text()) if file.exists() else {}, run
 
 
@@ -411,6 +413,39 @@ def test_estimates_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
     assert f"train it: {command_of(asked(run), best)}" in printed
     assert "plain FSDP: " in printed and "the TPU v4 paper's rule" not in printed, "v5e has a torus of two axes"
+
+
+FEW = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
+
+
+def test_a_folder_of_something_else_is_refused_before_anything_is_estimated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    (runs / "other").mkdir(parents=True)
+    (runs / "file").touch()
+    (runs / "other" / "run.yaml").touch()
+    search(monkeypatch, tmp_path, *FEW)
+    search(monkeypatch, tmp_path, *FEW, "mode.tokens=1e9")
+    monkeypatch.setattr(mode, "rank", lambda *_: pytest.fail("estimated"))
+    for arguments, message in (
+        (("name=file",), "^name=file: runs/file is a file. Use another name=.$"),
+        (("name=other",), "^name=other: runs/other is the run folder of another command"),
+        (("batch=64",), "^name=found: runs/found/search.json answers another search, mode=search .*batch=32"),
+        (("runs=/proc/nope", "name=x"), "/proc/nope/x cannot be written .*Write elsewhere with runs=DIR.$"),
+    ):
+        with pytest.raises((ValueError, DiskError), match=message):
+            search(monkeypatch, tmp_path, *FEW, *arguments)
+
+
+def test_an_earlier_answer_that_knows_more_stays(tmp_path: Path) -> None:
+    of, compiled = question(), {"compiled": 2, "measured": {"layouts": []}}
+    measured = compiled | {"measured": {"layouts": [{"step_s": 1.0}, {"step_s": None}]}}
+    assert keep(tmp_path, of, compiled) == f"answer: {tmp_path / ANSWER}"
+    assert keep(tmp_path, of, measured) == f"answer: {tmp_path / ANSWER}"
+    assert "with 1 measured, and this one has none" in keep(tmp_path, of, compiled)
+    assert len(json.loads((tmp_path / ANSWER).read_text())["measured"]["layouts"]) == 2
+    assert keep(tmp_path, of, measured | {"compiled": 0}).startswith("answer: not kept")
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,7 +479,7 @@ def test_narrow_products_are_said_to_be_estimated_as_bfloat16(
     few = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
     search(monkeypatch, tmp_path, *few)
     assert "as if they were" not in capsys.readouterr().out
-    search(monkeypatch, tmp_path, *few, "precision=int8")
+    search(monkeypatch, tmp_path, *few, "precision=int8", "name=narrow")
     assert "precision=int8: estimates take products in int8 as if they were in bfloat16" in capsys.readouterr().out
 
 

@@ -17,17 +17,20 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from valkyrie.funnel.kept import ANSWER
 from valkyrie.funnel.replay_fit import ReplayFit, off, replay_fit, rounded
 from valkyrie.hardware import ChipConfig
 from valkyrie.modes import CALIBRATED
 from valkyrie.paths import write_whole
-from valkyrie.report.records import Row, read_rows
+from valkyrie.report.records import Row, find_sweeps, read_rows
 from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import FITTED, fitted, known_of, without_family
 from valkyrie.train.arguments import run_of
 from valkyrie.train.folder import run_folder, write_about
 from valkyrie.train.screen import make_console
+
+_WHAT = "Name folders of searches or sweeps that compiled or measured layouts, as paths=[runs/search-a,runs/sweep-b]."
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def calibrate_mode(run: Run) -> int:
     console, paths = make_console(), [Path(path).expanduser() for path in run.config.mode.paths]
     if not paths:
         raise ValueError("mode=calibrate fits to trials: say where they are, as paths=[runs/search-a,runs/sweep-b].")
+    for path in paths:
+        _check(path)
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
     for row in rows:
@@ -71,7 +76,12 @@ def calibrate_mode(run: Run) -> int:
             f"{', '.join(map(str, paths))}: no trial there was compiled or measured for a chip whose figures are known."
         )
     console.print(f"{sum(map(len, by_chip.values()))} trials of {len(rows)} with a step are of a known chip")
-    made = [calibration(pairs) for pairs in by_chip.values()]
+    few = [_too_few(chip, len(pairs)) for chip, pairs in by_chip.items() if len(pairs) < len(FITTED)]
+    if len(few) == len(by_chip):
+        raise ValueError("\n".join(few))
+    for sentence in few:
+        console.print(sentence, style="yellow", markup=False, soft_wrap=True)
+    made = [calibration(pairs) for pairs in by_chip.values() if len(pairs) >= len(FITTED)]
     folder = run_folder(run)
     write_about(run, folder)
     for one in made:
@@ -80,6 +90,29 @@ def calibrate_mode(run: Run) -> int:
         show(one, file, console)
     write_whole(folder / "calibrate.json", json.dumps([as_json(one) for one in made], indent=1) + "\n")
     return 0
+
+
+def _check(path: Path) -> None:
+    """Raise ValueError where a path has no trials, with what it is instead."""
+    if not path.exists():
+        raise ValueError(f"paths: {path} does not exist. {_WHAT}")
+    try:
+        find_sweeps([path])
+    except ValueError:
+        if not [*path.glob(ANSWER), *path.glob(f"*/{ANSWER}")]:
+            raise ValueError(f"paths: {path} has no trials. {_WHAT}") from None
+        raise ValueError(
+            f"paths: {path} is of a search that kept estimates alone: nothing was compiled or measured there. Search "
+            "again without mode.compiles=0, with a longer mode.budget, or where the compiler or the devices are."
+        ) from None
+
+
+def _too_few(chip: str, count: int) -> str:
+    few = f"{count} trial{'s are' if count > 1 else ' is'} too few"
+    return (
+        f"{chip}: {few} to fit {len(FITTED)} constants to: at least as many are needed, of several models or batches "
+        "best. Name more folders in paths=, or let mode=search compile more (mode.compiles=12)."
+    )
 
 
 def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:

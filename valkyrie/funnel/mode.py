@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from rich.console import Console
 from valkyrie.funnel.answer import command_of, rows_of, show
 from valkyrie.funnel.at_hand import not_at_hand, with_figures
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
+from valkyrie.funnel.kept import begin, folder_of, keep, leave
 from valkyrie.funnel.measuring import Measured, Measures, in_json, line, measure_best, measured_rows, told
 from valkyrie.funnel.question import Question, asked
 from valkyrie.funnel.rivals import compared, layouts_of, rivals_on
@@ -22,7 +21,6 @@ from valkyrie.funnel.tuning import tune_best
 from valkyrie.hardware import Platform, TargetConfig, usable_hbm
 from valkyrie.interrupt import EXIT_STATUS, raises
 from valkyrie.parallel.topology import libtpu_missing
-from valkyrie.paths import write_whole
 from valkyrie.report.page import write_report
 from valkyrie.run import Run
 from valkyrie.search import NOT_COMPILED
@@ -32,7 +30,6 @@ from valkyrie.sweep.members import over_processes
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, gib, seconds_of
 
-ANSWER = "search.json"
 SHOWN = 10
 """Layouts in the answer."""
 REASONS = 5
@@ -50,7 +47,8 @@ def search(run: Run) -> int:
 
 def _search(run: Run) -> int:
     console, question = make_console(), asked(run)
-    folder = _folder(question)
+    folder = folder_of(question)
+    begin(folder, question)
     question = with_figures(question, folder, console)
     began = time.perf_counter()
     space = question.space()
@@ -60,8 +58,8 @@ def _search(run: Run) -> int:
     compiles, measures, status = Compiles(), Measures(), 0
     if not listed.fitting and not listed.doubtful:
         console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
+        leave(folder)
         return NOT_COMPILED
-    folder.mkdir(parents=True, exist_ok=True)
     at_hand = question.run.config.mode.measure > 0 and not_at_hand(question) is None
     missing = _no_compiler(question)
     if not at_hand:
@@ -86,6 +84,7 @@ def _search(run: Run) -> int:
     rows = measured_rows(question, rows_of(question, listed, compiles, SHOWN), measures)
     if not rows:
         console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
+        leave(folder)
         return status or NOT_COMPILED
     if options and (best is None or rows[0]["overrides"] != best.estimate.overrides):
         told_of = f"left out, for another layout is faster: {' '.join(options)}. mode=tune tries options on any layout"
@@ -97,10 +96,10 @@ def _search(run: Run) -> int:
         console.print(compared(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
     answer = _in_json(run, space, compiles, measures) | {"best": rows, "options": options}
-    write_whole(folder / ANSWER, json.dumps(answer, indent=1) + "\n")
+    kept = keep(folder, question, answer)
     if compiles.done or measures.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
-    console.print(f"answer: {folder / ANSWER}", soft_wrap=True)
+    console.print(kept, markup=False, soft_wrap=True)
     return status
 
 
@@ -261,15 +260,3 @@ def _tell_missing(missing: dict[str, str], question: Question, console: Console)
         names = [name for name, reason in missing.items() if reason == why]
         which = "" if len(names) == len(question.targets) else f" of {', '.join(names)}"
         console.print(f"estimates alone{which}: {why}", style="yellow", markup=False)
-
-
-def _folder(question: Question) -> Path:
-    """Return the folder of a search: its name, or one that the same question finds again."""
-    config = question.run.config
-    if config.name is not None:
-        return Path(config.runs) / config.name
-    slices = [(t.name, t.slices) for t in question.targets]
-    asked = [question.command, slices, repr(question.run.model), asdict(config.precision), config.device_batch]
-    asked += [config.batch, config.seq, question.microbatches, question.partitions, question.remats, config.remat]
-    digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
-    return Path(config.runs) / f"search-{question.run.model.name}-{question.targets[0].name}-{digest}"
