@@ -156,6 +156,14 @@ def test_most_of_a_difference_is_what_makes_it(
     assert sentence == f"Each device needs 3.0 GiB at its peak under A and {peaks[1]:.1f} GiB under{told}"
 
 
+def test_little_memory_has_its_unit() -> None:
+    both = summary(), summary(kernel=0.1)
+    for of, size in zip(both, (3, 5), strict=True):
+        of["memory"] = {"peak": size * 2**20, "split": {"parameters": size * 2**20}}
+    (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "at its peak" in s]
+    assert "3.0 MiB at its peak under A and 5.0 MiB" in sentence and "parameters: 3.0 MiB and 5.0 MiB." in sentence
+
+
 def folder_of(of: dict[str, Any], folder: Path) -> str:
     folder.mkdir()
     (folder / "compile.json").write_text(json.dumps(of))
@@ -172,12 +180,19 @@ def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "A is 4.00 times as fast as B" in printed and "+1.200 s" in printed
     told = json.loads((tmp_path / "why" / "explain.json").read_text())
     assert told["step_s"] == pytest.approx([0.4, 1.6]) and told["names"] == ["8x1-fsdp", "8x1-2d_tp"]
+    assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}") == 0
+    assert (tmp_path / "explain-gpt_tiny-8x1-fsdp-8x1-2d_tp" / "explain.json").is_file(), "of what was compared"
 
 
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
         (("first=partition=fsdp",), ["mode=explain compares two layouts: say both"]),
+        (("first=", "second=partition=fsdp"), ["mode=explain compares two layouts: say both"]),
+        (
+            ('first="partition=\'fsdp"', "second=partition=fsdp"),
+            ["partition='fsdp: a quotation mark in it has no partner."],
+        ),
         (("first=partition=fsdp", "second=partition=fsdp"), ["first= and second= are the same: 'partition=fsdp'."]),
         (("first=no/such/folder", "second=partition=fsdp"), ["no/such/folder is neither a folder nor an override"]),
         (("first=partition=nothing", "second=partition=fsdp"), ["nothing"]),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from valkyrie.funnel import compiling, mode, tuning
-from valkyrie.funnel.answer import command_of, rows_of
+from valkyrie.funnel.answer import command_of, rows_of, show
 from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
 from valkyrie.funnel.kept import ANSWER, keep
 from valkyrie.funnel.question import Question, asked
@@ -413,6 +413,27 @@ def test_estimates_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
     assert f"train it: {command_of(asked(run), best)}" in printed
     assert "plain FSDP: " in printed and "the TPU v4 paper's rule" not in printed, "v5e has a torus of two axes"
+
+
+def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
+    of = question("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e6", "mode.budget_usd=0.0001", "partition=fsdp")
+    rows = rows_of(of, listed_of(of), Compiles(), 10)
+    with (console := Console(width=140, soft_wrap=True)).capture() as capture:
+        show(of, rows, console)
+    lines = capture.get().splitlines()
+    assert lines[0].strip() == f"gpt_tiny, batch 32 x {of.run.config.seq:,} tokens, bf16_mixed"
+    assert max(len(line.rstrip()) for line in lines) <= 140
+    text = capture.get()
+    assert (
+        "for 0.0001 dollars" in text
+        and "billion tokens" in text
+        and "MFU" in text
+        and " MiB " in text
+        and " 0.0 " not in text
+    )
+    chip, fastest = of.targets[1].chip, next(row for row in rows if row["overrides"][0] == "target=v6e-8")
+    flops_s = of.run.model.step_flops_per_token(of.run.config.seq) * fastest["tokens_per_second_per_chip"]
+    assert chip is not None and fastest["mfu"] == pytest.approx(flops_s / (chip.peak_tflops["bfloat16"] * 1e12))
 
 
 FEW = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")

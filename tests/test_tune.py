@@ -353,8 +353,8 @@ def test_the_command_prints_a_row_for_each_attempt_and_what_the_options_buy(tune
     ]
     assert lines[2:5] == [
         "step change peak option",
-        "10.00 s 0.0 GiB as it is",
-        f"8.000 s -20.0% 0.0 GiB kept {FUSED}=true",
+        "10.00 s 10.0 MiB as it is",
+        f"8.000 s -20.0% 8.0 MiB kept {FUSED}=true",
     ]
     assert "predicted step: 10.00 s as it is, 8.000 s with these options (-20.0%)" in lines
     assert f"{FUSED}=true: 10.00 s to 8.000 s (-20.0%)" in lines

@@ -17,7 +17,7 @@ from valkyrie.funnel.question import Question, affordable, dollars, tokens_of
 from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, errors, place_of
 from valkyrie.hardware import usable_hbm
 from valkyrie.search.estimate.rank import Estimated
-from valkyrie.units import duration, gib
+from valkyrie.units import duration, memory, percent
 
 TIGHT = 0.95
 """From this share of the memory a layout is said to be bound by memory."""
@@ -104,6 +104,7 @@ def row_of(
         "memory": one.bytes if compiled is None else compiled.peak,
         "usable": usable_hbm(target.chip),
         "tokens_per_second_per_chip": rate / ((target.chips or 1) * target.slices),
+        "mfu": _mfu(question, one, step_s),
         "usd_per_million_tokens": dollars(target, 1e6 / rate),
         "bound_by": _bound_by(one, compiled),
         "parts_s": one.parts,
@@ -114,6 +115,13 @@ def row_of(
         seconds = affordable(target, question.budget_usd)
         row["tokens_for_budget"] = None if seconds is None else rate * seconds
     return row
+
+
+def _mfu(question: Question, one: Estimated, step_s: float) -> float | None:
+    """Return the share of the chips' peak that the model's FLOPs reach; None where no peak is known."""
+    target, run = one.group.target, question.run
+    peak = None if target.chip is None else target.chip.peak_flops(run.config.precision.compute)
+    return run.step_flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 
 
 def _bound_by(one: Estimated, compiled: Compiled | None) -> str:
@@ -137,27 +145,43 @@ def _bound_by(one: Estimated, compiled: Compiled | None) -> str:
 
 def show(question: Question, rows: list[dict[str, Any]], console: Console) -> None:
     """Print the best layouts, one a row: seconds, bytes, tokens, what it costs and what binds it."""
-    priced, funded, several = question.tokens is not None, question.budget_usd is not None, len(question.targets) > 1
-    table = Table(box=SIMPLE, header_style="bold", pad_edge=False)
+    config, several = question.run.config, len(question.targets) > 1
+    table = Table(box=SIMPLE, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = f"{question.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
     table.add_column("#", justify="right")
     for name in [*(["slice"] if several else []), "layout"]:
-        table.add_column(name, overflow="fold", min_width=8 if name == "slice" else 34)
-    numbers = ["step", "low", "high", "peak", "tokens/s/chip", *(["hours", "dollars"] if priced else [])]
-    for name in [*numbers, *([f"billion tokens for {question.budget_usd:,.0f} dollars"] if funded else [])]:
-        table.add_column(name, justify="right")
+        table.add_column(name, overflow="fold", min_width=8 if name == "slice" else 16)
+    for name in _numbers(question, rows[0]):
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("bound by", "by"):
         table.add_column(name)
     for place, row in enumerate(rows, 1):
         slices = [row["overrides"][0].partition("=")[2], *row.get("as_fast_on", [])]
-        values = [str(place), *([" or ".join(slices)] if several else [])]
-        values += [" ".join(row["overrides"][1:]), *(duration(row[key]) for key in ("step_s", "low_s", "high_s"))]
-        values += [gib(row["memory"]), f"{row['tokens_per_second_per_chip']:,.0f}"]
-        if priced:
-            values += [f"{row['hours']:,.1f}", "?" if row["dollars"] is None else f"{row['dollars']:,.0f}"]
-        if funded:
-            values.append("?" if row["tokens_for_budget"] is None else f"{row['tokens_for_budget'] / 1e9:,.1f}")
-        table.add_row(*map(Text, [*values, row["bound_by"], row["stage"]]))
+        values = [str(place), *([" or ".join(slices)] if several else []), " ".join(row["overrides"][1:])]
+        table.add_row(*map(Text, [*values, *_numbers(question, row).values(), row["bound_by"], row["stage"]]))
     console.print(table)
+
+
+def _numbers(question: Question, row: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers of a row as they are printed, by the head of their column."""
+    low, high = (100 * (row[f"{end}_s"] / row["step_s"] - 1) for end in ("low", "high"))
+    numbers = {"step": duration(row["step_s"]), "interval": "" if low == high else f"{low:+.0f} to {high:+.0f}%"}
+    numbers |= {"peak": memory(row["memory"]), "tokens/s\na chip": f"{row['tokens_per_second_per_chip']:,.0f}"}
+    numbers["MFU"] = "?" if row["mfu"] is None else percent(row["mfu"])
+    if question.tokens is not None:
+        numbers |= {"hours": _short(row["hours"]), "dollars": _short(row["dollars"])}
+    if question.budget_usd is not None:
+        tokens = row["tokens_for_budget"]
+        head = f"billion\ntokens for\n${_short(question.budget_usd)}"
+        numbers[head] = _short(None if tokens is None else tokens / 1e9)
+    return numbers
+
+
+def _short(number: float | None) -> str:
+    """Return a number by three digits, a larger one whole; `?` where it is not known."""
+    if number is None:
+        return "?"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def command_of(question: Question, row: dict[str, Any], tuned: Sequence[str] = ()) -> str:

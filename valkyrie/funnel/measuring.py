@@ -190,7 +190,7 @@ def _measured(one: Measured) -> dict[str, Any]:
 
 def _scaled(row: dict[str, Any], times: float) -> dict[str, Any]:
     """Return a row whose step takes so many times as long, with what follows from that."""
-    longer, fewer = ("step_s", "low_s", "high_s"), ("tokens_per_second_per_chip", "tokens_for_budget")
+    longer, fewer = ("step_s", "low_s", "high_s"), ("tokens_per_second_per_chip", "tokens_for_budget", "mfu")
     longer += ("usd_per_million_tokens", "hours", "dollars")
     changed = {key: row[key] * times for key in longer if row.get(key) is not None}
     return row | changed | {key: row[key] / times for key in fewer if row.get(key) is not None}

@@ -28,7 +28,7 @@ from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import Space
 from valkyrie.sweep.members import over_processes
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, gib, seconds_of
+from valkyrie.units import duration, memory, seconds_of
 
 SHOWN = 10
 """Layouts in the answer."""
@@ -203,8 +203,8 @@ def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles, spa
     for one in listed.smallest:
         fits = "none that was compiled fits; the smallest layout by estimate needs"
         needs = fits if one.fits else "nothing fits: the smallest layout needs"
-        usable, chip = gib(usable_hbm(one.group.target.chip)), chip_of(one)
-        text = f"{needs} {gib(one.bytes)} a device of {usable}, {' '.join(one.overrides)}"
+        usable, chip = memory(usable_hbm(one.group.target.chip)), chip_of(one)
+        text = f"{needs} {memory(one.bytes)} a device of {usable}, {' '.join(one.overrides)}"
         text += _untried(listed.on([t.name for t in question.targets if t.chip and t.chip.name == chip]), compiles)
         lines.append(f"{f'{chip}: ' if several else ''}{text}. {_enough_chips(question, chip)}")
     return "\n".join(lines)

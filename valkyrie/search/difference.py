@@ -13,7 +13,7 @@ from typing import Any
 
 from valkyrie.axes import UNATTRIBUTED
 from valkyrie.search.summary import short_cause, short_source
-from valkyrie.units import duration, gib, percent, sent
+from valkyrie.units import duration, memory, percent, sent
 
 EXPOSED = "exposed "
 """What stands before the mesh axes in the name of a part of a step that waits for communication."""
@@ -298,11 +298,11 @@ def _on_memory(made: Difference, both: tuple[Mapping[str, Any], ...], fast: int,
     peaks = [both[which]["memory"]["peak"] for which in (fast, slow)]
     if not made.memory or None in peaks:
         return []
-    text = f"Each device needs {gib(peaks[0])} at its peak under {LETTERS[fast]} and {gib(peaks[1])} under "
+    text = f"Each device needs {memory(peaks[0])} at its peak under {LETTERS[fast]} and {memory(peaks[1])} under "
     text += LETTERS[slow]
     most, apart = made.memory[0], peaks[1] - peaks[0]
     share = (_of(most, slow) - _of(most, fast)) / apart if apart else 0.0
     if share >= MOST:
-        text += f"; most of that difference is {most.name}: {gib(int(_of(most, fast)))} and "
-        text += gib(int(_of(most, slow)))
+        text += f"; most of that difference is {most.name}: {memory(int(_of(most, fast)))} and "
+        text += memory(int(_of(most, slow)))
     return [f"{text}."]

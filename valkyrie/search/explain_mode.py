@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from valkyrie.hardware import Platform
 from valkyrie.modes import EXPLAINED, SUMMARY
 from valkyrie.parallel.topology import libtpu_missing
-from valkyrie.paths import write_whole
+from valkyrie.paths import unused, write_whole
 from valkyrie.run import Run
 from valkyrie.search.difference import (
     LETTERS,
@@ -31,7 +32,7 @@ from valkyrie.search.modes import compile_and_summarise
 from valkyrie.train.arguments import run_of
 from valkyrie.train.folder import key_value, parts_of, run_folder, write_about
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, gib, sent
+from valkyrie.units import duration, memory, sent
 
 LEAST = 0.001
 """The share of the longer step from which a part is listed."""
@@ -43,7 +44,7 @@ _OF_THE_MODE = ("mode", "first", "second", "name")
 def explain_mode(run: Run) -> int:
     """Print why one of two layouts is faster, keep it in the run folder, and return the exit status."""
     console, asked = make_console(), (run.config.mode.first, run.config.mode.second)
-    if asked[0] is None or asked[1] is None:
+    if not asked[0] or not asked[1]:
         raise ValueError(
             "mode=explain compares two layouts: say both, as first='partition=fsdp' "
             "second='mesh=4x4x2 partition=2d_tp', or as run folders with a compile.json."
@@ -52,12 +53,20 @@ def explain_mode(run: Run) -> int:
         raise ValueError(f"first= and second= are the same: {asked[0]!r}. Name two layouts.")
     summaries = _summaries(run, (asked[0], asked[1]), console)
     made = difference(*summaries, asked=(asked[0], asked[1]))
-    folder = run_folder(run)
+    folder = _folder(run, summaries)
     write_about(run, folder)
     write_whole(folder / EXPLAINED, json.dumps(as_json(made), indent=1) + "\n")
     show(made, console)
     console.print(f"answer: {folder / EXPLAINED}", soft_wrap=True)
     return 0
+
+
+def _folder(run: Run, summaries: Sequence[dict[str, Any]]) -> Path:
+    """Return the folder of the answer: the run's where it has a name, else a new one of the model and both layouts."""
+    if run.config.name is not None or run.config.resume is not None:
+        return run_folder(run)
+    one, other = (summary["about"] for summary in summaries)
+    return unused(Path(run.config.runs) / f"explain-{one['model']}-{one['layout']}-{other['layout']}")
 
 
 def _summaries(run: Run, asked: tuple[str, str], console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -89,7 +98,12 @@ def _layout(run: Run, text: str) -> Run | dict[str, Any]:
     folder = next((f for f in (Path(text).expanduser(), Path(run.config.runs) / text) if f.is_dir()), None)
     if folder is not None:
         return _read(folder)
-    changes = shlex.split(text)
+    try:
+        changes = shlex.split(text)
+    except ValueError:
+        raise ValueError(
+            f"{text}: a quotation mark in it has no partner. Write it as 'mesh=4x4x2 partition=2d_tp'."
+        ) from None
     if wrong := [change for change in changes if "=" not in change]:
         raise ValueError(
             f"{wrong[0]} is neither a folder nor an override such as partition=fsdp. Two layouts are compared by "
@@ -140,7 +154,7 @@ def show(made: Difference, console: Console) -> None:
     _table("what a device sends in a step, over", made.sent, sent, console)
     most = max((max(kind.first, kind.second) for kind in made.memory), default=0.0)
     kinds = [kind for kind in made.memory if max(kind.first, kind.second) >= SMALL * most]
-    _table("memory of one device at the peak", kinds, lambda size: gib(int(size)), console)
+    _table("memory of one device at the peak", kinds, lambda size: memory(int(size)), console)
     _collectives(made, console)
     for sentence in made.sentences:
         console.print(sentence, markup=False)

@@ -20,9 +20,9 @@ from valkyrie.search.tuned import Attempt, Tuned, Verdict, assignments
 from valkyrie.train.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
-from valkyrie.units import duration, gib, seconds_of
+from valkyrie.units import duration, memory, seconds_of
 
-_WIDTHS = (10, 9, 8, 12)
+_WIDTHS = (10, 9, 10, 12)
 """Columns of the step, its change, the peak and the verdict; the option stands last, for it is long."""
 
 
@@ -99,7 +99,7 @@ def row(attempt: Attempt) -> list[str]:
         names = f"{len(attempt.options)} options together: {', '.join(attempt.options)}"
     step, change, peak = "", "", ""
     if attempt.step_s is not None:
-        step, peak = duration(attempt.step_s), gib(attempt.peak)
+        step, peak = duration(attempt.step_s), memory(attempt.peak)
         same = attempt.change is None or attempt.verdict is Verdict.same
         change = "" if same else f"{100 * (attempt.change or 0):+.1f}%"
     verdict = "" if attempt.verdict is Verdict.start else attempt.verdict.value
