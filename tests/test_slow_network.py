@@ -64,7 +64,7 @@ def test_two_slow_networks_at_once_are_apart_and_leave_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("networks_possible")
 def test_the_choice_is_the_fastest_here_too(tmp_path: Path) -> None:
     with slow_network.slow_network(100.0) as networks:

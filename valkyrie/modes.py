@@ -54,13 +54,14 @@ class ModeConfig:
     For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
     leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
     `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
-    For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is.
+    For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is. The layout as it is is
+    compiled whatever it takes.
     For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is. At most `compiles` layouts
-    are compiled, none begun after `budget` (`10min`, `90s`, `2h`; null: no limit). For so long as `tune` says compiler
-    options and implementations are then tried on the best of them. Where the devices are at hand, `measure` layouts are
-    run last, none begun after `budget` again: as the search found them, without what `tune` did, which is left out of
-    the answer where another layout is then the fastest. Hours and dollars are told for `tokens`, tokens for
-    `budget_usd`.
+    are compiled, for `budget` at most (`10min`, `90s`, `2h`; null: no limit): one under way at its end is ended. For so
+    long as `tune` says compiler options and implementations are then tried on the best of them. Where the devices are
+    at hand, `measure` layouts are run last, none begun after `budget` again: as the search found them, without what
+    `tune` did, which is left out of the answer where another layout is then the fastest. Hours and dollars are told for
+    `tokens`, tokens for `budget_usd`.
     For `calibrate`: `paths` are folders of sweeps, searches or runs.
     For `explain`: `first` and `second` are the layouts compared: overrides of the command's own, or a run folder.
     For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on

@@ -222,6 +222,8 @@ def _together(networks: Sequence[Network], arguments: Sequence[str]) -> None:
         for process in started:
             process.kill()
             process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
     if failed := [error for process, error in zip(started, errors, strict=True) if process.returncode]:
         raise RuntimeError(f"{' '.join(arguments)} failed:\n{failed[0][-2000:]}")
 
