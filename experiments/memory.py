@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 import valkyrie
+from valkyrie.config.run import Run
+from valkyrie.hardware.topology import compile_devices
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.parallel.topology import compile_devices
 from valkyrie.paths import config_names, write_whole
-from valkyrie.run import Run
-from valkyrie.search.child import parse_out_of_memory
+from valkyrie.search.compile.child import parse_out_of_memory
 from valkyrie.train.memory import ERRORS, expected_memory
 from valkyrie.train.program import StepProgram
 

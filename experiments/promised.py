@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import valkyrie
+from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
-from valkyrie.run import Run
 from valkyrie.tasks import task_of
 
 KEPT = Path(__file__).with_suffix(".json")

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from valkyrie.hub import free_port
+from valkyrie.processes.hub import free_port
 
 TIMED = ("meet", "versions", "configuration", "jax")
 
@@ -63,8 +63,8 @@ def member(folder: Path, processes: int) -> None:
     import jax
 
     from valkyrie.api import compose
-    from valkyrie.parallel.distributed import DistributedConfig, start_jax
-    from valkyrie.team import Connected, Place
+    from valkyrie.processes.distributed import DistributedConfig, start_jax
+    from valkyrie.processes.team import Connected, Place
     from valkyrie.train.processes import agree_on_configuration, agree_on_versions
 
     jax.config.update("jax_platforms", "cpu")

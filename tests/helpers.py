@@ -12,14 +12,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from valkyrie.compose import register
+from valkyrie.config.compose import register
+from valkyrie.config.run import Run
 from valkyrie.models.assembly import Assembly
 from valkyrie.ops.linear import Numerics
 from valkyrie.optim import NOT_AVERAGED
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_config
-from valkyrie.run import Run
 from valkyrie.tasks import task_of
 from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state

@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.hardware import ChipConfig, Topology
+from valkyrie.hardware.target import ChipConfig, Topology
+from valkyrie.hardware.topology import ENVIRONMENT
 from valkyrie.machine.network import Machine
 from valkyrie.machine.torus import Position
-from valkyrie.parallel.topology import ENVIRONMENT
-from valkyrie.search.compiled import without_cache
+from valkyrie.search.compile.executable import without_cache
 from valkyrie.train.program import serialised_module
 
 # Kept, because libtpu has wheels for Linux on x86_64 alone: elsewhere these tests can only be left out. `.ci/run`

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runs import start
-from valkyrie.hub import free_port
-from valkyrie.team import Connected, Place, Team
+from valkyrie.processes.hub import free_port
+from valkyrie.processes.team import Connected, Place, Team
 
 
 def free_address() -> str:

@@ -22,7 +22,7 @@ import pytest
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, latest_step
 from valkyrie.cli.train import main
 from valkyrie.code_eval.sandbox import trouble
-from valkyrie.tracking import read_metrics
+from valkyrie.runs.tracking import read_metrics
 
 jax.devices()  # the backend starts with the devices of the tests, not with those of the first run's mesh
 

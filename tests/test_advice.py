@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, compose_run
+from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
-from valkyrie.run import Run
 from valkyrie.trees import at, with_value
 
 RUNS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}") for model in MODELS}

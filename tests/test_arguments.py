@@ -12,7 +12,7 @@ import pytest
 
 import valkyrie
 from runs import TINY, copied
-from valkyrie.train.folder import run_folder
+from valkyrie.runs.folder import run_folder
 
 
 @pytest.fixture

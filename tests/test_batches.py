@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers import compose_config, compose_run
+from valkyrie.config.run import Run
 from valkyrie.parallel.batches import batches_of
-from valkyrie.run import Run
 
 SMALL = ("mesh=2x2x2", "partition=fsdp", "seq=64")
 

@@ -13,10 +13,10 @@ from runs import command, records, tiny, trained
 from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
 from valkyrie.checkpoint.place import POINTER, place_of, place_problems, set_place
+from valkyrie.config.run import Run
 from valkyrie.doctor.disks import disk_space
 from valkyrie.doctor.findings import FINE
 from valkyrie.doctor.shared import checkpoint_folder
-from valkyrie.run import Run
 
 __all__ = ["bucket"]
 

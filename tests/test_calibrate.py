@@ -12,20 +12,20 @@ import pytest
 
 from reported import sweep_folder, trial
 from runs import command
-from valkyrie.funnel import calibrate
-from valkyrie.funnel.calibrate import calibration
-from valkyrie.funnel.kept import ANSWER
-from valkyrie.funnel.question import asked
-from valkyrie.funnel.replay_fit import replay_fit
-from valkyrie.hardware import TargetConfig
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.records import Row, read_rows
-from valkyrie.run import Run
+from valkyrie.search.calibrate import mode as calibrate
+from valkyrie.search.calibrate.mode import calibration
+from valkyrie.search.calibrate.replay_fit import replay_fit
+from valkyrie.search.compile.show import how_far
+from valkyrie.search.compile.trust import correction_of, trust
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.runs import estimated
-from valkyrie.search.show import how_far
-from valkyrie.search.trust import correction_of, trust
+from valkyrie.search.folder import ANSWER
+from valkyrie.search.question import asked
 from valkyrie.sweep.trial import Trial
-from valkyrie.train.arguments import run_of
 
 LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512

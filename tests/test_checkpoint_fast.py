@@ -18,7 +18,7 @@ from runs import assert_same_bits, command, records, saved, tiny, trained
 from test_checkpoint import DATA, abstract, assert_equal, make_state
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints, FastConfig, NotSavedError
 from valkyrie.checkpoint.fast import fast_folder
-from valkyrie.team import ALONE, Team
+from valkyrie.processes.team import ALONE, Team
 from valkyrie.train import screen
 from valkyrie.train.state import TrainState
 

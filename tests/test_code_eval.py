@@ -22,7 +22,7 @@ from valkyrie.code_eval.judge import Limits, Result, cut, is_whole, judge, judge
 from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
 from valkyrie.code_eval.problems import OWN, Problem, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
-from valkyrie.tracking import read_metrics
+from valkyrie.runs.tracking import read_metrics
 
 SOLUTIONS = Path(__file__).parent / "goldens"
 # Kept, because a C++ compiler is no Python package, so that no command of ours can install one: C++ is then refused,

@@ -21,12 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
 from machines import needs_libtpu, tpu_mesh
-from valkyrie.hardware import ChipConfig, Platform
-from valkyrie.modes import MODULE, TEXT
+from valkyrie.config.modes import MODULE, TEXT
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import ChipConfig, Platform
 from valkyrie.paths import source_digest
-from valkyrie.run import Run
-from valkyrie.search import compile as compiling
-from valkyrie.search.child import (
+from valkyrie.search.compile import runner as compiling
+from valkyrie.search.compile.child import (
     KEYS,
     OUTCOME,
     _about_scratch_memory,
@@ -36,10 +36,10 @@ from valkyrie.search.child import (
     peak_beside_host,
     within_memory,
 )
-from valkyrie.search.compile import Compiled, compile_layout, program_key
-from valkyrie.search.compiled import without_cache
+from valkyrie.search.compile.executable import without_cache
+from valkyrie.search.compile.replayed import _from_json
+from valkyrie.search.compile.runner import Compiled, compile_layout, program_key
 from valkyrie.search.modes import _others, work_key
-from valkyrie.search.replayed import _from_json
 from valkyrie.train.memory import peak_of
 from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
 from valkyrie.units import GIB
@@ -323,12 +323,12 @@ def imported_by(module: Path) -> list[Path]:
 def test_every_module_that_the_step_program_imports_decides_the_name_of_the_result():
     """Families and tasks are imported by name: all of them decide."""
     by_name = [*(PACKAGE / "models").rglob("*.py"), *(PACKAGE / "tasks").rglob("*.py")]
-    left, imported = [PACKAGE / "search" / "child.py", *by_name], set()
+    left, imported = [PACKAGE / "search" / "compile" / "child.py", *by_name], set()
     while left:
         if (module := left.pop()) not in imported:
             imported.add(module)
             left += imported_by(module)
-    assert {PACKAGE / "train" / "program.py", PACKAGE / "search" / "compiled.py"} <= imported
+    assert {PACKAGE / "train" / "program.py", PACKAGE / "search" / "compile" / "executable.py"} <= imported
     shaping = [PACKAGE / name for name in compiling.SHAPING]
     assert all(path.exists() for path in shaping)
     assert [module for module in imported if not any(module.is_relative_to(path) for path in shaping)] == []

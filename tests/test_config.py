@@ -12,14 +12,14 @@ from omegaconf import OmegaConf
 
 from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
-from valkyrie.compose import SCHEMAS, accelerators, default_mesh, default_partition
-from valkyrie.modes import MODES
-from valkyrie.parallel.distributed import DistributedConfig
+from valkyrie.config.compose import SCHEMAS, accelerators, default_mesh, default_partition
+from valkyrie.config.modes import MODES
+from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
-from valkyrie.run import Run
+from valkyrie.processes.distributed import DistributedConfig
+from valkyrie.runs.folder import write_about
 from valkyrie.sweep.names import trial_key
-from valkyrie.train.folder import write_about
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -363,7 +363,7 @@ def test_a_machine_without_accelerators_gets_eight_simulated_devices(monkeypatch
 
 
 def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("valkyrie.compose.accelerators", lambda: 4)
+    monkeypatch.setattr("valkyrie.config.compose.accelerators", lambda: 4)
     assert default_mesh() == "1x1x4"
 
 

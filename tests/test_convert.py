@@ -17,12 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from valkyrie.checkpoint import Checkpoints
 from valkyrie.cli.convert import main
+from valkyrie.config.arguments import run_in, run_of
+from valkyrie.config.run import Run
 from valkyrie.convert.architectures import config_of, settings_of
 from valkyrie.convert.load import from_folder
 from valkyrie.convert.save import to_folder
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.run import Run
-from valkyrie.train.arguments import run_in, run_of
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "transformers.npz")

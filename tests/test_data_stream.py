@@ -19,7 +19,7 @@ from valkyrie.data.config import DataConfig, Packing, Source
 from valkyrie.data.loader import make_loader
 from valkyrie.data.stream import Streamed, open_stream
 from valkyrie.data.stream_loader import StreamLoader
-from valkyrie.team import Team
+from valkyrie.processes.team import Team
 
 BOS = 256
 

@@ -28,7 +28,7 @@ from valkyrie.doctor.examine import _clocks, _of_all
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding, Findings
 from valkyrie.doctor.size import state_bytes
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.team import Team
+from valkyrie.processes.team import Team
 from valkyrie.train import devices
 from valkyrie.train.program import StepProgram
 

@@ -12,7 +12,7 @@ from runs import TINY
 from valkyrie.doctor import dry_run
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.team import ALONE
+from valkyrie.processes.team import ALONE
 from valkyrie.train.devices import Devices
 
 

@@ -15,11 +15,12 @@ import pytest
 from scipy.stats import spearmanr
 
 from helpers import names
-from valkyrie.chips import known_chips
-from valkyrie.funnel.question import asked
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
+from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.run import Run
+from valkyrie.runs.folder import parts_of
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import Known, fitted
 from valkyrie.search.estimate.network import network_of
@@ -28,8 +29,7 @@ from valkyrie.search.estimate.rank import Estimated, Ranking, rank
 from valkyrie.search.estimate.runs import candidates_of, estimated
 from valkyrie.search.estimate.times import Step
 from valkyrie.search.estimate.work import work_of
-from valkyrie.train.arguments import run_of
-from valkyrie.train.folder import parts_of
+from valkyrie.search.question import asked
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -227,9 +227,9 @@ def test_a_device_takes_as_many_sequences_as_asked() -> None:
 
 RATE = """
 import time
-from valkyrie.funnel.question import asked
+from valkyrie.search.question import asked
 from valkyrie.search.estimate.rank import rank
-from valkyrie.train.arguments import run_of
+from valkyrie.config.arguments import run_of
 
 run = run_of(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
 space = asked(run).space()
@@ -286,7 +286,7 @@ def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
 
 def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
     from valkyrie.hardware import topology_of
-    from valkyrie.targets import parse_target
+    from valkyrie.hardware.names import parse_target
 
     topology = topology_of(parse_target("v4-128"))  # 4x4x4, every axis a ring
     placed = placements_of((1, 4, 4, 4), topology, True)

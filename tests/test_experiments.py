@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from helpers import compose_config, names
-from valkyrie.compose import tiny_of
-from valkyrie.run import Run
+from valkyrie.config.compose import tiny_of
+from valkyrie.config.run import Run
 
 EXPERIMENTS = names("experiment")
 

@@ -12,10 +12,10 @@ import pytest
 
 from machines import needs_libtpu
 from runs import command
-from valkyrie.run import Run
-from valkyrie.search import explain_mode
-from valkyrie.search.difference import difference
-from valkyrie.search.implementations import computed
+from valkyrie.config.run import Run
+from valkyrie.search.compile.implementations import computed
+from valkyrie.search.explain import mode as explain_mode
+from valkyrie.search.explain.difference import difference
 
 ROLES = {"fsdp": "x=8 FSDP(batch,embed) · y=1 unused", "2d_tp": "x=4 MP1(mlp) · y=2 MP2(embed)"}
 

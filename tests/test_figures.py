@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from valkyrie.search import figures
+from valkyrie.search.measure import figures
 
 
 def cost(function: Callable[..., Any], arrays: int, shape: Sequence[int], dtype: Any, what: str) -> float:

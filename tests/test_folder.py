@@ -9,10 +9,8 @@ import pytest
 
 import valkyrie
 from helpers import compose_run
-from valkyrie.modes import ModeConfig
-from valkyrie.search import child as compile_child
-from valkyrie.sweep import child as trial_child
-from valkyrie.train.folder import (
+from valkyrie.config.modes import ModeConfig
+from valkyrie.runs.folder import (
     RUN,
     changed_settings,
     command_name,
@@ -22,6 +20,8 @@ from valkyrie.train.folder import (
     schedule_change,
     write_about,
 )
+from valkyrie.search.compile import child as compile_child
+from valkyrie.sweep import child as trial_child
 
 
 def make_run(runs: Path, name: str, *arguments: str, when: int = 0) -> Path:

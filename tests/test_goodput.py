@@ -11,10 +11,10 @@ import pytest
 
 from runs import TINY, command, copied, tiny, trained
 from valkyrie.checkpoint import latest_step
-from valkyrie.team import Team
-from valkyrie.tracking import read_metrics
+from valkyrie.processes.team import Team
+from valkyrie.runs.goodput import FILE, KINDS, Ledger, read_goodput, read_starts, span
+from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import compiled, profile
-from valkyrie.train.goodput import FILE, KINDS, Ledger, read_goodput, read_starts, span
 from wandb_files import wandb_log
 
 
@@ -98,7 +98,7 @@ def test_what_is_known_while_a_run_goes_on_is_what_its_file_comes_to(
             return self.now - 500
 
     clock = Clock()
-    monkeypatch.setattr("valkyrie.train.goodput.time", clock)
+    monkeypatch.setattr("valkyrie.runs.goodput.time", clock)
     (tmp_path / FILE).write_text(TWO_RESTARTS)
     spent = {"restore": 2.0}
     ledger = Ledger(tmp_path, 1995.0, spent)

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from helpers import compose_run
 from machines import needs_libtpu
-from valkyrie.chips import known_chips
-from valkyrie.hardware import (
+from valkyrie.hardware import topology as compiling
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.slices import Wrap, parse_shape, shape_text
+from valkyrie.hardware.target import (
     ChipConfig,
     Platform,
     TargetConfig,
     topology_of,
     usable_hbm,
 )
-from valkyrie.parallel import topology as compiling
-from valkyrie.parallel.topology import compile_devices
+from valkyrie.hardware.topology import compile_devices
 from valkyrie.paths import conf_dir
-from valkyrie.search import compile as compile_
-from valkyrie.search import replayed
-from valkyrie.slices import Wrap, parse_shape, shape_text
-from valkyrie.targets import parse_target
+from valkyrie.search.compile import replayed
+from valkyrie.search.compile import runner as compile_
 
 TPUS = [chip for chip in known_chips().values() if chip.platform is Platform.tpu]
 

@@ -20,7 +20,7 @@ import pytest
 
 from runs import SINGLE, TINY, copied, records, start
 from valkyrie.checkpoint import saved_steps
-from valkyrie.tracking import read_metrics
+from valkyrie.runs.tracking import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from test_launch_local import is_gone, wait_until
 from valkyrie.cli import launch
+from valkyrie.hardware.names import parse_target
 from valkyrie.launch.choose import plan
 from valkyrie.launch.cost import cost
 from valkyrie.launch.dockerfile import dockerfile
@@ -31,7 +32,6 @@ from valkyrie.launch.skypilot import task
 from valkyrie.launch.slurm import script
 from valkyrie.launch.ssh import Hosts
 from valkyrie.launch.start import on_hosts, on_slices
-from valkyrie.targets import parse_target
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
 GIB = "name=mine runs=/mnt/shared/runs"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from valkyrie.launch.local import RESTARTS, Supervisor, cluster
-from valkyrie.team import INDEX
+from valkyrie.processes.team import INDEX
 
 HEAD = f"""
 import os, pathlib, signal, sys, time

@@ -13,9 +13,9 @@ import pytest
 import valkyrie.models.language_model
 from helpers import LANGUAGE_MODELS, assembly_of, initial_state, make_batch, small, small_run, some_quick
 from valkyrie.axes import UNSHARDED
+from valkyrie.config.run import Run
 from valkyrie.models.language_model import Losses
 from valkyrie.models.layers import dropout
-from valkyrie.run import Run
 from valkyrie.tasks.next_token import token_losses
 
 

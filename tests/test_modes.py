@@ -7,8 +7,8 @@ import pytest
 
 from helpers import some_quick
 from runs import SINGLE, command, copied, start, tiny, trained
-from valkyrie.modes import MODES, Mode, ModeConfig, Needs
-from valkyrie.tracking import read_metrics
+from valkyrie.config.modes import MODES, Mode, ModeConfig, Needs
+from valkyrie.runs.tracking import read_metrics
 
 
 def reading(folder: Path, *arguments: str) -> tuple[str, ...]:

@@ -26,9 +26,9 @@ from helpers import (
     two_steps,
 )
 from valkyrie.axes import Parameter
+from valkyrie.config.run import Run
 from valkyrie.optim import AdamGroup, Kind, MuonConfig, OptimizerConfig, Schedule, learning_rate, make_optimizer
 from valkyrie.optim.muon import Recipe, muon, orthogonal
-from valkyrie.run import Run
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
 PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")

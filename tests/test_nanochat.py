@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers import assembly_of, compose_config, compose_run, small_run
-from valkyrie.run import Run
+from valkyrie.config.run import Run
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
 SMALL = ("model.depth=4", "model.embed=32", "model.attention.heads=4", "model.attention.kv_heads=2")

@@ -10,11 +10,11 @@ import pytest
 
 from helpers import compose_run
 from machines import needs_libtpu
-from valkyrie.chips import known_chips
-from valkyrie.hardware import ChipConfig
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
-from valkyrie.search.compile import compile_layout
+from valkyrie.search.compile.runner import compile_layout
 from valkyrie.train.options import CHIP, VALKYRIE, YOU, Option, options_of, refusal
 from valkyrie.train.program import StepProgram
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, PARTITIONS, compose_run, goes_with, some_quick
+from valkyrie.config.run import Run
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, resolve_rules, roles
 from valkyrie.paths import read_group
-from valkyrie.run import Run
 
 AXES = list(known_axes())
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}

@@ -19,11 +19,11 @@ from helpers import (
 )
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import parse
+from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PipelineSchedule
 from valkyrie.parallel.pipeline import SENT_ON
 from valkyrie.parallel.schedule import Pipeline
-from valkyrie.run import Run
-from valkyrie.search.alternatives import fuller_layouts
+from valkyrie.search.compile.alternatives import fuller_layouts
 from valkyrie.train.kept import by_policy, made_again
 from valkyrie.train.program import serialised_module
 

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machines import needs_libtpu
-from valkyrie.hardware import Topology, topology_of
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.hardware.topology import compile_devices
 from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
 from valkyrie.parallel.placement import (
     Factor,
@@ -26,8 +28,6 @@ from valkyrie.parallel.placement import (
     placement_problems,
     placements,
 )
-from valkyrie.parallel.topology import compile_devices
-from valkyrie.targets import parse_target
 
 
 def torus(*shape: int, wrap: bool = False, slices: int = 1, cores: int = 1) -> Topology:

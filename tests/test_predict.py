@@ -17,7 +17,7 @@ from machines import needs_libtpu
 from valkyrie.cli.predict import main, mesh_axes
 from valkyrie.compiled.dumped import read_dumped
 from valkyrie.compiled.schema import dump_class
-from valkyrie.search.compiled import device_position, without_cache
+from valkyrie.search.compile.executable import device_position, without_cache
 from valkyrie.train.program import serialised_module
 
 TILED = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"

@@ -20,12 +20,12 @@ import pytest
 from helpers import compose_run
 from processes import ended, free_address, meet, several
 from runs import TINY, needs_sandbox, start
-from valkyrie.interrupt import PREEMPTED
-from valkyrie.locks import only_writer
-from valkyrie.parallel.distributed import DistributedConfig, find_place
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.team import ALONE, LOST, Connected, Place, Team
-from valkyrie.tracking import read_metrics
+from valkyrie.processes.distributed import DistributedConfig, find_place
+from valkyrie.processes.interrupt import PREEMPTED
+from valkyrie.processes.locks import only_writer
+from valkyrie.processes.team import ALONE, LOST, Connected, Place, Team
+from valkyrie.runs.tracking import read_metrics
 from valkyrie.train.processes import check_shared
 from valkyrie.train.program import StepProgram
 
@@ -112,7 +112,7 @@ def test_no_process_0_at_the_address_is_said():
 
 MEMBER = """
 import sys, time
-from valkyrie.team import Connected, Place
+from valkyrie.processes.team import Connected, Place
 index, address = int(sys.argv[1]), sys.argv[2]
 team = Connected(Place(address, 2, index), timeout_s=20.0, heartbeat_s=3.0)
 print("met", flush=True)

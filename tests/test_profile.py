@@ -13,8 +13,15 @@ from helpers import compose_run, make_batch, make_program
 from runs import TINY
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.search import profile
-from valkyrie.search.profile import STEPS, Event, collective_times, known_collectives, read_events, seconds_by_use
+from valkyrie.search.measure import profile
+from valkyrie.search.measure.profile import (
+    STEPS,
+    Event,
+    collective_times,
+    known_collectives,
+    read_events,
+    seconds_by_use,
+)
 from valkyrie.train.program import serialised_module
 
 AXES = {"x": 2, "y": 2, "z": 2}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import compose_run, names
-from valkyrie.search.trust import Published, correction, interval, published
+from valkyrie.search.compile.trust import Published, correction, interval, published
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
 ROWS = list(csv.DictReader(TABLE.read_text().splitlines()))

@@ -15,12 +15,12 @@ import pytest
 from helpers import compose_run, make_program, named
 from valkyrie.axes import UNSHARDED
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
+from valkyrie.config.run import Run
 from valkyrie.data.puzzles.folder import PreparedPuzzles
 from valkyrie.data.puzzles.loader import PuzzleLoader
 from valkyrie.data.puzzles.prepare import prepare_puzzles
 from valkyrie.ops.stablemax import log_stablemax, stablemax_cross_entropy
 from valkyrie.optim import make_optimizer
-from valkyrie.run import Run
 from valkyrie.tasks.puzzles import _halted
 from valkyrie.train.program import StepProgram
 from valkyrie.train.saving import about

@@ -28,11 +28,11 @@ from valkyrie.cli.launch import split as split_launch
 from valkyrie.cli.parser import without_comment
 from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
-from valkyrie.compose import default_partition
+from valkyrie.config.compose import default_partition
+from valkyrie.config.run import Run
+from valkyrie.hardware.names import parse_target
 from valkyrie.launch.options import read_options
-from valkyrie.run import Run
 from valkyrie.sweep.trial import Status, TrialLog
-from valkyrie.targets import parse_target
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

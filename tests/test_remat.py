@@ -26,15 +26,15 @@ from helpers import (
     some_quick,
     two_steps,
 )
+from valkyrie.config.run import Run
+from valkyrie.config.saved import saved_config
 from valkyrie.machine.replay import Cost
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, remat_named
-from valkyrie.run import Run
-from valkyrie.search.recomputed import keep_next, recomputation
+from valkyrie.search.compile.recomputed import keep_next, recomputation
 from valkyrie.train.kept import by_policy, kept_bytes, made_again
 from valkyrie.train.program import StepProgram
-from valkyrie.train.saved import saved_config
 
 REMATS = names("remat")
 

@@ -17,7 +17,7 @@ from valkyrie.compiled.hlo import parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.search.compiled import without_cache
+from valkyrie.search.compile.executable import without_cache
 from valkyrie.train.program import StepProgram, serialised_module
 
 pytestmark = needs_libtpu

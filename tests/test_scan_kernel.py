@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from machines import needs_libtpu
+from valkyrie.hardware.topology import ENVIRONMENT
 from valkyrie.ops import scan_pallas
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan import linear_recurrence, sharded_linear_recurrence
 from valkyrie.ops.scan_forms import form_on
-from valkyrie.parallel.topology import ENVIRONMENT
-from valkyrie.search.compiled import without_cache
+from valkyrie.search.compile.executable import without_cache
 
 Pair = tuple[jax.Array, jax.Array]
 

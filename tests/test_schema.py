@@ -16,10 +16,10 @@ import jax
 import pytest
 
 from helpers import MODELS, compose_config, small_run
+from valkyrie.config.run import Run
 from valkyrie.data.config import Source
 from valkyrie.data.prepare import prepare
 from valkyrie.parallel.mesh import MeshConfig, abstract_mesh
-from valkyrie.run import Run
 from valkyrie.train.program import StepProgram
 
 HUGE = (2**31, 10**400)

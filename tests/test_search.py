@@ -10,23 +10,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from valkyrie.funnel import compiling, mode, tuning
-from valkyrie.funnel.answer import command_of, rows_of, show
-from valkyrie.funnel.compiling import Compiled, Compiles, compile_best
-from valkyrie.funnel.kept import ANSWER, keep
-from valkyrie.funnel.question import Question, asked
-from valkyrie.funnel.rivals import PLAIN_FSDP, RULE, Rival, compared, rivals_on
-from valkyrie.funnel.shortlist import Shortlist, chips_of, elsewhere, place_of, shortlist
-from valkyrie.modes import MODES
+from valkyrie.config.arguments import run_of
+from valkyrie.config.modes import MODES
+from valkyrie.config.run import Run
+from valkyrie.config.shorthand import written_out
 from valkyrie.paths import DiskError
-from valkyrie.run import Run
-from valkyrie.search import NOT_COMPILED
+from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
+from valkyrie.search.answer import command_of, rows_of, show
+from valkyrie.search.compiling import Compiled, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.tuned import Attempt, Tuned, Verdict
+from valkyrie.search.folder import ANSWER, keep
+from valkyrie.search.question import Question, asked
+from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, compared, rivals_on
+from valkyrie.search.shortlist import Shortlist, chips_of, elsewhere, place_of, shortlist
+from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial
-from valkyrie.train.arguments import run_of
-from valkyrie.train.shorthand import written_out
 
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 

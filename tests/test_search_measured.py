@@ -15,23 +15,23 @@ from rich.console import Console
 
 from processes import ended, several
 from runs import TINY
-from valkyrie.funnel import at_hand, measuring
-from valkyrie.funnel.answer import rows_of
-from valkyrie.funnel.at_hand import not_at_hand, with_figures
-from valkyrie.funnel.compiling import Compiled, Compiles, plan_of
-from valkyrie.funnel.measuring import Measured, Measures, in_json, measure_best, measured_rows, told
-from valkyrie.funnel.question import Question, asked
-from valkyrie.funnel.rivals import PLAIN_FSDP, Rival, compared
-from valkyrie.funnel.shortlist import Shortlist, place_of, shortlist
-from valkyrie.hardware import ChipConfig, Platform
-from valkyrie.modes import FIGURES, MACHINES
-from valkyrie.run import Run
+from valkyrie.config.arguments import run_of
+from valkyrie.config.modes import FIGURES, MACHINES
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import ChipConfig, Platform
+from valkyrie.search import at_hand, measuring
+from valkyrie.search.answer import rows_of
+from valkyrie.search.at_hand import not_at_hand, with_figures
+from valkyrie.search.compiling import Compiled, Compiles, plan_of
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.figures_of import in_words, read_figures
+from valkyrie.search.measure.figures_of import in_words, read_figures
+from valkyrie.search.measuring import Measured, Measures, in_json, measure_best, measured_rows, told
+from valkyrie.search.question import Question, asked
+from valkyrie.search.rivals import PLAIN_FSDP, Rival, compared
+from valkyrie.search.shortlist import Shortlist, place_of, shortlist
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.train.arguments import run_of
 
 CHIP = ChipConfig(
     "cpu", Platform.cpu, {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"]

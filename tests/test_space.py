@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, assembly_of, compose_run, learned
-from valkyrie.hardware import simulated, topology_of
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import simulated, topology_of
 from valkyrie.models import known_axes
 from valkyrie.models.s5 import Activation
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
-from valkyrie.run import Run
-from valkyrie.search.meshes import Same, meshes_of
-from valkyrie.search.space import Cells, Named, Shape, SpaceConfig, enumerate_space
 from valkyrie.sweep.layouts import count_line
+from valkyrie.sweep.meshes import Same, meshes_of
+from valkyrie.sweep.space import Cells, Named, Shape, SpaceConfig, enumerate_space
 
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from helpers import compose_config, compose_run
+from valkyrie.config.run import Run
 from valkyrie.data.puzzles.folder import open_puzzles
 from valkyrie.data.puzzles.loader import NO_LABEL, PuzzleLoader
 from valkyrie.data.puzzles.prepare import prepare_puzzles, shape_of, write_folder
 from valkyrie.data.puzzles.sudoku import classes, count_guesses, count_solutions, generate
 from valkyrie.data.puzzles.symmetries import draw_symmetries
-from valkyrie.run import Run
 from valkyrie.train.prepare import puzzles_of, refuse_other_data
 
 HARD = "85...24..72......9..4.........1.7..23.5...9...4...........8..7..17..........36.4."

@@ -13,14 +13,14 @@ from rich.console import Console
 
 from helpers import compose_run
 from valkyrie.compiled.collectives import CollectiveUse
+from valkyrie.config.run import Run
 from valkyrie.machine.replay import Cost, Replay
-from valkyrie.run import Run
-from valkyrie.search.alternatives import other_partitions
-from valkyrie.search.compile import Compiled
-from valkyrie.search.hints import hints
-from valkyrie.search.show import how_far, show
-from valkyrie.search.summary import short_cause, short_source, summarise
-from valkyrie.search.trust import published, unseen_ratio
+from valkyrie.search.compile.alternatives import other_partitions
+from valkyrie.search.compile.hints import hints
+from valkyrie.search.compile.runner import Compiled
+from valkyrie.search.compile.show import how_far, show
+from valkyrie.search.compile.summary import short_cause, short_source, summarise
+from valkyrie.search.compile.trust import published, unseen_ratio
 from valkyrie.train.options import CHIP, YOU, Option
 
 MEMORY = {

@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 
 from helpers import compose_config, names, some_quick
 from runs import TINY, start
-from valkyrie.compose import register
+from valkyrie.config.compose import register
+from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
-from valkyrie.run import Run
-from valkyrie.search.space import Cells, SpaceConfig
 from valkyrie.sweep.arguments import read_space
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.layouts import cells_of, count_line, reasons, spread, sweep_layouts
+from valkyrie.sweep.space import Cells, SpaceConfig
 from valkyrie.sweep.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length": (54, 44), "pa_nas_1b": (52, 52)}

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import compose_run, some_quick
 from sweeps import plans_of, play
 from test_folder import make_run
-from valkyrie.run import Run
+from valkyrie.config.run import Run
 from valkyrie.sweep import plan as plan_module
 from valkyrie.sweep.names import trial_key
 from valkyrie.sweep.plan import PREDICTED_BY

@@ -11,8 +11,8 @@ import pytest
 
 from processes import ended, free_address, several
 from runs import TINY, start
+from valkyrie.processes.team import LOST
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.team import LOST
 
 SWEEP = [*TINY, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=2", "name=many"]
 

@@ -14,9 +14,9 @@ import pytest
 import wandb
 
 from helpers import compose_run
+from valkyrie.runs.tracking import TrackingConfig, WandbMode, config_of
 from valkyrie.sweep.tracking import COLUMNS, REPORTED, SweepTracker, summary_of, trial_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.tracking import TrackingConfig, WandbMode, config_of
 from wandb_files import wandb_log, wandb_logs
 
 GIB = 2**30
@@ -349,7 +349,7 @@ def test_what_one_sweep_tells_another_in_the_folder_replaces(tmp_path: Path) -> 
 
 
 def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:
-    from valkyrie.tracking import Tracker
+    from valkyrie.runs.tracking import Tracker
 
     config = TrackingConfig(wandb=WandbMode.offline, group="laptop")
     tracker = Tracker(config, tmp_path, run_name="run", fields=config_of(OK.about, {}), group="m-cpu8")
@@ -374,7 +374,7 @@ def test_a_run_has_the_same_id_whenever_and_from_wherever_it_is_reported(tmp_pat
 
 
 def test_a_training_that_reports_itself_does_so_in_the_run_of_its_trial(tmp_path: Path) -> None:
-    from valkyrie.tracking import Tracker
+    from valkyrie.runs.tracking import Tracker
 
     folder = tmp_path / "trial"
     folder.mkdir()

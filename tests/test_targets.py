@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import compose_run, names, some_quick
-from valkyrie import chips
-from valkyrie.chips import known_chips
-from valkyrie.choices import target_named
-from valkyrie.compose import default_mesh, default_precision
-from valkyrie.hardware import Platform, topology_of
+from valkyrie.config.choices import target_named
+from valkyrie.config.compose import default_mesh, default_precision
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.slices import Slices, Wrap, shape_text
+from valkyrie.hardware.target import Platform, chips, topology_of
 from valkyrie.paths import read_config
-from valkyrie.slices import Slices, Wrap, shape_text
-from valkyrie.targets import parse_target
 
 SLICES = {
     "v3": "8 2x2 1, 32 4x4 4, 64 4x8 8, 128 8x8 16, 512 16x16 64, 1024 16x32 128, 2048 32x32 256",
@@ -192,7 +191,7 @@ def test_hydra_composes_what_the_name_is_parsed_to(name: str):
     ],
 )
 def test_mesh_and_precision_follow_the_target(monkeypatch: pytest.MonkeyPatch, name: str, mesh: str, precision: str):
-    monkeypatch.setattr("valkyrie.compose.accelerators", lambda: 4)
+    monkeypatch.setattr("valkyrie.config.compose.accelerators", lambda: 4)
     assert (default_mesh(name), default_precision(name)) == (mesh, precision)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import compose_config
-from valkyrie.run import Run
+from valkyrie.config.run import Run
 
 CARRYING = """
 from valkyrie.tasks import Array

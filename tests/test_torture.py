@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from runs import TINY, assert_same_bits, records, saved
-from valkyrie.tracking import read_metrics
+from valkyrie.runs.tracking import read_metrics
 
 KILLS = int(os.environ.get("VALKYRIE_KILLS", "4"))
 SEED = int(os.environ.get("VALKYRIE_SEED", "0"))

@@ -11,7 +11,7 @@ import pytest
 import wandb
 
 from runs import trained
-from valkyrie.tracking import Tracker, TrackingConfig, WandbMode, read_metrics, resolve
+from valkyrie.runs.tracking import Tracker, TrackingConfig, WandbMode, read_metrics, resolve
 from wandb_files import read_wandb, wandb_log
 
 FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}
@@ -136,7 +136,7 @@ def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from valkyrie.tracking import Tracker, TrackingConfig, WandbMode
+from valkyrie.runs.tracking import Tracker, TrackingConfig, WandbMode
 began = time.perf_counter()
 config = TrackingConfig(wandb=WandbMode({mode!r}), init_timeout=2)
 one = Tracker(config, Path("."), run_name="a:b#c", fields=dict(mesh=dict(name="4x4x2")), group="g")

@@ -20,7 +20,7 @@ import pytest
 
 from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
 from valkyrie.data.synthetic import synthetic_entropy
-from valkyrie.tracking import read_metrics
+from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import trainer
 from valkyrie.train.compiled import CompiledStep
 from valkyrie.train.prepare import uneven_split
@@ -365,7 +365,7 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
     worth_saving: bool, status: int, said: str
 ) -> None:
     training = (
-        "import os, signal, time\nfrom valkyrie.interrupt import Interrupt\n"
+        "import os, signal, time\nfrom valkyrie.processes.interrupt import Interrupt\n"
         f"with Interrupt() as interrupt:\n  interrupt.worth_saving = {worth_saving}\n"
         "  os.kill(os.getpid(), signal.SIGTERM)\n  time.sleep(0.5)\n  assert interrupt.requested"
     )
@@ -376,7 +376,7 @@ def test_a_signal_ends_a_first_step_that_may_never_end_and_waits_for_others(
 def test_ctrl_c_is_heard_inside_a_finaliser() -> None:
     """Where Python would print a KeyboardInterrupt as ignored, and go on."""
     lost = (
-        "import os, signal\nfrom valkyrie.interrupt import ends_at_once\n"
+        "import os, signal\nfrom valkyrie.processes.interrupt import ends_at_once\n"
         "class Dying:\n  def __del__(self):\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**8))\n"
         "with ends_at_once('it'):\n  Dying()\nprint('went on')"
     )

@@ -13,7 +13,7 @@ import pytest
 
 from runs import command
 from sweeps import Stage
-from valkyrie.modes import MODES
+from valkyrie.config.modes import MODES
 from valkyrie.sweep.results import last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
 

@@ -18,8 +18,8 @@ import pytest
 from helpers import compose_run
 from runs import SINGLE, command
 from sweeps import Stage
-from valkyrie.locks import Lock, lock, only_writer
-from valkyrie.sweep.lock import TrialLock
+from valkyrie.processes.locks import Lock, lock, only_writer
+from valkyrie.processes.trial_lock import TrialLock
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess
 

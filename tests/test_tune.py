@@ -15,17 +15,17 @@ import pytest
 from helpers import compose_run
 from machines import needs_libtpu
 from runs import command as carry_out
-from valkyrie.chips import known_chips
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
+from valkyrie.hardware.chips import known_chips
 from valkyrie.models.s5 import S5
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import ScanImpl
-from valkyrie.run import Run
-from valkyrie.search.compile import Compiled
-from valkyrie.search.compiler_options import CompilerOption, all_options, options_for
-from valkyrie.search.tune import tune
-from valkyrie.search.tune_mode import bought, fragment, row, training_command
-from valkyrie.search.tuned import Tuned, Verdict
-from valkyrie.train.arguments import run_of
+from valkyrie.search.compile.runner import Compiled
+from valkyrie.search.tune.compiler_options import CompilerOption, all_options, options_for
+from valkyrie.search.tune.mode import bought, fragment, row, training_command
+from valkyrie.search.tune.tune import tune
+from valkyrie.search.tune.tuned import Tuned, Verdict
 from valkyrie.train.options import KEY, TO_FIT, Option, options_of
 from valkyrie.units import seconds_of
 
@@ -84,9 +84,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compiler]:
 
     def put(steps: Callable[[Mapping[str, str | None]], Outcome], takes: float = 10.0) -> Compiler:
         compiler = Compiler(steps, takes)
-        monkeypatch.setattr("valkyrie.search.tune.compile_layout", compiler.compile_layout)
-        monkeypatch.setattr("valkyrie.search.tune.replayed", compiler.replayed)
-        monkeypatch.setattr("valkyrie.search.tune.time.monotonic", lambda: compiler.clock)
+        monkeypatch.setattr("valkyrie.search.tune.tune.compile_layout", compiler.compile_layout)
+        monkeypatch.setattr("valkyrie.search.tune.tune.replayed", compiler.replayed)
+        monkeypatch.setattr("valkyrie.search.tune.tune.time.monotonic", lambda: compiler.clock)
         return compiler
 
     return put

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from machines import needs_libtpu
-from valkyrie.funnel.question import asked
-from valkyrie.hardware import Topology, topology_of
+from valkyrie.config.arguments import run_of
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.hardware.topology import compile_devices
 from valkyrie.machine.torus import Position, Torus
 from valkyrie.parallel.placement import describe_entries
-from valkyrie.parallel.topology import compile_devices
 from valkyrie.search.estimate.placed import placements_of
-from valkyrie.targets import parse_target
-from valkyrie.train.arguments import run_of
+from valkyrie.search.question import asked
 
 SHAPES = [(4, 4, 8), (4, 8, 8)]
 

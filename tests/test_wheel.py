@@ -52,7 +52,7 @@ def test_the_wheel_holds_configuration_vocabulary_and_licences(wheels: dict[str,
     conf += [Path("sweep") / path.name for path in (ROOT / "sweeps").glob("*.yaml")]
     assert {f"valkyrie/_conf/{path}" for path in conf} <= names
     assert {"valkyrie/data/gpt2.tiktoken.xz", "valkyrie/data/gpt2.tiktoken.LICENSE"} <= names
-    assert {"valkyrie/search/compiler_options.yaml", "valkyrie/search/published.json"} <= names
+    assert {"valkyrie/search/tune/compiler_options.yaml", "valkyrie/search/compile/published.json"} <= names
     assert {f"valkyrie/report/templates/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert {f"valkyrie/code_eval/problems/{name}.jsonl" for name in ("cpp", "python")} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)

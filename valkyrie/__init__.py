@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("compose", "report", "train")
+_MODULES = ("report", "train")
 """The names of functions that are names of modules too."""
 
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from valkyrie.hardware import TargetConfig
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_whole
 from valkyrie.report.records import Row
-from valkyrie.run import Run
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Result:
         return None if size is None else size / GIB
 
     def __str__(self) -> str:
-        from valkyrie.search.show import show as print_summary
+        from valkyrie.search.compile.show import show as print_summary
 
         text = io.StringIO()
         print_summary(self.summary, Console(file=text, width=140, soft_wrap=True, highlight=False))
@@ -148,7 +148,7 @@ class Trained:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`: logged steps (`step`, `loss`, `learning_rate`, ...) and evaluations."""
-        from valkyrie.tracking import read_metrics
+        from valkyrie.runs.tracking import read_metrics
 
         return [line for line in read_metrics(self.folder / "metrics.jsonl") if "step" in line]
 
@@ -159,7 +159,7 @@ def compose(*overrides: str, config_dir: str | Path | None = None) -> Run:
     `config_dir` is a folder with configurations and modules of your own, as `--config-dir` takes it. ValueError lists
     everything that is wrong with the run: unknown names with the known ones, and all problems of the layout.
     """
-    from valkyrie.train.arguments import run_of
+    from valkyrie.config.arguments import run_of
 
     folder = []
     if config_dir is not None:
@@ -176,7 +176,7 @@ def load(folder: str | Path, *overrides: str) -> Run:
     arguments that the run was trained with, as `resume=` does. ValueError where there is no such file, or it is
     damaged, and for what `compose` refuses.
     """
-    from valkyrie.train.arguments import run_in
+    from valkyrie.config.arguments import run_in
 
     return _checked(run_in(Path(folder), overrides))
 
@@ -187,7 +187,7 @@ def slice(name: str, *, slices: int = 1) -> Slice:
     `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` of them are joined by
     the data-centre network. ValueError names the nearest legal slices.
     """
-    from valkyrie.choices import target_named
+    from valkyrie.config.choices import target_named
 
     target = dataclasses.replace(target_named(name), slices=slices)
     if problems := target.problems():
@@ -234,7 +234,7 @@ def predict(
     if isinstance(program, Run):
         _refuse_with_a_run(arguments, named, slice=slice, mesh=mesh, places=places, options=options, name=name)
         return _predict_run(program, quiet)
-    from valkyrie.search.predict import Work, predict_file, predict_function
+    from valkyrie.search.compile.predict import Work, predict_file, predict_function
 
     if not isinstance(slice, TargetConfig):
         raise ValueError('name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
@@ -278,7 +278,7 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
     from valkyrie.train.devices import prepare_devices
 
     devices, console = prepare_devices(run), _console(quiet)
-    from valkyrie.search.measure import measure as time_step
+    from valkyrie.search.measure.measure import measure as time_step
 
     with console.status("compiling and timing the step"):
         return Result(time_step(run, devices))
@@ -291,7 +291,7 @@ def train(run: Run, *, quiet: bool = False) -> Trained:
     notebook's stop button) raises KeyboardInterrupt; the checkpoints saved until then stay. ValueError where devices,
     data or checkpoint do not fit; `valkyrie.train.diverged.DivergedError` where the loss is no longer finite.
     """
-    from valkyrie.train.folder import run_folder
+    from valkyrie.runs.folder import run_folder
     from valkyrie.train.prepare import prepare_run
 
     began, folder, console = time.time(), run_folder(run), _console(quiet)

@@ -88,8 +88,8 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
     """Compile MaxText's step of a case and keep its module, where its devices lie, and its peak memory."""
     from maxtext_step import compile_step
 
-    from valkyrie.search.compiled import compiled_program
-    from valkyrie.search.summary import positions
+    from valkyrie.search.compile.executable import compiled_program
+    from valkyrie.search.compile.summary import positions
 
     options = " ".join(f"--{option}" for option in case["options"])
     about: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from valkyrie.run import Run
+from valkyrie.config.run import Run
 
 PRODUCTS_ONCE = ("none", "dots", "minimal", "minimal_with_context", "minimal_offloaded")
 """The rematerialisations that compute no product of weights twice."""

@@ -35,12 +35,12 @@ from typing import Any
 
 from rich.console import Console
 
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
-from valkyrie.run import Run
-from valkyrie.search.compile import program_key
+from valkyrie.search.compile.runner import program_key
+from valkyrie.search.compile.trust import FILE, Published, as_json, published
 from valkyrie.search.modes import compile_and_summarise
-from valkyrie.search.trust import FILE, Published, as_json, published
-from valkyrie.train.arguments import run_of
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

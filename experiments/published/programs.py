@@ -6,9 +6,9 @@ import hashlib
 import os
 from typing import Any
 
-from valkyrie.hardware import topology_of
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import topology_of
 from valkyrie.paths import source_digest
-from valkyrie.run import Run
 
 FIGURES = ("name", "peak_tflops", "hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "devices", "ici_axes")
 FIGURES += ("ici_link_gbs", "hop_us", "host_bounds", "dcn_gbs_per_host")
@@ -21,7 +21,7 @@ def program_of(run: Run) -> str:
     import jax
 
     from valkyrie.parallel.mesh import build_mesh
-    from valkyrie.search.child import devices_to_compile_for
+    from valkyrie.search.compile.child import devices_to_compile_for
     from valkyrie.train.program import StepProgram
 
     devices = devices_to_compile_for(run)

@@ -9,7 +9,7 @@ from typing import Any
 
 from guesses import Row, constant_mfu, pairs, roofline
 
-from valkyrie.search.trust import Published, correction, interval, unseen_ratio
+from valkyrie.search.compile.trust import Published, correction, interval, unseen_ratio
 
 Result = dict[str, Any]
 KINDS = ("predicted", "replayed", "mfu", "roofline")

@@ -25,17 +25,17 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from valkyrie.chips import known_chips
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run, known_axes
+from valkyrie.hardware.chips import known_chips
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, resolve_rules
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.run import Run, known_axes
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import Known, fitted
 from valkyrie.search.estimate.spans import host_spans
 from valkyrie.search.estimate.work import work_of
-from valkyrie.train.arguments import run_of
 
 FILE = Path(__file__).with_name("measured_gpus.csv")
 START = Efficiency(

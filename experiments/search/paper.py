@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from valkyrie.funnel.question import asked
+from valkyrie.config.arguments import run_of
 from valkyrie.search.estimate.rank import rank
-from valkyrie.train.arguments import run_of
+from valkyrie.search.question import asked
 
 LLM = ("model=gpt_1b", "model.name=llm", "model.layers=64", "model.embed=16384", "model.mlp=65536")
 LLM += ("model.feed_forward=gelu", "model.attention.heads=128", "model.attention.kv_heads=128", "batch=256")

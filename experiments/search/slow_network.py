@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from valkyrie.hardware import ChipConfig, Platform, TargetConfig
-from valkyrie.modes import FIGURES, MEASURED
+from valkyrie.config.arguments import run_of
+from valkyrie.config.modes import FIGURES, MEASURED
+from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import space_of
-from valkyrie.search.figures_of import in_words, read_figures
-from valkyrie.train.arguments import run_of
+from valkyrie.search.measure.figures_of import in_words, read_figures
 
 FILE = Path(__file__).with_name("measured_slow_network.csv")
 KEPT = Path(__file__).with_name("slow_network_figures.json")

@@ -21,14 +21,14 @@ from typing import Any
 
 from rich.console import Console
 
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group, write_whole
-from valkyrie.run import Run
-from valkyrie.search.meshes import Same
 from valkyrie.search.modes import compile_and_summarise
-from valkyrie.search.space import Cell, Named, Shape, SpaceConfig, enumerate_space
 from valkyrie.sweep.layouts import spread
-from valkyrie.train.arguments import run_of
+from valkyrie.sweep.meshes import Same
+from valkyrie.sweep.space import Cell, Named, Shape, SpaceConfig, enumerate_space
 
 FILE = Path(__file__).with_name("compiled.json")
 PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")

@@ -20,15 +20,15 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from spaces import kept_rows
 
-from valkyrie.funnel.shortlist import FILE, errors
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
-from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import FITTED, Known, fitted, known_of, without_family
 from valkyrie.search.estimate.memory import Need
 from valkyrie.search.estimate.runs import candidates_of
 from valkyrie.search.estimate.work import work_of
-from valkyrie.train.arguments import run_of
+from valkyrie.search.shortlist import FILE, errors
 
 
 def main() -> None:

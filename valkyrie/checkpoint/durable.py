@@ -13,7 +13,7 @@ from valkyrie.checkpoint.contents import damage_of
 from valkyrie.checkpoint.place import asked_place, in_bucket, place_of, set_place
 from valkyrie.checkpoint.tier import Tier
 from valkyrie.paths import unused
-from valkyrie.team import Team
+from valkyrie.processes.team import Team
 
 
 class Durable(Tier):

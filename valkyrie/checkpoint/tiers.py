@@ -25,7 +25,7 @@ from valkyrie.checkpoint.place import IDENTITY, in_bucket, place_of
 from valkyrie.checkpoint.steps import saved_steps, steps_in
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_whole
-from valkyrie.team import ALONE, Team
+from valkyrie.processes.team import ALONE, Team
 
 
 class Restored(NamedTuple):

@@ -49,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from valkyrie.cli.mistakes import refuse_slips
+    from valkyrie.config.mistakes import refuse_slips
     from valkyrie.convert.load import from_folder
-    from valkyrie.train.folder import command_name
+    from valkyrie.runs.folder import command_name
 
     began = time.perf_counter()
     refuse_slips(overrides, multirun=False)
@@ -64,7 +64,7 @@ def _from(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _to(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from valkyrie.convert.save import to_folder
-    from valkyrie.train.folder import find_run
+    from valkyrie.runs.folder import find_run
 
     began = time.perf_counter()
     if overrides:

@@ -16,20 +16,20 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from valkyrie.cli.mistakes import refuse_slips, version_text
 from valkyrie.cli.parser import leave_unread, without_comment
-from valkyrie.compose import register
-from valkyrie.explain import explain
-from valkyrie.interrupt import EXIT_STATUS, raises
+from valkyrie.config.arguments import read_arguments, refuses_keys_of_null
+from valkyrie.config.compose import register
+from valkyrie.config.explain import explain
+from valkyrie.config.mistakes import refuse_slips, version_text
+from valkyrie.config.modes import MODES
+from valkyrie.config.run import Run
+from valkyrie.config.saved import Primary, config_dirs, primary_of
+from valkyrie.config.shorthand import written_out
 from valkyrie.models import let_import
-from valkyrie.modes import MODES
-from valkyrie.run import Run
+from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
-from valkyrie.train.arguments import read_arguments, refuses_keys_of_null
-from valkyrie.train.saved import Primary, config_dirs, primary_of
-from valkyrie.train.shorthand import written_out
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """What makes Hydra raise, which the command always wants, and shows the user tracebacks."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
-from valkyrie.interrupt import ends_at_once
+from valkyrie.processes.interrupt import ends_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,9 +40,9 @@ def _steps(text: str) -> int:
 
 def _doctor(arguments: Sequence[str]) -> int:
     asked, overrides = _parser().parse_known_args(arguments)
-    from valkyrie.cli.mistakes import refuse_slips
+    from valkyrie.config.arguments import run_of
+    from valkyrie.config.mistakes import refuse_slips
     from valkyrie.doctor.examine import examine
-    from valkyrie.train.arguments import run_of
     from valkyrie.train.screen import make_console
 
     refuse_slips(overrides, multirun=False)

@@ -18,7 +18,7 @@ from valkyrie.launch.overrides import name_in, named, runs_in, trains
 from valkyrie.launch.plan import Plan
 from valkyrie.launch.ssh import Hosts
 from valkyrie.launch.start import on_hosts, on_slices, on_this_host, run_steps
-from valkyrie.train.folder import key_value
+from valkyrie.runs.folder import key_value
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
 """What the command does in place of a training, where it is the first word."""
@@ -118,7 +118,7 @@ def _refuse_wrong(options: Options, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
     if not trains(overrides) or any(key_value(override)[0] == "resume" for override in overrides):
         return  # of a run to resume the settings may lie elsewhere
-    from valkyrie.train.arguments import run_of
+    from valkyrie.config.arguments import run_of
 
     asked = run_of(overrides)
     if problems := asked.problems():

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NoReturn
 
-from valkyrie.interrupt import EXIT_STATUS, usable_streams
+from valkyrie.processes.interrupt import EXIT_STATUS, usable_streams
 
 NOBODY_READS = 141
 """Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from valkyrie.interrupt import ends_at_once, usable_streams
+from valkyrie.processes.interrupt import ends_at_once, usable_streams
 
 
 def main() -> None:

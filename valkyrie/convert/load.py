@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.config.arguments import run_of
+from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Architecture, Settings, architecture_of, settings_of
 from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
 from valkyrie.convert.names import DERIVED, GPT2_PREFIX, Piece, pieces
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import write_whole, writing
-from valkyrie.run import Run
-from valkyrie.train.arguments import run_of
-from valkyrie.train.folder import key_value, run_folder, versions, write_about
+from valkyrie.runs.folder import key_value, run_folder, versions, write_about
 from valkyrie.trees import as_written
 
 THEIRS = "huggingface"
@@ -130,7 +130,7 @@ def _made(target: Path) -> Iterator[None]:
 def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[Piece]], folder: Path) -> None:
     """Write the checkpoint of step 0."""
     from valkyrie.checkpoint.weights import WeightsTier
-    from valkyrie.team import ALONE
+    from valkyrie.processes.team import ALONE
     from valkyrie.train.state import TrainState
 
     about = {"tier": "durable", "model": run.model.name, "layout": "converted", "tokenizer": identity_of(run.tokenizer)}

@@ -13,6 +13,8 @@ import numpy as np
 from valkyrie.checkpoint import place_of, saved_steps
 from valkyrie.checkpoint.contents import damage_of, holds_parameters_alone
 from valkyrie.checkpoint.weights import read_array
+from valkyrie.config.arguments import run_in
+from valkyrie.config.run import Run
 from valkyrie.convert.architectures import config_of
 from valkyrie.convert.folder import CONFIG, DTYPES, copy_beside, described, write_folder
 from valkyrie.convert.load import PREFIX, THEIRS
@@ -20,8 +22,6 @@ from valkyrie.convert.names import GPT2_PREFIX, Piece, pieces
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import writing
-from valkyrie.run import Run
-from valkyrie.train.arguments import run_in
 
 NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
 """The dtypes that weights are written in, by name."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from valkyrie.locks import Lock, lock
 from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, writing
+from valkyrie.processes.locks import Lock, lock
 
 
 def kept_in_cache(cache: Path, name: str, write: Callable[[Path], None]) -> Path:

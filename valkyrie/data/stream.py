@@ -28,7 +28,7 @@ from valkyrie.data.cut import pieces
 from valkyrie.data.readers import File, read, row_groups
 from valkyrie.data.source import list_source
 from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
-from valkyrie.team import ALONE, Team
+from valkyrie.processes.team import ALONE, Team
 
 MOST_LANES = 16
 _FOOTERS_AT_ONCE = 32

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from valkyrie.checkpoint.place import in_bucket
+from valkyrie.config.run import Run
 from valkyrie.data.config import Source
 from valkyrie.data.loader import check_enough
 from valkyrie.data.prepare import find_prepared
@@ -20,9 +21,8 @@ from valkyrie.data.stream import open_stream
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.doctor.size import state_bytes
 from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
-from valkyrie.run import Run
-from valkyrie.team import Team
-from valkyrie.tracking import WandbMode, resolve
+from valkyrie.processes.team import Team
+from valkyrie.runs.tracking import WandbMode, resolve
 from valkyrie.train.prepare import check_puzzles, refuse_other_data
 from valkyrie.units import memory
 

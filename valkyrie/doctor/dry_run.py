@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from valkyrie.config.run import Run
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.parallel.mesh import build_mesh
-from valkyrie.run import Run
-from valkyrie.team import Team
+from valkyrie.processes.team import Team
 from valkyrie.train.devices import Devices
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import check_room, out_of_memory_in_plain_words

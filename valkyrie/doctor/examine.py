@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from valkyrie.compose import accelerators
+from valkyrie.config.compose import accelerators
+from valkyrie.config.run import Run
 from valkyrie.doctor import disks, host
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding, Findings
 from valkyrie.doctor.shared import checkpoint_folder, same_folder
 from valkyrie.doctor.software import versions_fit
-from valkyrie.parallel.distributed import find_place, join, start_jax
-from valkyrie.run import Run
-from valkyrie.team import ALONE, Connected, Team
+from valkyrie.processes.distributed import find_place, join, start_jax
+from valkyrie.processes.team import ALONE, Connected, Team
 from valkyrie.train.devices import acquire, configure_jax
 from valkyrie.train.processes import agree_on_configuration, agree_on_versions, ends_all, only_first_prints
 

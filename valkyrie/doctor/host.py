@@ -8,12 +8,12 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from valkyrie.compose import accelerators
+from valkyrie.config.compose import accelerators
+from valkyrie.config.run import Run
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.doctor.size import state_bytes
-from valkyrie.hardware import Platform
-from valkyrie.locks import Lock, lock
-from valkyrie.run import Run
+from valkyrie.hardware.target import Platform
+from valkyrie.processes.locks import Lock, lock
 from valkyrie.train.devices import missing_devices
 from valkyrie.train.host import free_memory
 from valkyrie.units import memory

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.checkpoint.place import in_bucket, path_of
+from valkyrie.config.run import Run
 from valkyrie.doctor.disks import made
 from valkyrie.doctor.findings import FAILS, FINE, Finding
 from valkyrie.paths import why
-from valkyrie.run import Run
-from valkyrie.team import Team
+from valkyrie.processes.team import Team
 
 _TEXT = "valkyrie-doctor"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from valkyrie.run import Run
+from valkyrie.config.run import Run
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
+from valkyrie.config.run import Run
 from valkyrie.doctor.findings import FAILS, FINE, Finding
-from valkyrie.hardware import Platform
-from valkyrie.run import Run
+from valkyrie.hardware.target import Platform
 
 _SHOWN = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _WHO = ("valkyrie-jax", "jax")

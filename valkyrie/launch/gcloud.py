@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from valkyrie.hardware import TargetConfig
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.launch import remote
 from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options

@@ -13,8 +13,8 @@ from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options
 from valkyrie.launch.plan import Call, Plan, Written, join
-from valkyrie.launch.process import INTERRUPTED, USER_ERROR
 from valkyrie.launch.yaml_text import yaml_text
+from valkyrie.processes.child import INTERRUPTED, USER_ERROR
 
 # cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus: the value of cloud.google.com/gke-tpu-accelerator
 ACCELERATORS = {

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from valkyrie.hub import free_port
-from valkyrie.launch.process import DONE, INTERRUPTED, LOST, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
-from valkyrie.team import Place
+from valkyrie.processes.child import DONE, INTERRUPTED, LOST, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
+from valkyrie.processes.hub import free_port
+from valkyrie.processes.team import Place
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
 """How often the training was started again, in the environment of its processes."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from valkyrie.hardware import Platform, TargetConfig
-from valkyrie.targets import parse_target
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.target import Platform, TargetConfig
 
 PORT = 8476
 """The port of JAX's coordinator where nobody else is on a host: the one that JAX takes on Cloud TPU."""

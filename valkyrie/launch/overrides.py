@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from valkyrie.train.folder import key_value
+from valkyrie.runs.folder import key_value
 
 
 def trains(overrides: Sequence[str]) -> bool:

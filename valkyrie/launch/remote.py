@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from valkyrie.launch.plan import join
-from valkyrie.train.folder import key_value
+from valkyrie.runs.folder import key_value
 
 ARCHIVE = ("git", "archive", "--format=tar.gz")
 """Copies the tracked files of the last commit: no run folder, no data, no secret."""

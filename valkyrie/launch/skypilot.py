@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.hardware import Platform
+from valkyrie.hardware.target import Platform
 from valkyrie.launch.gcloud import RUNTIMES, accelerator, resource_name
 from valkyrie.launch.options import PORT, Options
 from valkyrie.launch.plan import Call, Plan, Written, join
-from valkyrie.launch.process import PREEMPTED
 from valkyrie.launch.yaml_text import yaml_text
-from valkyrie.team import COORDINATOR, COUNT, INDEX
+from valkyrie.processes.child import PREEMPTED
+from valkyrie.processes.team import COORDINATOR, COUNT, INDEX
 
 GPUS = {"a100": "A100-80GB", "h100": "H100", "h200": "H200"}
 """What `sky show-gpus` calls them."""

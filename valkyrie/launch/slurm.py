@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options
 from valkyrie.launch.plan import Call, Plan, Written, join
-from valkyrie.launch.process import DONE, INTERRUPTED, PREEMPTED, USER_ERROR
+from valkyrie.processes.child import DONE, INTERRUPTED, PREEMPTED, USER_ERROR
 
 NOTICE_S = 120
 """Seconds before the end of its time at which a job is told to save."""

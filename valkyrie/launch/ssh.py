@@ -8,7 +8,7 @@ from valkyrie.launch import remote
 from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options
 from valkyrie.launch.plan import Call, Command
-from valkyrie.team import Place
+from valkyrie.processes.team import Place
 
 
 @dataclass(frozen=True)

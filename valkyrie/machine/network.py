@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from valkyrie.compiled.collectives import Collective, payload
-from valkyrie.hardware import ChipConfig, Topology
+from valkyrie.hardware.target import ChipConfig, Topology
 from valkyrie.machine import assumptions
 from valkyrie.machine.torus import CORE, DCN, Crossings, Dimension, Position, Route, Torus
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from valkyrie.compiled.flops import product_flops
 from valkyrie.compiled.hbm import hbm_bytes, is_elementwise
 from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
-from valkyrie.hardware import ChipConfig
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valkyrie.hardware import Topology
+from valkyrie.hardware.target import Topology
 
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""

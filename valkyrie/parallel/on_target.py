@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from valkyrie.hardware import TargetConfig
+from valkyrie.hardware.slices import parse_shape
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.mesh import MeshConfig
-from valkyrie.slices import parse_shape
 
 
 def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.hardware import Topology
+from valkyrie.hardware.target import Topology
 
 if TYPE_CHECKING:
     import numpy as np

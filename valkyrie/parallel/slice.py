@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.hardware import Platform, TargetConfig, topology_of
+from valkyrie.hardware.target import Platform, TargetConfig, topology_of
+from valkyrie.hardware.topology import compile_devices
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
-from valkyrie.parallel.topology import compile_devices
 
 if TYPE_CHECKING:
     import jax

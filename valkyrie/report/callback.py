@@ -9,9 +9,9 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from valkyrie.modes import has_results
+from valkyrie.config.modes import has_results
+from valkyrie.runs.folder import command_name
 from valkyrie.sweep.trial import PAGE, Status, TrialLog
-from valkyrie.train.folder import command_name
 
 
 class SweepPage(Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from valkyrie.report import values
-from valkyrie.train.goodput import KINDS
+from valkyrie.runs.goodput import KINDS
 
 PALETTE = ["#4c8fd0", "#f0883e", "#4fae5a", "#e05a5a", "#43b3ae", "#b47fc7", "#d6a928", "#a9795b", "#f08fa4", "#8b98a5"]
 """Colours that differ clearly on white and on black."""

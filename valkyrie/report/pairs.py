@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from valkyrie.report.records import Row
-from valkyrie.search.difference import difference, sides
+from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.trial import Status
 
 EXPLAINED = 12

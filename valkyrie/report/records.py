@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valkyrie.chips import known_chips
+from valkyrie.hardware.chips import known_chips
 from valkyrie.report.trainings import TRAIN, find_trainings, training
 from valkyrie.report.varied import target_of, varied_of
+from valkyrie.runs.goodput import Goodput
+from valkyrie.runs.tracking import bytes_by_axes
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
-from valkyrie.tracking import bytes_by_axes
-from valkyrie.train.goodput import Goodput
 
 DEPTH = 2
 """How many folders below a given path a sweep is looked for."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from valkyrie.report.rank import Comparison, memory_of, unbeaten
 from valkyrie.report.records import Row
 from valkyrie.report.values import labels
+from valkyrie.runs.goodput import share_text, span
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.trial import Status
-from valkyrie.train.goodput import share_text, span
 from valkyrie.units import duration, memory, sent
 
 

@@ -7,13 +7,13 @@ import re
 from collections import defaultdict
 from typing import Any
 
-from valkyrie.chips import known_chips
-from valkyrie.hardware import TargetConfig, Topology, topology_of
-from valkyrie.modes import SUMMARY
+from valkyrie.config.modes import SUMMARY
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import TargetConfig, Topology, topology_of
 from valkyrie.report.records import Row, read_json
 from valkyrie.report.values import part_name
+from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.search.modes import TIMELINE
-from valkyrie.search.summary import short_cause, short_source
 
 SPANS = 400
 """How many stretches of a timeline are drawn at most."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from valkyrie.modes import MODES
+from valkyrie.config.modes import MODES
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.trial import Status, Trial
 
@@ -24,8 +24,8 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
 
 def training(folder: Path) -> Trial:
     """Return the training of a run folder as a trial of its own; of one whose settings cannot be read, why."""
-    from valkyrie.run import Run  # a report of sweeps alone composes nothing
-    from valkyrie.train.folder import saved_config
+    from valkyrie.config.run import Run  # a report of sweeps alone composes nothing
+    from valkyrie.runs.folder import saved_config
 
     try:
         run = Run.from_config(saved_config(folder))

@@ -9,8 +9,8 @@ from typing import Any
 from valkyrie.machine.timeline import COPIES
 from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
 from valkyrie.report.records import COLLECTIVES, REST, Row
+from valkyrie.runs.goodput import KINDS
 from valkyrie.sweep.trial import Status
-from valkyrie.train.goodput import KINDS
 from valkyrie.units import duration, percent
 from valkyrie.units import memory as memory_text
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from valkyrie.hardware.names import parse_target
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.trial import Trial
-from valkyrie.targets import parse_target
 
 _ABOUT_A_TRIAL = {"name", "runs", "resume", "trial", "tracking", "hydra"}
 _NO_WORK = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _ABOUT_A_TRIAL

@@ -9,17 +9,17 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.hardware import Platform
+from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import Platform
 from valkyrie.machine.timeline import write_timeline
-from valkyrie.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
 from valkyrie.paths import DiskError, cache_root, write_whole
-from valkyrie.run import Run
+from valkyrie.runs.folder import run_folder, write_about
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.compile import Compiled, compile_layout, program_digest
-from valkyrie.search.hints import hints
-from valkyrie.search.summary import summarise
+from valkyrie.search.compile.hints import hints
+from valkyrie.search.compile.runner import Compiled, compile_layout, program_digest
+from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
-from valkyrie.train.folder import run_folder, write_about
 from valkyrie.train.processes import Team, together
 from valkyrie.train.screen import make_console
 
@@ -33,7 +33,7 @@ TIMELINE, KEPT_SUMMARY = "timeline.json", "summary.json"
 
 def compile_mode(run: Run) -> int:
     """Compile the run's step for its target, print what a step takes and why; return the exit status."""
-    from valkyrie.search.show import show
+    from valkyrie.search.compile.show import show
 
     console = make_console()
     if run.config.target.platform in (Platform.any, Platform.cpu):
@@ -69,8 +69,8 @@ def _measure(run: Run, team: Team) -> int:
     console = make_console()
     devices = prepare_devices(run, console.print, team)
     console.print(devices.note, style="bold yellow" if devices.simulated else None)
-    from valkyrie.search.measure import measure
-    from valkyrie.search.show import show
+    from valkyrie.search.compile.show import show
+    from valkyrie.search.measure.measure import measure
 
     folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
     trace = folder / TRACE if run.config.mode.trace else None
@@ -99,7 +99,9 @@ def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[st
         replay, uses = None, []
         if compiled.status == "ok":
             status.update("replaying the schedule")
-            from valkyrie.search.replayed import replayed  # needs NumPy; a report, which reads names here, does not
+            from valkyrie.search.compile.replayed import (
+                replayed,  # needs NumPy; a report, which reads names here, does not
+            )
 
             replay, uses = replayed(run, compiled)
     if compiled.note is not None:

@@ -12,9 +12,9 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from valkyrie.refusals import refusal_of, unknown_key
-from valkyrie.search.space import SPACE, Shape, SpaceConfig
+from valkyrie.config.refusals import refusal_of, unknown_key
 from valkyrie.sweep.composer import Composer
+from valkyrie.sweep.space import SPACE, Shape, SpaceConfig
 
 LAYOUT_KEYS = {
     "mesh": "meshes",

@@ -11,14 +11,14 @@ import sys
 import traceback
 from pathlib import Path
 
-from valkyrie.interrupt import ends_at_once
-from valkyrie.modes import MODES
-from valkyrie.run import Run
+from valkyrie.config.modes import MODES
+from valkyrie.config.run import Run
+from valkyrie.processes.interrupt import ends_at_once
+from valkyrie.runs.folder import saved_config
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.members import BESIDE
 from valkyrie.sweep.results import Outcome, failure, results_of
 from valkyrie.sweep.trial import Status
-from valkyrie.train.folder import saved_config
 from valkyrie.train.room import DoesNotFit
 
 

@@ -14,12 +14,12 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import conf_dir, read_config
-from valkyrie.run import Run
-from valkyrie.train.folder import key_value
+from valkyrie.runs.folder import key_value
 
 _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 

@@ -17,11 +17,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
-from valkyrie.modes import has_results
+from valkyrie.config.modes import has_results
+from valkyrie.runs.tracking import TrackingConfig
 from valkyrie.sweep.table import NO_RESULT, ending, table
 from valkyrie.sweep.tracking import SweepTracker
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.tracking import TrackingConfig
 from valkyrie.train.screen import make_console
 
 NO_RESULT_STATUS = 1

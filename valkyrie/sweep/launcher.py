@@ -10,9 +10,10 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
-from valkyrie.interrupt import raises
-from valkyrie.modes import reads_run
-from valkyrie.run import Run
+from valkyrie.config.arguments import run_of
+from valkyrie.config.modes import reads_run
+from valkyrie.config.run import Run
+from valkyrie.processes.interrupt import raises
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
 from valkyrie.sweep.members import members
@@ -23,7 +24,6 @@ from valkyrie.sweep.results import objective
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
 from valkyrie.sweep.trial import Trial
-from valkyrie.train.arguments import run_of
 from valkyrie.train.screen import make_console
 
 SIDE_BY_SIDE = (

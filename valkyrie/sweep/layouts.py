@@ -13,16 +13,16 @@ from hydra.types import HydraContext
 from hydra_plugins.valkyrie_launcher import TrialLauncher
 from omegaconf import DictConfig, OmegaConf
 
-from valkyrie.compose import accelerators
+from valkyrie.config.compose import accelerators
 from valkyrie.paths import write_whole
-from valkyrie.search.space import ALL, Cell, Cells, Named, Shape, enumerate_space
+from valkyrie.runs.folder import key_value
 from valkyrie.sweep.arguments import Space, read_space, shapes_of
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import end_of
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import plan_run, sweep_folder
 from valkyrie.sweep.run import settle
-from valkyrie.train.folder import key_value
+from valkyrie.sweep.space import ALL, Cell, Cells, Named, Shape, enumerate_space
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6

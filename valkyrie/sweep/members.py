@@ -19,15 +19,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from valkyrie.compose import accelerators
-from valkyrie.hub import address_of, free_port
-from valkyrie.modes import Needs
-from valkyrie.parallel.distributed import DistributedConfig, join
+from valkyrie.config.compose import accelerators
+from valkyrie.config.modes import Needs
 from valkyrie.paths import write_whole
+from valkyrie.processes.distributed import DistributedConfig, join
+from valkyrie.processes.hub import address_of, free_port
+from valkyrie.processes.team import LOST, Connected, Place
+from valkyrie.runs.folder import RUN
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.plan import Plan
-from valkyrie.team import LOST, Connected, Place
-from valkyrie.train.folder import RUN
 from valkyrie.train.processes import agree_on_versions, ends_all
 
 BESIDE = "beside"

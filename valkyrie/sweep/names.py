@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from valkyrie.modes import MODES, reads_run
-from valkyrie.run import Run
-from valkyrie.train.folder import key_value, parts_of
+from valkyrie.config.modes import MODES, reads_run
+from valkyrie.config.run import Run
+from valkyrie.runs.folder import key_value, parts_of
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
 """What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.modes import MODES, Mode, Needs
-from valkyrie.parallel.topology import libtpu_missing
+from valkyrie.config.modes import MODES, Mode, Needs
+from valkyrie.config.run import Run
+from valkyrie.config.saved import SAVED_RUN, SETTINGS
+from valkyrie.hardware.topology import libtpu_missing
 from valkyrie.paths import conf_dir, source_digest
-from valkyrie.run import Run
-from valkyrie.search.compile import program_digest
+from valkyrie.runs.folder import RUN, find_run, versions
+from valkyrie.search.compile.runner import program_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-from valkyrie.train.folder import RUN, find_run, versions
-from valkyrie.train.saved import SAVED_RUN, SETTINGS
 
 PREDICTED_BY = "predicted_by"
 """The key of `Trial.about` that tells a prediction from one of other code or another compiler."""

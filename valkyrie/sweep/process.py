@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from valkyrie.sweep.lock import TrialLock
+from valkyrie.processes.trial_lock import TrialLock
 from valkyrie.sweep.members import members
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.results import OUTPUT, outcome

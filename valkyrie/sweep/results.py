@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
-from valkyrie.modes import Mode
+from valkyrie.config.modes import Mode
 from valkyrie.paths import write_whole
+from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
+from valkyrie.processes.team import REFUSED
+from valkyrie.runs.goodput import read_goodput
+from valkyrie.runs.tracking import read_metrics, sent_over
 from valkyrie.sweep.trial import Status, Trial
-from valkyrie.team import REFUSED
-from valkyrie.tracking import read_metrics, sent_over
-from valkyrie.train.goodput import read_goodput
 from valkyrie.train.room import out_of_memory
 from valkyrie.units import GIB
 

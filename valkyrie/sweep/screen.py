@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from valkyrie.modes import has_results
+from valkyrie.config.modes import has_results
 from valkyrie.sweep.results import OUTPUT, objective
 from valkyrie.sweep.table import kind, title, verdict
 from valkyrie.sweep.trial import Status, Trial

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from valkyrie.modes import MODES
+from valkyrie.config.modes import MODES
+from valkyrie.runs.folder import command_name
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.results import objective
 from valkyrie.sweep.trial import PAGE, Status, Trial
-from valkyrie.train.folder import command_name
 from valkyrie.units import memory
 
 if TYPE_CHECKING:

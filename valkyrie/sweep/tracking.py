@@ -19,11 +19,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from valkyrie.locks import lock
-from valkyrie.modes import MODES
+from valkyrie.config.modes import MODES
 from valkyrie.paths import write_whole
-from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.tracking import (
+from valkyrie.processes.locks import lock
+from valkyrie.runs.folder import RUN
+from valkyrie.runs.tracking import (
     TrackingConfig,
     WandbMode,
     comm_bytes,
@@ -33,7 +33,7 @@ from valkyrie.tracking import (
     start_or_offline,
     start_wandb,
 )
-from valkyrie.train.folder import RUN
+from valkyrie.sweep.trial import Status, Trial, TrialLog
 from valkyrie.units import GIB
 
 REPORTED = "reported.json"

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from valkyrie.locks import lock
-from valkyrie.tracking import cut_torn_line
+from valkyrie.processes.locks import lock
+from valkyrie.runs.tracking import cut_torn_line
 
 SCHEMA = 1
 """The version of a line; it grows when a key changes its meaning. Keys may be added without it."""

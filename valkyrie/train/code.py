@@ -16,8 +16,8 @@ from rich.table import Table
 from valkyrie.code_eval.judge import Limits, Result, is_whole, judge_all, summary
 from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
+from valkyrie.config.modes import CODE_EVAL
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.modes import CODE_EVAL
 from valkyrie.paths import DiskError, write_whole
 from valkyrie.train.generate import Completer
 from valkyrie.train.program import StepProgram

@@ -11,9 +11,9 @@ import jax
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.communication import communication
 from valkyrie.compiled.hlo import parse
+from valkyrie.config.run import Debug
 from valkyrie.parallel.sharding import AnyMesh
-from valkyrie.run import Debug
-from valkyrie.tracking import comm_bytes
+from valkyrie.runs.tracking import comm_bytes
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.state import TrainState

@@ -11,12 +11,12 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
-from valkyrie.chips import chip_of
-from valkyrie.compose import accelerators
-from valkyrie.hardware import ChipConfig, Platform
+from valkyrie.config.compose import accelerators
+from valkyrie.config.run import Run
+from valkyrie.hardware.chips import chip_of
+from valkyrie.hardware.target import ChipConfig, Platform
 from valkyrie.paths import cache_root, cache_trouble
-from valkyrie.run import Run
-from valkyrie.team import ALONE, Team
+from valkyrie.processes.team import ALONE, Team
 from valkyrie.train.host import too_many_simulated, unknown_flags
 
 

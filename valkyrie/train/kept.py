@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from valkyrie.config.run import Run
 from valkyrie.models.block import Kept
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.remat import Place, RematConfig, remat_named, shipped_remats
 from valkyrie.precision import DType
-from valkyrie.run import Run
 
 UNNAMED = "everything else"
 """What is kept of activations without a name."""

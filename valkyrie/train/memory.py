@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from valkyrie.axes import LAYERS, Parameter
-from valkyrie.hardware import Platform
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import Platform
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.remat import BLOCK_INPUT
 from valkyrie.precision import ACCUMULATED
-from valkyrie.run import Run
 from valkyrie.train.kept import OF_GROUP, OF_LOSS, OF_UNNAMED, UNNAMED, KeptBytes, bytes_of, kept_bytes
 
 ERRORS = Path(__file__).with_name("memory.json")

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import kept_checkpoints
-from valkyrie.interrupt import EXIT_STATUS, PREEMPTED
-from valkyrie.modes import CODE_EVAL
-from valkyrie.run import Run, RunConfig
-from valkyrie.tracking import bytes_by_axes, sent_over
+from valkyrie.config.modes import CODE_EVAL
+from valkyrie.config.run import Run, RunConfig
+from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
+from valkyrie.runs.folder import command_name, kept_text, run_folder
+from valkyrie.runs.goodput import read_goodput
+from valkyrie.runs.tracking import bytes_by_axes, sent_over
 from valkyrie.train.devices import configure_jax, prepare_devices
-from valkyrie.train.folder import command_name, kept_text, run_folder
-from valkyrie.train.goodput import read_goodput
 from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together
 from valkyrie.train.room import out_of_memory_in_plain_words

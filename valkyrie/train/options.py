@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from valkyrie.chips import known_chips
-from valkyrie.hardware import ChipConfig
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
 
 KEY = "target.chip.xla_options"
 CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"

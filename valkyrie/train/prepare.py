@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from valkyrie.config.run import Run
 from valkyrie.data.config import Source
 from valkyrie.data.manifest import Prepared
 from valkyrie.paths import DiskError
-from valkyrie.run import Run
+from valkyrie.processes.team import ALONE, Team
+from valkyrie.runs.folder import changed_settings, find_run
 from valkyrie.tasks import task_of
-from valkyrie.team import ALONE, Team
 from valkyrie.train.devices import acquire, configure_jax, missing_devices
-from valkyrie.train.folder import changed_settings, find_run
 
 if TYPE_CHECKING:
     from rich.console import Console

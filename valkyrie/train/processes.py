@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from valkyrie.compose import accelerators
-from valkyrie.explain import explain
-from valkyrie.parallel.distributed import join, start_jax
+from valkyrie.config.compose import accelerators
+from valkyrie.config.explain import explain
+from valkyrie.config.run import Run
 from valkyrie.paths import source_digest
-from valkyrie.run import Run
-from valkyrie.team import ALONE, Team
-from valkyrie.train.folder import versions
+from valkyrie.processes.distributed import join, start_jax
+from valkyrie.processes.team import ALONE, Team
+from valkyrie.runs.folder import versions
 from valkyrie.trees import flat
 
 LOGS = "logs"

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from valkyrie.team import ALONE, Team
-from valkyrie.tracking import profile_window
+from valkyrie.processes.team import ALONE, Team
+from valkyrie.runs.tracking import profile_window
 
 FOLDER = "profile"
 """The folder of a run folder that xprof and TensorBoard open."""

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from valkyrie.axes import Parameter
-from valkyrie.chips import chip_of
-from valkyrie.hardware import ChipConfig
+from valkyrie.config.run import Run
+from valkyrie.hardware.chips import chip_of
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
@@ -23,7 +24,6 @@ from valkyrie.optim import learning_rate, make_optimizer
 from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
-from valkyrie.run import Run
 from valkyrie.tasks import Array, task_of
 from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
 from valkyrie.train.rematerialise import checkpoint_of

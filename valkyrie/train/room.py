@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import conf_dir, config_names, read_config
-from valkyrie.run import Run
 from valkyrie.train.host import free_memory
 from valkyrie.units import gib, memory
 

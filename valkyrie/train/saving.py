@@ -11,8 +11,8 @@ import jax
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.checkpoint.place import asked_place, in_bucket
 from valkyrie.data.tokenizer import identity_of
+from valkyrie.runs.folder import versions
 from valkyrie.tasks import Task
-from valkyrie.train.folder import versions
 from valkyrie.train.program import StepProgram
 
 

@@ -6,10 +6,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.hardware import Platform, usable_hbm
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import Platform, usable_hbm
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import EVERYTHING
-from valkyrie.run import Run
 from valkyrie.train.kept import by_policy, kept_bytes
 from valkyrie.train.memory import (
     ExpectedMemory,

@@ -16,22 +16,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
+from valkyrie.config.run import Run
 from valkyrie.data.forms import Batches, Dataset
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.interrupt import Interrupt
-from valkyrie.locks import only_writer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import writing
-from valkyrie.run import Run
-from valkyrie.team import ALONE, Team
-from valkyrie.tracking import Silent, Tracker, config_of
+from valkyrie.processes.interrupt import Interrupt
+from valkyrie.processes.locks import only_writer
+from valkyrie.processes.team import ALONE, Team
+from valkyrie.runs.folder import changed_settings, command_name, continuation, schedule_change, write_about
+from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
+from valkyrie.runs.tracking import Silent, Tracker, config_of
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.compiled import CompiledStep, compile_step
 from valkyrie.train.devices import Devices
 from valkyrie.train.diverged import refuse_divergence
 from valkyrie.train.evaluate import Evaluator
-from valkyrie.train.folder import changed_settings, command_name, continuation, schedule_change, write_about
-from valkyrie.train.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.train.meter import Meter
 from valkyrie.train.processes import check_shared, print_to_log
 from valkyrie.train.profile import Window

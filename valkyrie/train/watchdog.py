@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from valkyrie.interrupt import show_cursor
-from valkyrie.run import Debug, Run
-from valkyrie.team import ALONE, LOST, NEWS_S, Team
+from valkyrie.config.run import Debug, Run
+from valkyrie.processes.interrupt import show_cursor
+from valkyrie.processes.team import ALONE, LOST, NEWS_S, Team
 from valkyrie.train.processes import LOGS
 
 STEPS = 20

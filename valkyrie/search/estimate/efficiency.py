@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from valkyrie.hardware import ChipConfig
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 
 

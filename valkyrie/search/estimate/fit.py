@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from valkyrie.hardware import ChipConfig
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.run import Run
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
-from valkyrie.hardware import Platform
+from valkyrie.hardware.target import Platform
 from valkyrie.models.block import BLOCK_INPUT, Kept
 from valkyrie.optim import Kind
 from valkyrie.parallel.partition import Memory

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valkyrie.hardware import ChipConfig, Platform
+from valkyrie.hardware.target import ChipConfig, Platform
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 

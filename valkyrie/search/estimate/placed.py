@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from valkyrie.hardware import ChipConfig, Platform, TargetConfig, Topology
+from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig, Topology
 from valkyrie.machine import assumptions
 from valkyrie.search.estimate.candidates import Span
 

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from valkyrie.hardware import usable_hbm
+from valkyrie.config.run import Run
+from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.run import Run
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.memory import ExpectedBytes, Need
 from valkyrie.search.estimate.network import network_of

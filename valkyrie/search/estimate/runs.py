@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from valkyrie.hardware import Platform, TargetConfig, topology_of
+from valkyrie.config.run import Run, known_axes
+from valkyrie.hardware.target import Platform, TargetConfig, topology_of
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import resolve_rules
 from valkyrie.parallel.placement import AxisPlacement, describe_entries, describe_places
 from valkyrie.parallel.slice import Slice
-from valkyrie.run import Run, known_axes
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of

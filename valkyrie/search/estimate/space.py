@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS
-from valkyrie.hardware import Platform, TargetConfig, Topology, topology_of
+from valkyrie.config.run import Run, known_axes
+from valkyrie.hardware.target import Platform, TargetConfig, Topology, topology_of
 from valkyrie.parallel.layout import derive_layout
 from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.problems import Problem, layout_problems
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.run import Run, known_axes
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.placed import Placement, between_slices, placements_of, spans_of
 from valkyrie.train.kept import place_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from valkyrie.hardware import ChipConfig
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.placement import DCN, AxisPlacement
 from valkyrie.search.estimate.candidates import Span
 from valkyrie.search.estimate.placed import Lying, spans_of

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
-from valkyrie.hardware import ChipConfig
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.search.estimate.candidates import Candidates

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from valkyrie.axes import BATCH, SEQ, Parameter
+from valkyrie.config.run import Run
 from valkyrie.models.block import Block, Kept, Site
 from valkyrie.models.stack import Layer, Stack
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.precision import DType
-from valkyrie.run import Run
 
 _OF_PRODUCTS = ("matrix", "ssm")
 

@@ -1,0 +1,1 @@
+"""Configuration: what a command line asks for, composed by Hydra, typed and checked. Imports no JAX."""

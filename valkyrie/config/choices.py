@@ -1,0 +1,79 @@
+"""The chips and targets that can be chosen: those of the package, and those in the folders that Hydra searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigSource
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from valkyrie.hardware.chips import CHIPS, known_chips
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.paths import config_names, read_config
+
+Schema = TypeVar("Schema")
+
+SEARCH_PATH = "valkyrie://groups"
+"""Where Hydra finds the schemas, after every folder."""
+
+_composed: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDictionary()
+
+
+class Chips(Mapping[str, ChipConfig]):
+    """Every chip with a file, of the package or in a folder of the user's; read when it is asked for."""
+
+    def __getitem__(self, name: str) -> ChipConfig:
+        own = None if name in config_names(CHIPS) else _of_a_folder(f"{CHIPS}/{name}", ChipConfig)
+        return own or known_chips()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(files(CHIPS))
+
+    def __len__(self) -> int:
+        return len(files(CHIPS))
+
+
+def target_named(name: str) -> TargetConfig:
+    """Return the target of a name as Hydra composes it: a file's, or a slice's; ValueError where it is neither."""
+    if name in config_names("target"):
+        return read_config("target", name, TargetConfig)
+    return _of_a_folder(f"target/{name}", TargetConfig) or parse_target(name, Chips(), files("target"))
+
+
+def files(group: str) -> list[str]:
+    """Return the configs of a group that are files, of the package and of the folders that Hydra searches."""
+    folders = [source for source in _sources() if source.is_group(group)]
+    return sorted({*config_names(group), *(n for source in folders for n in source.list(group, ObjectType.CONFIG))})
+
+
+def _of_a_folder(path: str, schema: type[Schema]) -> Schema | None:
+    """Return a config of the user's, composed by Hydra with what it is based on; None where there is no such file."""
+    loader = _loader()
+    if loader is None or not any(source.is_config(path) for source in loader.get_sources()):
+        return None
+    composed = _composed.setdefault(loader, {})
+    if path not in composed:
+        config = loader.load_configuration(path, [f"hydra.searchpath=[{SEARCH_PATH}]"], RunMode.RUN)
+        values = OmegaConf.select(config, path.rpartition("/")[0].replace("/", "."))
+        composed[path] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    value = composed[path]
+    assert isinstance(value, schema), path
+    return value
+
+
+def _sources() -> list[ConfigSource]:
+    loader = _loader()
+    return [] if loader is None else loader.get_sources()
+
+
+def _loader() -> ConfigLoader | None:
+    """Return what Hydra composes with at the moment, None outside of it."""
+    hydra = GlobalHydra.instance()
+    return hydra.config_loader() if hydra.is_initialized() else None

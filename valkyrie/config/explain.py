@@ -1,0 +1,125 @@
+"""Errors of Hydra, OmegaConf and YAML in words of ours: what was asked, what is wrong, what to write."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+from yaml import YAMLError
+
+from valkyrie.config.compose import SCHEMAS
+from valkyrie.config.refusals import refusal_of
+
+_GROUPS = ("model", "experiment", "sweep", *SCHEMAS)
+_EXTRAS = {
+    "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
+    "hydra/sweeper": {"optuna": "optuna"},
+}
+"""Choices that come with an extra of the package."""
+
+
+def explain(error: Exception, folders: Sequence[str] = ()) -> str:
+    """Return an error in a few plain lines; `folders` are those of the user's own configurations."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error)
+    if isinstance(error, ConfigCompositionException) and str(error).startswith("Ambiguous value for argument"):
+        argument = str(error).partition("'")[2].partition("\n")[0].rstrip("'")
+        return f"{argument} names several values, and a run has one. For a sweep over them add -m."
+    if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
+        return str(error)
+    refused = _refusal_behind(error)
+    if refused is not None:
+        return str(refused)
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if str(cause.full_key) in ("experiment", "sweep"):
+            return (
+                f"the file of {cause.full_key}= must begin with the line '# @package _global_'; without it, its "
+                f"settings are those of a group {cause.full_key}, which there is not."
+            )
+        return refusal_of(cause)
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return refusal_of(cause)
+    if isinstance(error, ConfigCompositionException) and (told := _wrong_file(str(error))):
+        return told
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "https://" not in line]
+    return "; ".join(lines) or type(error).__name__
+
+
+def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> str:
+    """Return the refusal of a configuration that no folder has, `GROUP/NAME.yaml`, with the choices."""
+    group, _, name = asked.removesuffix(".yaml").rpartition("/")
+    if not group:
+        return f"there is no {name}.yaml in the folder of --config-path."
+    extra = _EXTRAS.get(group, {}).get(name)
+    if extra:
+        return f"{group}={name} comes with the extra {extra}: uv sync --extra {extra} in the clone."
+    first, _, inner = group.partition("/")
+    if first in _GROUPS and inner and group != "target/chip":
+        path = Path(inner) / f"{name}.yaml"
+        folder = path.parent.parent if path.parent.name == first else path.parent
+        return (
+            f"{first}={path} is a path, and a choice is a name. For FOLDER/{first}/{name}.yaml write "
+            f"--config-dir FOLDER {first}={name}"
+            + (f", here --config-dir {folder}." if path.parent.name == first else ".")
+        )
+    other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
+    if other is not None:
+        return f"{group}={name}: {other} is not looked at, for its name ends in .yml. Rename it to {name}.yaml."
+    begun = [option for option in options if name and option.startswith(name)]
+    near = difflib.get_close_matches(name, options, n=1) or begun
+    hint = f" Did you mean {group}={near[0]}?" if near else ""
+    form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
+    return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
+
+
+def _wrong_file(message: str) -> str | None:
+    """Return what is wrong with a YAML of the user's where Hydra has words of its own for it; else None."""
+    missing = re.match(r"In '(.+)': Could not override '(.+)'\.", message)
+    if missing:
+        group = missing[2].rpartition("@")[2]
+        near = difflib.get_close_matches(group, _GROUPS, n=1)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != group else ""
+        groups = ", ".join(_GROUPS)
+        return f"{missing[1]}.yaml: its defaults list overrides {group}, which is no group.{hint} Groups: {groups}."
+    value = re.match(
+        r"In '(.+)': ValidationError raised while composing config:\s+Merge error: str .* value: (\S+)", message
+    )
+    if value:
+        return (
+            f"{value[1]}.yaml: {value[2]} stands where the settings of a group belong. A choice is made in the "
+            f"defaults list: defaults: ['override /GROUP: {value[2]}']."
+        )
+    return None
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    """Return what Hydra's grammar made of an argument, and how a value of any text is written."""
+    key, sign, value = error.override.partition("=")
+    reason = str(error).splitlines()[0]
+    why = "some of its signs stand only in quotes" if reason.startswith("LexerNoViableAltException") else reason
+    if not sign:
+        return f"{key} cannot be read as KEY=VALUE."
+    quoted = "['...']" if value.startswith("[") else "'...'"
+    return f'{error.override} cannot be read as KEY=VALUE: {why}. Put text in quotes of its own: {key}="{quoted}".'
+
+
+def _refusal_behind(error: BaseException | None) -> ValueError | None:
+    """Return our own refusal, as a resolver raised it, that Hydra and OmegaConf have wrapped in their errors."""
+    while error is not None:
+        cause = error.__cause__ or error.__context__
+        if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
+            return cause
+        error = cause
+    return None

@@ -1,0 +1,91 @@
+"""Slips of the keyboard that Hydra answers in words of its own, or not at all: refused before it reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import version
+from itertools import zip_longest
+
+from valkyrie.config.compose import SCHEMAS
+from valkyrie.config.modes import MODES
+from valkyrie.config.run import RunConfig
+from valkyrie.paths import config_names
+from valkyrie.runs.folder import parts_of
+
+_CHOSEN = {"model", *SCHEMAS}
+_KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
+_OWN_FLAGS = re.compile(r"--?[A-Za-z]")
+
+
+def version_text() -> str:
+    """Return the versions of Valkyrie and of JAX in one line."""
+    return f"valkyrie {version('valkyrie-jax')}, jax {version('jax')}"
+
+
+def refuse_slips(arguments: Sequence[str], multirun: bool) -> None:
+    """Raise ValueError with what to write in place of `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..."""
+    for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        if _OWN_FLAGS.match(here):
+            _refuse_dashes(here, following)
+    overrides = parts_of(arguments)[1]
+    for here, following in zip_longest(overrides, overrides[1:], fillvalue=""):
+        _refuse_no_assignment(here, following)
+    for argument in overrides:
+        key, _, value = argument.partition("=")
+        _refuse_names(argument, key.lstrip("+"), value)
+        if not multirun:
+            _refuse_several(argument, key.lstrip("+"), value)
+
+
+def _refuse_dashes(flag: str, following: str) -> None:
+    key, sign, value = flag.lstrip("-").partition("=")
+    if key.partition(".")[0].partition("/")[0] in _KEYS:
+        if not sign:
+            value = "VALUE" if "=" in following or following.startswith("-") or not following else following
+        raise ValueError(f"{flag}: settings are written without dashes: {key}={value}.")
+
+
+def _refuse_no_assignment(here: str, following: str) -> None:
+    match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
+    if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
+        raise ValueError(f"{here}: a setting is written KEY=VALUE, without blanks: {match[1]}={match[3]}.")
+    if here in MODES:
+        raise ValueError(f"{here}: write mode={here}.")
+    if here.partition(".")[0] in _KEYS and "=" not in here:
+        value = "VALUE" if "=" in following or not following else following
+        raise ValueError(f"{here} has no value. Write {here}={value}, with = and without blanks.")
+
+
+def _refuse_names(argument: str, key: str, value: str) -> None:
+    """Refuse what would give a group another name and leave its settings as they are, or no choice at all."""
+    group = key.partition(".")[0]
+    if key in {f"{group}.name" for group in _CHOSEN}:
+        shipped = MODES if group == "mode" else config_names(group)
+        if group in ("mesh", "target") or value in shipped:
+            raise ValueError(f"{argument} changes a name and none of the settings. Write {group}={value}.")
+    if key in _CHOSEN and value.startswith("["):
+        raise ValueError(f"{argument}: {key}= takes one choice, not a list{_one_of(key, value)}")
+    if key in _CHOSEN and value == "null":
+        raise ValueError(f"{argument}: every run has a {key}. Leave it out for the default, or choose one.")
+
+
+def _one_of(key: str, value: str) -> str:
+    """Return how one of a list of choices is made, and a run of each."""
+    choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
+    if key == "mesh" or len(choices) < 2:
+        return f": {key}={'x'.join(choices) or 'NAME'}."
+    each = " or ".join(f"{key}={choice}" for choice in choices)
+    return f". Use {each}; for a sweep over them: valkyrie-train -m {key}={','.join(choices)}"
+
+
+def _refuse_several(argument: str, key: str, value: str) -> None:
+    if re.fullmatch(r"\d+(s?,\d+)+", value) and key == "mesh":
+        raise ValueError(f"{argument}: the sizes of a mesh are joined by x: mesh={value.replace(',', 'x')}.")
+    is_text = key in ("prompt", "data.paths")  # a comma is part of it
+    if key.partition(".")[0] in _KEYS and not is_text and re.fullmatch(r"[\w.+-]+(,[\w.+-]+)+", value):
+        raise ValueError(
+            f"{argument} names several values, and a run has one. For a sweep over them add -m: "
+            f"valkyrie-train -m {argument}"
+        )

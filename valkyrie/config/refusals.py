@@ -1,0 +1,166 @@
+"""What is refused of a configuration whatever it is for, in plain words: unknown keys, wrong types, huge numbers."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
+
+from valkyrie.config.modes import ModeConfig
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.slices import shortened
+from valkyrie.trees import flat
+from valkyrie.units import seconds_of
+
+_ELSEWHERE = {
+    "lr": "optimizer.learning_rate",
+    "wd": "optimizer.weight_decay",
+    "warmup": "optimizer.warmup_steps",
+    "grad_clip": "optimizer.clip_norm",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "epochs": "steps",
+    "bs": "batch",
+    "batch_size": "batch",
+    "global_batch_size": "batch",
+    "grad_accum": "microbatches",
+    "accumulation": "microbatches",
+    "gradient_accumulation_steps": "microbatches",
+    "seq_len": "seq",
+    "sequence_length": "seq",
+    "max_length": "seq",
+    "block_size": "seq",
+    "n_layer": "model.layers",
+    "n_layers": "model.layers",
+    "num_layers": "model.layers",
+    "d_model": "model.embed",
+    "n_embd": "model.embed",
+    "hidden_size": "model.embed",
+    "n_head": "model.attention.heads",
+    "num_heads": "model.attention.heads",
+    "dtype": "precision",
+    "activation_checkpointing": "remat",
+    "save_every": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "out_dir": "runs",
+    "output_dir": "runs",
+    "run_name": "name",
+    "project": "tracking.project",
+    "wandb": "tracking",
+    "devices": "mesh",
+    "gpus": "mesh",
+    "dataset": "data",
+    "tokenizer": "data.tokenizer",
+}
+"""Names that other frameworks have for a key, and where it is here."""
+LARGEST = 2**31 - 1
+"""The largest whole number of a setting: JAX counts in 32-bit integers."""
+_LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
+"""Settings of 64 bits, which JAX does not see."""
+_FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
+
+
+def refusal_of(error: OmegaConfBaseException) -> str:
+    """Return what OmegaConf refuses, in a line that names the key, and says what is needed."""
+    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+        return unknown_key(str(error.full_key), error.parent_node)
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
+        return str(cause)  # our own refusal, of a resolver
+    return _wrong_value(error.full_key, str(error).splitlines()[0].rstrip("."))
+
+
+def unknown_key(full_key: str, parent: Any) -> str:
+    """Return the refusal of a key that the schema does not have, with the ones it has and the nearest."""
+    prefix, _, last = full_key.rpartition(".")
+    inside = f"{prefix}." if prefix else ""
+    known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
+    near = [key for key in known if sorted(key) == sorted(last)]
+    near = near or [key for key in known if key.lower() == last.lower()]
+    near = [f"{inside}{key}" for key in near] or _elsewhere(last, parent, prefix)
+    near = near or [f"{inside}{key}" for key in difflib.get_close_matches(last, known, n=1)]
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{full_key} is not a key.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
+
+
+def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
+    """Return the key of another place that is meant by a name: that of other frameworks, or the same one in a group."""
+    meant = _ELSEWHERE.get(name.lower())
+    if meant is not None and (not prefix or meant.startswith(f"{prefix}.")):
+        return [meant]
+    if prefix or not isinstance(parent, DictConfig):
+        return []
+    found = [key for key in _keys(parent) if key.rpartition(".")[2] == name]
+    return found if len(found) == 1 else []
+
+
+def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        node = config._get_node(key)
+        yield f"{prefix}{key}"
+        if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation()):
+            yield from _keys(node, f"{prefix}{key}.")
+
+
+def _wrong_value(key: str | None, told: str) -> str:
+    """Return the refusal of a value by OmegaConf's own sentence about it."""
+    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", told):
+        if match[1] == "":
+            return f"{key}= has no value: a variable that is not set?"
+        needed = {"Integer": "a whole number", "Float": "a number"}.get(match[2], match[2])
+        whole = re.fullmatch(r"(\d+)\.0", match[1])  # 1e6 is a float to YAML
+        return f"{key}={match[1]}: {needed} is needed.{f' Write {key}={whole[1]}.' if whole else ''}"
+    if match := re.match(r"Value '(.*)' is not a valid bool", told):
+        return f"{key}={match[1]}: true or false is needed."
+    if re.search(r"is not Optional", told):
+        return f"{key}=null: a value is needed."
+    if match := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", told):
+        return f"{key}={match[1]}: use one of {match[2]}."
+    if re.search(r"is not a ListConfig, list or tuple", told):
+        return f"{key}: a list is needed, as {key}=[...]."
+    if match := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", told):
+        if key == "target.chip":
+            return (
+                f"{key}={match[1]} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
+                "target.chips=N, or the slice as its cloud names it, such as target=v4-64."
+            )
+        return f"{key}={match[1]}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
+    return f"{key}: {told}." if key else f"{told}."
+
+
+def too_large(values: dict[str, Any]) -> list[str]:
+    """Return the refusal of every whole number that no program could take, so that nothing is computed with it."""
+    problems = []
+    for key, value in flat(values).items():
+        largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and abs(number) > largest:
+                problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
+    return problems
+
+
+def mode_problems(mode: ModeConfig) -> list[str]:
+    """Return what is wrong with the keys of modes, in the words of the command line."""
+    problems = []
+    if mode.repeats < 1 or mode.warmup < 0 or mode.time_limit_s <= 0:
+        problems.append(
+            f"mode.repeats={mode.repeats}, mode.warmup={mode.warmup}, mode.time_limit_s={mode.time_limit_s:g}: "
+            "repeats must be at least 1, warmup at least 0, the limit above 0."
+        )
+    for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1), ("measure", -1)):
+        if (value := getattr(mode, key)) is not None and not least < value < math.inf:
+            problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
+    for key in ("budget", "tune"):
+        if (text := getattr(mode, key)) is not None and seconds_of(text) is None:
+            problems.append(f"mode.{key}={text}: write a time with its unit, such as 90s, 10min or 2h, or null.")
+    return problems

@@ -1,0 +1,395 @@
+"""`Run`: the composed, typed and validated object behind every command. Imports no JAX."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from valkyrie.axes import BATCH, Arrays
+from valkyrie.buckets import needs_disk
+from valkyrie.checkpoint import CheckpointConfig
+from valkyrie.code_eval.config import CodeEvalConfig
+from valkyrie.config.modes import MODES, ModeConfig, Needs, reads_run
+from valkyrie.config.refusals import mode_problems, refusal_of, too_large
+from valkyrie.data.config import SEEDS, DataConfig, full_path
+from valkyrie.hardware.target import TargetConfig
+from valkyrie.models import (
+    Model,
+    activation_names,
+    config_class,
+    folder_of,
+    known_axes,
+    let_import,
+)
+from valkyrie.optim import OptimizerConfig
+from valkyrie.parallel.batches import Batches, batches_of
+from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
+from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.parallel.on_target import target_problems
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.problems import Problem, nearest_legal
+from valkyrie.parallel.remat import RematConfig
+from valkyrie.paths import read_group, write_whole
+from valkyrie.precision import PolicyConfig
+from valkyrie.processes.distributed import DistributedConfig
+from valkyrie.runs.tracking import TrackingConfig, profile_problems
+from valkyrie.tasks import task_of
+from valkyrie.trees import as_written, at, flat, with_value
+
+HEADER = "# valkyrie-train --config-path "
+"""How every `run.yaml` begins."""
+_COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
+
+
+class Debug(Enum):
+    """Extra checks: `nans` turns on `jax_debug_nans`, which names the operation and is slow."""
+
+    none = "none"
+    nans = "nans"
+
+
+@dataclass
+class TrialConfig:
+    """How one trial of a multirun is run.
+
+    `limit_s`: its process is ended after so many seconds; null: an hour, and none for a training. `retry`: do trials
+    again whose process failed, was killed or took too long.
+    """
+
+    limit_s: float | None = None
+    retry: bool = False
+
+
+@dataclass
+class RunConfig:
+    """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
+
+    `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
+    `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
+    `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
+    """
+
+    mode: ModeConfig = field(default_factory=ModeConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    remat: RematConfig = field(default_factory=RematConfig)
+    model: Any = MISSING
+    data: DataConfig = field(default_factory=DataConfig)
+    precision: PolicyConfig = field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    code_eval: CodeEvalConfig = field(default_factory=CodeEvalConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    name: str | None = None
+    runs: str = "runs"
+    modules: list[str] = field(default_factory=list)
+    resume: str | None = None
+    force: bool = False
+    seed: int = 0
+    steps: int = 200
+    batch: int = 32
+    seq: int = 128
+    microbatches: int = 1
+    batch_tokens: int | None = None
+    device_batch: int | None = None
+    log_every: int = 10
+    eval_every: int = 100
+    eval_batches: int = 8
+    prompt: str = "def "
+    sample_tokens: int = 200
+    sample_every: int | None = None
+    code_eval_every: int | None = None
+    temperature: float = 0.8
+    top_k: int | None = 40
+    debug: Debug = Debug.none
+    profile: str | None = None
+    trial: TrialConfig = field(default_factory=TrialConfig)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as asked: every group typed, every word known. What follows from it (layout, shardings) is derived.
+
+    `arguments` are those it was composed from; `run.yaml` says them to its reader.
+    """
+
+    config: RunConfig
+    model: Model
+    arguments: tuple[str, ...] = field(default=(), compare=False)
+    batch_note: str | None = field(default=None, compare=False)
+    """What was made of `batch_tokens` and `device_batch`, as it is printed; None where neither was given."""
+
+    @property
+    def layout(self) -> Layout:
+        """The legal layout of this run; ValueError lists all of its problems."""
+        layout, problems = self._layout()
+        if problems or layout is None:
+            raise ValueError("\n".join(problems))
+        return layout
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """What a layout splits of the model."""
+        return self.model.arrays()
+
+    def changed(self, **values: Any) -> Run:
+        """Return this run with other values of its keys (`mesh`, `partition`, ...), of the same model."""
+        other = Run(replace(self.config, **values), self.model, self.arguments)
+        other.__dict__["arrays"] = self.arrays
+        return other
+
+    def layout_on(self, mesh: MeshConfig, partition: PartitionConfig) -> Layout:
+        """Return what a partition's rules make of a mesh with this model, legal or not, whatever the batch."""
+        return derive_layout(mesh, partition, self.arrays, known_axes=known_axes())[0]
+
+    @property
+    def tokenizer(self) -> str:
+        """The name of the tokenizer: the data's if it names one, else the model's."""
+        return self.config.data.tokenizer or self.model.tokenizer
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of the model in one training step."""
+        return self.model.step_flops_per_token(self.config.seq) * self.config.batch * self.config.seq
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order in which documents are read: the data's own, else the run's."""
+        own = self.config.data.shuffle_seed
+        return self.config.seed if own is None else own
+
+    def asked(self) -> dict[str, Any]:
+        """Return what was asked for, in the words of the command line; also of a run whose layout is illegal."""
+        c = self.config
+        return {
+            "model": self.model.name,
+            "mesh": c.mesh.name,
+            "axes": dict(c.mesh.axes),
+            "mesh_placement": c.mesh.placement,
+            "partition": c.partition.name,
+            "microbatches": c.microbatches,
+            "remat": c.remat.label,
+            "target": c.target.name,
+            "described": c.target.describe(),
+            "chip": None if c.target.chip is None else c.target.chip.name,
+            "chips": None if c.target.chips is None else c.target.chips * c.target.slices,
+            "batch": c.batch,
+            "seq": c.seq,
+            "precision": c.precision.name,
+        }
+
+    def about(self) -> dict[str, Any]:
+        """Return what was asked for, and what the layout makes of it; ValueError where that is illegal."""
+        layout = self.layout
+        derived = {"roles": layout.describe_roles(), "degrees": layout.degrees, "sharding": layout.sharding}
+        if layout.pipeline is not None:
+            derived["pipeline"] = layout.pipeline.record()
+        return self.asked() | {"layout": layout.name, **derived}
+
+    def values(self) -> dict[str, str]:
+        """Return what decides what a step computes, by its key on the command line: `model.layers`: `4`."""
+        groups = {"model": self.config.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
+        values = flat({name: asdict(group) for name, group in groups.items()})
+        return {key: as_written(value) for key, value in values.items()}
+
+    @staticmethod
+    def from_config(config: DictConfig) -> Run:
+        """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
+        composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        let_import(OmegaConf.select(composed, "modules") or [])
+        family = OmegaConf.select(composed, "model.family")
+        if family is None:
+            raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
+        schema = OmegaConf.structured(RunConfig)
+        schema.model = OmegaConf.structured(config_class(family))
+        try:
+            merged = OmegaConf.merge(schema, composed)
+            OmegaConf.resolve(merged)
+            typed = OmegaConf.to_object(merged)
+        except OmegaConfBaseException as error:
+            raise ValueError(refusal_of(error)) from error
+        assert isinstance(typed, RunConfig)
+        folder = folder_of(family)
+        if folder is not None and str(folder) not in typed.modules:
+            typed.modules.append(str(folder))
+        return Run(typed, typed.model)._with_batches()
+
+    def _with_batches(self) -> Run:
+        """Return the run with the batch and microbatches that `batch_tokens` and `device_batch` ask for.
+
+        A trial or a continued run then changes those; what cannot be had stays, and is refused.
+        """
+        c, found = self.config, self._batches()
+        if found.problems or (c.batch_tokens, c.device_batch) == (None, None):
+            return self
+        own = replace(c, batch=found.batch, microbatches=found.microbatches, batch_tokens=None, device_batch=None)
+        if self._looks_for_layouts:  # each has microbatches of its own
+            return replace(self, config=replace(own, microbatches=c.microbatches, device_batch=c.device_batch))
+        return replace(self, config=own, batch_note=found.describe(c.seq, c.device_batch))
+
+    def _batches(self) -> Batches:
+        c = self.config
+        known = c.device_batch is not None and not c.mesh.problems() and not self._looks_for_layouts
+        shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
+        return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
+
+    def problems(self, *, advise: bool = True) -> list[str]:
+        """Return everything wrong with this run that can be known without JAX and without a device.
+
+        With `advise=False` without the values that would do, which take longer to find than the problem.
+        """
+        c = self.config
+        if huge := too_large(asdict(c)):
+            return huge
+        problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
+        problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
+        searches = self._looks_for_layouts and MODES[c.mode.name].needs is Needs.nothing
+        of_target = c.target.problems() if searches else target_problems(c.target, c.mesh)
+        for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_COUNTS_OF_A_LAYOUT):
+            if (count := at(c, key)) < 1:
+                problems.append(f"{key}={count}: at least 1 is needed.")
+        problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
+        problems += mode_problems(c.mode)
+        if c.trial.limit_s is not None and c.trial.limit_s <= 0:
+            problems.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
+        if not 0 <= c.temperature < math.inf:
+            problems.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
+        if c.top_k is not None and c.top_k < 1:
+            problems.append(f"top_k={c.top_k}: at least 1 is needed, or null to sample among all tokens.")
+        if c.sample_every is not None and c.sample_every < 1:
+            problems.append(f"sample_every={c.sample_every}: at least 1 is needed, or null for no samples on the way.")
+        if c.sample_tokens < 0:
+            problems.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
+        if not 0 <= c.seed < SEEDS:
+            problems.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
+        if c.name is not None and (not c.name.strip() or {".", ".."} & {c.name, *Path(c.name).parts}):
+            problems.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
+        if c.name is not None and (strange := re.search(r"[^\w .+@/-]", c.name)):
+            problems.append(
+                f"name={c.name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
+                "or -."
+            )
+        if c.name == "latest" and not reads_run(c.mode.name):
+            problems.append("name=latest could never be resumed: resume=latest means the newest run. Use another name.")
+        if c.mode.name not in MODES:
+            problems.append(f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}.")
+        elif not MODES[c.mode.name].any_model:
+            problems += self._task_problems()
+        for key, value in flat(asdict(c)).items():
+            new = not any(key in problem for problem in (*problems, *of_target))
+            if new and isinstance(value, float) and not math.isfinite(value):
+                problems.append(f"{key}={value}: must be a finite number.")
+        if not problems:
+            problems += c.remat.problems(partial(activation_names, self.model))
+            problems += [] if self._looks_for_layouts else self._layout(advise)[1]
+        return problems + of_target
+
+    @property
+    def _looks_for_layouts(self) -> bool:
+        mode = MODES.get(self.config.mode.name)
+        return mode is not None and mode.any_layout
+
+    def legal_partitions(self) -> list[str]:
+        """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
+        partitions = read_group("partition", PartitionConfig)
+        runs = [self.changed(partition=partition) for partition in partitions]
+        return [run.config.partition.name for run in runs if not run.layout_problems()]
+
+    def record(self) -> dict[str, Any]:
+        """Return every setting as plain values, paths of what the run reads in full, without which process this is."""
+        anyone = replace(self.config.distributed, coordinator=None, processes=None, process=None)
+        config = replace(
+            self.config,
+            distributed=anyone,
+            data=self.config.data.anywhere(),
+            code_eval=self.config.code_eval.anywhere(),
+            modules=list(map(full_path, self.config.modules)),
+        )
+        values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+        assert isinstance(values, dict)
+        return {str(key): value for key, value in values.items()}
+
+    def save(self, path: Path) -> None:
+        """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`) from any directory."""
+        silent = {"root": None}
+        hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
+        hydra |= {"job_logging": silent, "hydra_logging": silent}
+        body = OmegaConf.merge(self.record(), {"hydra": hydra})
+        head = f"{HEADER}{shlex.quote(str(path.resolve().parent))} --config-name {shlex.quote(path.stem)}\n"
+        if self.arguments:
+            head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
+        write_whole(path, head + OmegaConf.to_yaml(body))
+
+    def _layout(self, advise: bool = True) -> tuple[Layout | None, list[str]]:
+        return make_layout(**self._laid_out, nearest=self._nearest, advise=advise)
+
+    @property
+    def _laid_out(self) -> dict[str, Any]:
+        c = self.config
+        asked = {key: getattr(c, key) for key in ("mesh", "partition", "microbatches", "remat", "batch", "seq")}
+        return asked | {"arrays": self.arrays, "known_axes": known_axes()}
+
+    def layout_problems(self) -> set[str]:
+        """Return what is wrong with the layout, without what would help."""
+        if problems := self.config.mesh.problems():
+            return set(problems)
+        return {problem.identity for problem in layout_with_problems(**self._laid_out)[1]}
+
+    def _nearest(self, key: str, problem: Problem) -> list[int]:
+        """Return the values of a key next to its own that remove a problem of the layout and make no other."""
+        known = self.layout_problems() - {problem.identity}
+
+        def legal(value: int) -> bool:
+            other = Run(config := with_value(self.config, key, value), config.model)
+            return (
+                not config.model.problems()
+                and problem.removed_by(value, other.arrays)
+                and (other.layout_problems() <= known)
+            )
+
+        value = at(self.config, key)
+        least = value if key == "model.vocab_size" else 1  # the tokenizer's ids are not fewer
+        return nearest_legal(value, problem.parts, legal, least)
+
+    def _writes(self) -> str | None:
+        """Return the setting for which the model must write text; None where none asks for it."""
+        mode, every = self.config.mode.name, self.config.code_eval_every
+        every = every if mode == "train" else None
+        if mode in ("generate", "code_eval"):
+            return f"mode={mode}"
+        return None if every is None else f"code_eval_every={every}"
+
+    def _task_problems(self) -> list[str]:
+        """Return why its task cannot train its model as asked."""
+        try:
+            task = task_of(self.model.task).of(self.model, self.config.precision.compute.value)
+        except ValueError as error:
+            return [str(error)]
+        problems, microbatches = task.problems(self.model, self.config.seq), self.config.microbatches
+        if task.needs_causal and not self.model.causal:
+            problems.append(
+                "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
+                f"predict: the task {task.name} needs a causal model. Only mode=show takes this one."
+            )
+        if (why := self._writes()) and not task.is_text:
+            problems.append(
+                f"{why} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see how many "
+                "it solves."
+            )
+        if microbatches > 1 and task.carry(self.config.batch, self.config.seq):
+            problems.append(
+                f"microbatches={microbatches}: the task {task.name} of model={self.model.name} hands state from each "
+                "step to the next, for the whole batch at once. Use microbatches=1."
+            )
+        return problems

@@ -1,0 +1,202 @@
+"""Settings that are composed already: of a run folder, or of a file given by `--config-path`. Imports no JAX.
+
+Hydra composes them again, each group from the file unless another choice of it is given, so that everything that the
+command line can say of a new run it can say of these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from valkyrie.checkpoint import latest_step
+from valkyrie.config.compose import AS_SAVED, SCHEMAS, saved_groups
+from valkyrie.config.modes import reads_run
+from valkyrie.config.run import HEADER, Run, RunConfig
+from valkyrie.models import let_import
+from valkyrie.paths import conf_dir, unused
+from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
+
+CONFIG_PATH = ("--config-path", "-cp")
+"""The flags whose value is the folder of the whole configuration."""
+_NAME, _DIR = ("--config-name", "-cn"), ("--config-dir", "-cd")
+CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *_DIR)
+"""The flags that say where the configuration lies."""
+SETTINGS = "VALKYRIE_SETTINGS"
+"""The variable by which the jobs of a multirun know the file with their settings."""
+SAVED_RUN = "saved_run"
+"""The name under which Hydra finds these settings."""
+_GROUPS = ("model", *SCHEMAS)
+
+
+@dataclass(frozen=True)
+class Primary:
+    """What Hydra composes: a configuration by its name, its folder (None: the one that ships), and the arguments."""
+
+    name: str
+    folder: str | None
+    arguments: list[str]
+
+
+def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> Primary:
+    """Return what arguments ask Hydra to compose, the settings of a file or of a run folder made known to it.
+
+    The run folder is the given one, else that of a trained run which the arguments name; with `read=False` none.
+    ValueError where there is no such run, where a file is damaged or holds part of the settings, and where a training
+    is given two names.
+    """
+    file = composed_file(arguments)
+    if file is not None:
+        values = _settings_in(file, arguments)
+        _offer(values, file)
+        return Primary(SAVED_RUN, None, _without(arguments, (*CONFIG_PATH, *_NAME)))
+    folder = folder or (run_to_read(arguments) if read else None)
+    if folder is None:
+        return Primary(config_name(arguments), config_path(arguments), list(arguments))
+    values = _whole(saved_config(folder), folder / RUN)
+    values.resume, values.mode = str(folder), {"name": "train"}
+    _offer(values, None)
+    flags, overrides = parts_of(arguments)
+    return Primary(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
+
+
+def run_to_read(arguments: Sequence[str]) -> Path | None:
+    """Return the folder of the trained run whose settings arguments begin with; None where they name none.
+
+    It is that of `resume=`; `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without it.
+    """
+    given = dict(key_value(a) for a in parts_of(arguments)[1])
+    resume, reads = given.get("resume"), reads_run(given.get("mode"))
+    if resume == "":
+        raise ValueError(
+            "resume= is empty: a variable that is not set? Write resume=latest, resume=NAME or its folder."
+        )
+    if resume in (None, "null"):
+        if not reads:
+            return None
+        resume = given.get("name", "latest")
+    runs = Path(given.get("runs") or RunConfig.runs)
+    folder, name = find_run(runs, resume), given.get("name", "null")
+    if not reads and name != "null" and (runs / name).resolve() != folder.resolve():
+        raise ValueError(
+            f"resume={resume} goes on with the run {folder.name}, and name={name} is another. Leave out name= to go on "
+            f"with {folder.name}, or resume= to train {name}."
+        )
+    return folder
+
+
+def composed_file(arguments: Sequence[str]) -> Path | None:
+    """Return the file that the arguments name as their whole configuration, if it has no defaults list."""
+    folder = config_path(arguments)
+    if folder is None:
+        return None
+    file = Path(folder) / f"{config_name(arguments)}.yaml"
+    return file if file.is_file() and not _has(file, "defaults") else None
+
+
+def config_path(arguments: Sequence[str]) -> str | None:
+    """Return the folder of the whole configuration that the arguments give, in full; None where they give none."""
+    folder = _flag(arguments, CONFIG_PATH)
+    return None if folder is None else os.path.abspath(folder)
+
+
+def config_name(arguments: Sequence[str]) -> str:
+    """Return the name of the whole configuration: `train`, unless the arguments give another."""
+    return (_flag(arguments, _NAME) or "train").removesuffix(".yaml")
+
+
+def config_dirs(arguments: Sequence[str]) -> list[str]:
+    """Return the folder that the arguments give for configurations of the user's own, in full; at most one."""
+    folder = _flag(arguments, _DIR)
+    return [] if folder is None else [str(Path(folder).resolve())]
+
+
+def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
+    """Return the settings in a file: of a `run.yaml` those of a new run, which does not take the name of that one."""
+    is_record = file.read_bytes().startswith(HEADER.encode())
+    values = read_settings(file, whole=is_record)
+    written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
+    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written]
+    wrong = [group for group in _GROUPS if group in written and not isinstance(values.get(group), DictConfig)]
+    if missing or (wrong and not is_record):
+        raise ValueError(
+            f"{file} has no defaults list, so it must hold every setting, and {', '.join([*missing, *wrong])} "
+            f"{'is' if len(missing + wrong) == 1 else 'are'} not in it. To set a few, move it to FOLDER/experiment/"
+            f"{file.stem}.yaml with the first line '# @package _global_', and use --config-dir FOLDER "
+            f"experiment={file.stem}."
+        )
+    if is_record:
+        values = _whole(values, file)
+        given = dict(key_value(a) for a in parts_of(arguments)[1])
+        values.resume = None
+        if reads_run(given.get("mode", str(values.mode.name))) and latest_step(file.parent) is not None:
+            values.resume = str(file.parent)
+        elif values.name is not None and "name" not in given:
+            values.name = unused(Path(given.get("runs") or values.runs) / values.name).name
+    return values
+
+
+def _whole(values: DictConfig, file: Path) -> DictConfig:
+    """Return every setting of a `run.yaml`, those that it has not by default; ValueError names the file and the key."""
+    try:
+        return OmegaConf.create(Run.from_config(values).record())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _offer(values: DictConfig, file: Path | None) -> None:
+    """Let Hydra compose these settings; `file` is what another process finds them by."""
+    let_import(values.modules)
+    shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
+    after = shipped.defaults[list(shipped.defaults).index("_self_") :]
+    for group in _GROUPS:
+        schema = f"{values.model.family}_schema" if group == "model" else f"{group}_schema"
+        nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
+        saved_groups[group] = {"defaults": [schema, *nested, "_self_"], **_plain(values[group])}
+    own = {str(key): value for key, value in _plain(values).items() if key not in (*_GROUPS, "hydra")}
+    hydra = shipped.hydra
+    if file is not None:
+        hydra.job.env_set = {SETTINGS: str(file)}
+    defaults = ["run_schema", *({group: AS_SAVED} for group in _GROUPS), *after]
+    ConfigStore.instance().store(
+        name=SAVED_RUN, node={"defaults": defaults, **own, "hydra": hydra}, provider="valkyrie"
+    )
+
+
+def _plain(values: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(values, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the arguments without some flags and their values."""
+    kept, value_follows = [], False
+    for argument in arguments:
+        name, joined, _ = argument.partition("=")
+        if name not in flags and not value_follows:
+            kept.append(argument)
+        value_follows = name in flags and not joined
+    return kept
+
+
+def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the last value of a flag, joined to it by `=` or standing behind it."""
+    given = None
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        name, joined, value = argument.partition("=")
+        if name in names:
+            given = value if joined else following
+    return given
+
+
+def _has(file: Path, key: str) -> bool:
+    return re.search(rf"^{key}\s*:", file.read_text(), re.MULTILINE) is not None

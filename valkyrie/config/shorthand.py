@@ -1,0 +1,66 @@
+"""What may be written shorter on the command line: slices by chips, several slices, keys of a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from valkyrie.config.choices import Chips
+from valkyrie.config.composing import composing
+from valkyrie.config.saved import config_dirs
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
+from valkyrie.runs.folder import key_value
+
+_OF_MODE = {
+    "search": {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"},
+    "calibrate": {"paths": "mode.paths"},
+    "explain": {"first": "mode.first", "second": "mode.second"},
+}
+"""Keys of a mode that may be written without it."""
+
+
+def written_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without abbreviations; ValueError where one makes no sense.
+
+    `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`, of a chip of the
+    package or with a file in the folder of `--config-dir`; there
+    `target=[v4-64,v5e-64]` compares slices, and `tokens=`, `budget=` and `budget_usd=` are keys of the mode, as under
+    `mode=explain` `first=` and `second=`.
+    """
+    given = dict(key_value(argument) for argument in arguments if "=" in argument)
+    searching = given.get("mode") == "search"
+    chip = _chip(given["target.chip"], config_dirs(arguments)) if "target.chip" in given else None
+    written: list[str] = []
+    for argument in arguments:
+        key, value = key_value(argument) if "=" in argument else (argument, "")
+        if key == "target.chip" and chip is not None:
+            written += _slice_of(value, chip.units_in_name, given.get("target.chips"), searching)
+        elif key == "target.chips" and chip is not None:
+            continue
+        elif searching and key == "target" and value.startswith("[") and value.endswith("]"):
+            names = [name.strip() for name in value[1:-1].split(",") if name.strip()]
+            if not names:
+                raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
+            written += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
+        elif key in (short := _OF_MODE.get(given.get("mode", ""), {})):
+            several = key == "paths" and not value.startswith("[")
+            written.append(f"{short[key]}={f'[{value}]' if several else value}")
+        else:
+            written.append(argument)
+    return written
+
+
+def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
+    """Return the chip of a name, of the package or of the user's own; None where there is none."""
+    if name in known_chips() or not folders:
+        return known_chips().get(name)
+    with composing(folders):
+        return Chips().get(name)
+
+
+def _slice_of(chip: str, units: int, chips: str | None, searching: bool) -> list[str]:
+    if chips is None:
+        raise ValueError(f"target.chip={chip} does not say how many: add target.chips=N, or write target={chip}-N.")
+    if not chips.isdecimal() or int(chips) < 1:
+        raise ValueError(f"target.chips={chips}: a whole number of at least 1 is needed.")
+    return [f"target={chip}-{int(chips) * units}", *(["mode.shapes=true"] if searching else [])]

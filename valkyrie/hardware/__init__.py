@@ -1,0 +1,1 @@
+"""Hardware: chips, slices, and the targets that name them."""

@@ -1,0 +1,243 @@
+"""The run folder: where it lies, which run a command continues, and the files that describe it. Imports no JAX."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from valkyrie.checkpoint import has_saved, latest_step
+from valkyrie.checkpoint.place import FOLDER
+from valkyrie.config.modes import reads_run
+from valkyrie.config.run import Run
+from valkyrie.optim import OptimizerConfig, learning_rate
+from valkyrie.paths import unused, write_whole, writing
+from valkyrie.trees import as_written
+
+RUN = "run.yaml"
+"""The file of a run folder with every setting of its last training; `resume` begins with them."""
+
+_NOT_OF_THE_TRAINING = {
+    "name",
+    "runs",
+    "resume",
+    "force",
+    "steps",
+    "mode",
+    "trial",
+    "tracking",
+    "checkpoint",
+    "distributed",
+    "log_every",
+}
+_NOT_OF_THE_TRAINING |= {"profile", "eval_every", "prompt", "sample_tokens", "temperature", "top_k", "hydra"}
+_NOT_OF_THE_TRAINING |= {"data.cache_dir", "data.workers", "code_eval", "code_eval_every", "sample_every"}
+"""The settings that a run may change from one training to the next without a word."""
+
+_FLAGS_WITH_VALUE = {"--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn"}
+_FLAGS_WITH_VALUE |= {"--cfg", "-c", "--package", "-p", "--experimental-rerun"}
+"""The flags of Hydra whose value is the next argument."""
+
+_PACKAGES = ("valkyrie-jax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def find_run(runs: Path, resume: str) -> Path:
+    """Return the folder that `resume` means: `latest`, a run's name under `runs`, or a path; ValueError names some."""
+    candidates = sorted((f for f in runs.glob("*") if has_saved(f)), key=_last_saved)
+    if resume == "latest":
+        if not candidates:
+            raise ValueError(f"resume=latest found no run with a checkpoint under runs={runs}. Train one first.")
+        return candidates[-1]
+    for folder in (runs / resume, Path(resume)):
+        if has_saved(folder):
+            return folder
+    for folder in Path(resume).absolute().parents:
+        if Path(resume).exists() and has_saved(folder):
+            raise ValueError(f"resume={resume} lies in a run folder. Write resume={folder}.")
+    known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
+    names = {f.name.lower(): f.name for f in candidates}
+    near = difflib.get_close_matches(resume.lower(), names, n=1, cutoff=0.75)
+    hint = f" Did you mean resume={names[near[0]]}?" if near else ""
+    raise ValueError(f"resume={resume} is no run with a checkpoint under runs={runs}.{hint} Newest there: {known}.")
+
+
+def _last_saved(folder: Path) -> float:
+    """Return when a run last saved: its folder of checkpoints changed, or itself where they lie elsewhere."""
+    checkpoints = folder / FOLDER
+    return (checkpoints if checkpoints.exists() else folder).stat().st_mtime
+
+
+def run_folder(run: Run) -> Path:
+    """Return the folder of this run: the one it resumes or is named after, or a new one of model, layout and time.
+
+    A compile or a measurement of a trained run lies beside it, so that it is resumed with its own settings. ValueError
+    for a name that is not one folder under `runs`: `resume=latest` would not find it.
+    """
+    runs, mode = Path(run.config.runs), run.config.mode.name
+    belongs = mode == "train" or reads_run(mode)
+    if run.config.resume is not None:
+        folder = find_run(runs, run.config.resume)
+        return folder if belongs else folder.with_name(f"{folder.name}-{mode}")
+    name = run.config.name
+    if name is not None:
+        if len(Path(name).parts) > 1:
+            parent, last = runs / Path(name).parent, Path(name).name
+            raise ValueError(
+                f"name={name} is a folder in a folder: a run lies right under runs={runs}, where resume=latest looks. "
+                f"Use runs={parent} name={last}, or name={name.strip('/').replace('/', '-')}."
+            )
+        beside = not belongs and latest_step(runs / name) is not None
+        return runs / (f"{name}-{mode}" if beside else name)
+    return unused(runs / f"{run.model.name}-{run.layout.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def kept_text(folder: Path, name: str) -> Path:
+    """Return the file of a run folder in which `mode.keep` keeps a text; ValueError for a name that is no file's."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"mode.keep={name} is no name of a file. Use a word, such as mode.keep=story.")
+    return folder / "texts" / f"{name}.npz"
+
+
+def write_about(run: Run, folder: Path) -> None:
+    """Write `run.yaml` and `versions.json` into the run folder."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    run.save(folder / RUN)
+    write_whole(folder / "versions.json", json.dumps(versions(), indent=2) + "\n")
+
+
+def command_name(command: str = "valkyrie-train") -> str:
+    """Return how the user calls a command: by `uv run` where that started this process, else by its name."""
+    return f"uv run {command}" if "UV_RUN_RECURSION_DEPTH" in os.environ else command
+
+
+def saved_config(folder: Path) -> DictConfig:
+    """Return the settings in a run folder's `run.yaml`; ValueError where there is none, or it cannot be read."""
+    file = folder / RUN
+    if file.is_file():
+        return read_settings(file)
+    if latest_step(folder) is None:
+        raise ValueError(f"{folder} is no run folder: it has no {RUN}.")
+    raise ValueError(f"{folder} has checkpoints, and no {RUN} with the settings of its run. {_again(folder)}")
+
+
+def _again(folder: Path) -> str:
+    name = shlex.quote(f"name={folder.absolute().name}")
+    return f"Copy it back, or go on with {command_name()} {name} and the settings that the run was trained with."
+
+
+def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
+    """Return the settings in a `run.yaml`, a copy of one, or, with `whole=False`, in what `--cfg job` has printed.
+
+    ValueError where it cannot be read to its end.
+    """
+    remedy = f"Delete it first. {_again(file.absolute().parent)}" if file.name == RUN else "Copy it again."
+    try:
+        config = OmegaConf.load(file)
+    except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
+        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}). {remedy}") from error
+    last = OmegaConf.select(config, "hydra.hydra_logging") if isinstance(config, DictConfig) else None
+    ends_well = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
+    if not isinstance(config, DictConfig) or not (ends_well or not whole):
+        raise ValueError(f"{file} is damaged (it ends too early). {remedy}")
+    return config
+
+
+def changed_settings(run: Run, folder: Path) -> dict[str, tuple[str, str]]:
+    """Return the settings that differ from those in the run folder by key: (asked, saved), as they are written.
+
+    Of a group with another choice, only that choice. None where the folder has no `run.yaml`; ValueError where that
+    is damaged.
+    """
+    if not (folder / RUN).is_file():
+        return {}
+    saved = OmegaConf.to_container(saved_config(folder))
+    assert isinstance(saved, dict)
+    return _changed(run.record(), saved)
+
+
+def continuation(run: Run, folder: Path, step: int, changed: dict[str, tuple[str, str]]) -> str:
+    """Return how a run goes on from a step: to which, and the settings that differ from before."""
+    config, was = run.config, saved_config(folder).steps if (folder / RUN).is_file() else run.config.steps
+    differs = {"steps": (str(config.steps), str(was))} if was != config.steps else {}
+    listed = ", ".join(f"{key}={now} (was {before})" for key, (now, before) in (differs | changed).items())
+    return f"continuing {folder.name} from step {step} to step {config.steps}{': ' if listed else ''}{listed}"
+
+
+def schedule_change(run: Run, folder: Path, step: int) -> str | None:
+    """Return how the learning rate jumps at `step` where a continued run has a schedule of another length; else None.
+
+    ValueError where `run.yaml` is damaged.
+    """
+    if not (folder / RUN).is_file():
+        return None
+    config, saved = run.config, saved_config(folder)
+    known = {f.name: saved.optimizer[f.name] for f in fields(OptimizerConfig) if f.name in saved.optimizer}
+    before = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(OptimizerConfig), known))
+    assert isinstance(before, OptimizerConfig)
+    length, was = config.optimizer.decay_steps or config.steps, before.decay_steps or saved.steps
+    rates: list[Any] = [learning_rate(o, n)(step) for o, n in ((config.optimizer, length), (before, was))]
+    new, old = map(float, rates)
+    if length == was or abs(new - old) <= 0.01 * old:
+        return None
+    return (
+        f"learning rate at step {step}: {new:.2g}, and {old:.2g} so far: its schedule now takes {length} steps (it "
+        f"took {was}). To keep the schedule and its last rate, add optimizer.decay_steps={was}"
+    )
+
+
+def _changed(asked: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, tuple[str, str]]:
+    if asked.get("name") != saved.get("name") and prefix:
+        return {f"{prefix}name": (as_written(asked.get("name")), as_written(saved.get("name")))}
+    found: dict[str, tuple[str, str]] = {}
+    for key in [key for key in asked if key in saved and f"{prefix}{key}" not in _NOT_OF_THE_TRAINING]:
+        now, was = asked[key], saved[key]
+        if isinstance(now, dict) and isinstance(was, dict):
+            found |= _changed(now, was, f"{prefix}{key}.")
+        elif now != was:
+            found[f"{prefix}{key}"] = (as_written(now), as_written(was))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide a run's numbers."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags among arguments with their values, and the overrides, which Hydra wants in one piece."""
+    flags, overrides, takes_value = [], [], False
+    for argument in arguments:
+        is_flag = takes_value or argument.startswith("-")
+        (flags if is_flag else overrides).append(argument)
+        takes_value = not takes_value and argument in _FLAGS_WITH_VALUE
+    return flags, overrides
+
+
+def key_value(argument: str) -> tuple[str, str]:
+    """Return the key of an override, without the marks of appending, and its value, without quotes."""
+    key, _, value = argument.partition("=")
+    return key.lstrip("+~"), value.strip("\"'")

@@ -1,0 +1,256 @@
+"""What the wall time of a run went to, across its restarts: `goodput.jsonl`, and what follows from it. Imports no JAX.
+
+Every start appends a line with its time, and from then on lines with the seconds it has spent by kind so far. Nothing
+else is needed to tell what a run came to, so one whose process was killed loses no more than what came after its last
+line: that counts as time down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from valkyrie.runs.tracking import cut_torn_line, read_metrics
+from valkyrie.units import percent
+
+FILE = "goodput.jsonl"
+"""The file of a run folder."""
+
+KINDS = {
+    "steps": "steps",
+    "redone": "steps done again after a restart",
+    "data": "waiting for data",
+    "setup": "start",
+    "compile": "compile",
+    "restore": "restore",
+    "save": "saving",
+    "evaluation": "evaluation",
+    "down": "down between starts",
+    "other": "other",
+}
+"""What wall time goes to, and the words for it. `steps` are those that count, without waiting for data."""
+
+FINISHED, STOPPED, PREEMPTED = "finished", "stopped", "preempted"
+"""How a start ended that came to its end."""
+_PLANNED = (FINISHED, STOPPED)
+"""After these the run waits for its user: that is no time lost, and the next start is no restart."""
+_SHARE, _LEAST_S, _MOST_S = 0.01, 1.0, 60.0
+"""A line is written when the time since the last one is this share of the start's time, from a second to a minute."""
+_WORTH_SAYING = 0.005
+
+
+class Point(NamedTuple):
+    """What a start came to by a time: the step that was done, and the seconds spent since its beginning, by kind."""
+
+    time: float
+    step: int
+    seconds: Mapping[str, float]
+
+
+@dataclass
+class Start:
+    """One start of a run: when it began, its points in order, and how it ended (None: it was killed, or it runs)."""
+
+    began: float
+    points: list[Point] = field(default_factory=list)
+    end: str | None = None
+
+    @property
+    def ended(self) -> float:
+        """The time of its last sign of life."""
+        return self.points[-1].time if self.points else self.began
+
+    @property
+    def planned(self) -> bool:
+        """Whether it ended as its user wanted."""
+        return self.end in _PLANNED
+
+    def spent(self, kind: str) -> float:
+        """Return the seconds it spent on a kind."""
+        return self.points[-1].seconds.get(kind, 0.0) if self.points else 0.0
+
+    def steps_after(self, step: int) -> float:
+        """Return the seconds of its steps after one; between two points a step's share of the time between them."""
+        after = 0.0
+        for before, now in itertools.pairwise(self.points):
+            if now.step > max(step, before.step):
+                share = (now.step - max(step, before.step)) / (now.step - before.step)
+                after += share * (now.seconds.get("steps", 0.0) - before.seconds.get("steps", 0.0))
+        return after
+
+
+class Goodput(NamedTuple):
+    """What the wall time of a run went to: `seconds` by kind, which add up to `wall_s`, and how often it restarted."""
+
+    wall_s: float
+    seconds: dict[str, float]
+    restarts: int
+
+    @property
+    def share(self) -> float | None:
+        """The share of the wall time in which steps were done that count; None before any time has passed."""
+        return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else None
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return flat values for a run's summary: `goodput`, `restarts`, and seconds as `time/steps`, ..."""
+        seconds = {f"time/{kind}": round(value, 4) for kind, value in self.seconds.items()}
+        return {"goodput": self.share, "restarts": self.restarts, "time/total": round(self.wall_s, 4), **seconds}
+
+    def describe(self) -> str:
+        """Return it in one line: the share, of how long, and what the rest went to, most first."""
+        if self.share is None:
+            return "goodput is not known yet"
+        restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
+        rest = [f"the rest: {rest}"] if (rest := self.rest()) else []
+        return "; ".join([f"goodput {share_text(self.share)} of {span(self.wall_s)}", *restarts, *rest])
+
+    def rest(self) -> str:
+        """Return what the time went to that is no goodput, as shares of the wall time, most first."""
+        shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
+        return ", ".join(
+            f"{name} {share_text(share)}" for share, name in sorted(shares, reverse=True) if share > _WORTH_SAYING
+        )
+
+
+def goodput(starts: Sequence[Start]) -> Goodput | None:
+    """Return what the time of these starts of a run went to; None where there is none.
+
+    A step counts once: the last time it was done. The time after a start that was finished, or stopped by its user, is
+    left out.
+    """
+    if not starts:
+        return None
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for number, start in enumerate(starts):
+        known = {kind: start.spent(kind) for kind in KINDS}
+        again = min((later.points[0].step for later in starts[number + 1 :] if later.points), default=None)
+        redone = 0.0 if again is None else start.steps_after(again)
+        for kind, spent in (known | {"steps": known["steps"] - redone, "redone": redone}).items():
+            seconds[kind] += spent
+        seconds["other"] += max(start.ended - start.began - sum(known.values()), 0.0)
+    for before, after in itertools.pairwise(starts):
+        if not before.planned:
+            seconds["down"] += max(after.began - before.ended, 0.0)
+    restarts = sum(not before.planned for before in starts[:-1])
+    return Goodput(sum(seconds.values()), seconds, restarts)
+
+
+def read_goodput(folder: Path) -> Goodput | None:
+    """Return what the time of the run in a folder went to; None where it has no such record."""
+    return goodput(read_starts(folder / FILE))
+
+
+def read_starts(file: Path) -> list[Start]:
+    """Return the starts in a file, oldest first; lines that are damaged, or torn by a crash, are left out."""
+    starts: list[Start] = []
+    for line in read_metrics(file) if file.is_file() else []:
+        try:
+            if "start" in line:
+                starts.append(Start(float(line["start"])))
+            elif starts:
+                seconds = {kind: float(s) for kind, s in line["seconds"].items() if kind in KINDS}
+                starts[-1].points.append(Point(float(line["time"]), int(line["step"]), seconds))
+                starts[-1].end = line.get("end")
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue
+    return starts
+
+
+class Ledger:
+    """Writes what a start spends its time on, and knows what the run's time went to so far.
+
+    `began`: Unix seconds of the beginning of this start. `spent` are its seconds by kind, kept up by its owner. With
+    `write=False` nothing is written, and only this start is known: for a process that is not the first of its run.
+    """
+
+    def __init__(self, folder: Path, began: float, spent: dict[str, float], *, write: bool = True) -> None:
+        self._file, self._began, self._spent, self._writes = folder / FILE, began, spent, write
+        self._earlier = read_starts(self._file) if write else []
+        self._clock = time.perf_counter() - (time.time() - began)
+        self._until: tuple[Point, Goodput] | None = None
+        self._written, self._step = began, 0
+        if write:
+            cut_torn_line(self._file)
+        self._append({"start": round(began, 3)})
+
+    def prepared(self, step: int) -> None:
+        """Count what was spent on nothing else by now as setup, in a line; `step` is that from which the run goes on.
+
+        Called before the first step, as often as there is something to note.
+        """
+        rest = self._time() - self._began - sum(self._spent.values())
+        self._spent["setup"] = self._spent.get("setup", 0.0) + max(rest, 0.0)
+        self.write(step)
+        self._until = None
+        self.goodput()
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Leave out a start that is refused for what its user asked: no restart, and no time down after it."""
+        try:
+            yield
+        except (ValueError, OSError):
+            self.write(self._earlier[-1].points[-1].step if self._earlier and self._earlier[-1].points else 0, STOPPED)
+            raise
+
+    def at(self, step: int) -> None:
+        """Note that a step is done; a line is written when one is due."""
+        self._step, now = step, self._time()
+        if now - self._written >= min(max(_SHARE * (now - self._began), _LEAST_S), _MOST_S):
+            self.write(step)
+
+    def write(self, step: int | None = None, end: str | None = None) -> None:
+        """Write what was spent by now, after this step (None: the last one noted); `end`: how the start ends."""
+        self._step = self._step if step is None else step
+        now = self._point()
+        self._written = now.time
+        self._append({**now._asdict(), **({"end": end} if end else {})})
+
+    def goodput(self) -> Goodput:
+        """Return what the run's time went to until now."""
+        now = self._point()
+        if self._until is None:  # what is redone of earlier starts is known with the step from which this one goes on
+            found = goodput([*self._earlier, Start(self._began, [now])])
+            assert found is not None
+            self._until = now, found
+        before, until = self._until
+        spent = {kind: now.seconds.get(kind, 0.0) - before.seconds.get(kind, 0.0) for kind in KINDS}
+        seconds = {kind: until.seconds[kind] + spent[kind] for kind in KINDS}
+        seconds["other"] += max(now.time - before.time - sum(spent.values()), 0.0)
+        return Goodput(sum(seconds.values()), seconds, until.restarts)
+
+    def _point(self) -> Point:
+        spent = {kind: round(seconds, 4) for kind, seconds in self._spent.items() if seconds}
+        return Point(round(self._time(), 3), self._step, spent)
+
+    def _time(self) -> float:
+        """Return Unix seconds that never go back within a start."""
+        return self._began + time.perf_counter() - self._clock
+
+    def _append(self, line: dict[str, Any]) -> None:
+        """Append a line; one that the disk does not take is missing, as the records of the steps say of theirs."""
+        if not self._writes:
+            return
+        with contextlib.suppress(OSError), self._file.open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def span(seconds: float) -> str:
+    """Return a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    for size, unit, smaller, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
+    raise AssertionError("unreachable")
+
+
+def share_text(share: float) -> str:
+    """Return a share in percents, small ones with a digit after the point."""
+    return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"

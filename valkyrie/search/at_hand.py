@@ -1,0 +1,101 @@
+"""The devices at hand: whether they are those asked for, and the figures of CPU devices, which a process times.
+
+This process never starts JAX's devices: a TPU or GPU that it held would be missing to the trials.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from valkyrie.config.compose import accelerators
+from valkyrie.config.modes import FIGURES, MODES
+from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
+from valkyrie.parallel.mesh import parse_mesh
+from valkyrie.processes.trial_lock import TrialLock
+from valkyrie.search.measure.figures_of import has_figures, in_words, read_figures
+from valkyrie.search.question import Question
+from valkyrie.sweep.members import members
+from valkyrie.sweep.plan import Plan
+from valkyrie.sweep.process import TrialProcess, stop
+from valkyrie.sweep.trial import Status, Trial
+
+_POLL_S = 0.1
+
+
+def processes() -> int:
+    """Return how many processes a trial on the devices has."""
+    leading = members()
+    return 1 if leading is None else leading.count
+
+
+def not_at_hand(question: Question) -> str | None:
+    """Return why nothing can be measured here, as far as device files tell; None where it can."""
+    if len(question.targets) > 1:
+        return "several slices are compared"
+    target = next(iter(question.targets))
+    here = accelerators() * processes()
+    if target.platform is Platform.cpu or (target.slices == 1 and here >= (target.chips or 1)):
+        return None
+    return f"{target.describe()} is not this machine, which has {here} accelerators that JAX can use"
+
+
+def on_cpu(target: TargetConfig) -> bool:
+    """Return whether a target is CPU devices of this machine, of which no chip is described."""
+    return target.platform is Platform.cpu and target.chip is None
+
+
+def with_figures(question: Question, folder: Path, console: Console) -> Question:
+    """Return a question whose CPU devices have the figures that they reach, timed now or by an earlier search.
+
+    ValueError where they cannot be timed, with the reason.
+    """
+    if not any(on_cpu(target) for target in question.targets):
+        return question
+    chips = [_figures(question, target, folder, console) if on_cpu(target) else None for target in question.targets]
+    targets = [
+        target if chip is None else replace(target, chip=chip, hosts=processes())
+        for target, chip in zip(question.targets, chips, strict=True)
+    ]
+    return replace(question, targets=tuple(targets))
+
+
+def _figures(question: Question, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
+    config, devices = question.run.config, target.devices or 1
+    run = question.run.changed(
+        target=target,
+        mesh=parse_mesh(f"{devices}x1x1"),
+        mode=replace(config.mode, name="figures", budget=None),
+        runs=str(folder),
+        name=f"figures-{target.name}",
+    )
+    name, machine = str(run.config.name), socket.gethostname()
+    if not has_figures(folder / name, machine, config.precision.compute, devices // processes()):
+        plan = Plan(name, name, "figures", folder, (), {}, run=run, limit_s=MODES["figures"].limit_s(run.config.mode))
+        trial = _carried_out(plan)
+        if trial.status is not Status.ok:
+            raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")
+    chip = read_figures(file := folder / name / FIGURES)
+    console.print(f"{target.name}: {in_words(chip)} (timed on {machine}: {file})", highlight=False, soft_wrap=True)
+    return chip
+
+
+def _carried_out(plan: Plan) -> Trial:
+    """Return what became of a trial that no sweep records; ValueError while another search carries it out."""
+    lock = TrialLock.take(plan.trial_folder)
+    if lock is None:
+        raise ValueError(f"{plan.trial_folder}: another search times the devices now. Wait for it, or give name=.")
+    try:
+        process = TrialProcess(plan, lock)
+        try:
+            while (trial := process.poll()) is None:
+                time.sleep(_POLL_S)
+        finally:
+            stop([process])
+    finally:
+        lock.release()
+    return trial

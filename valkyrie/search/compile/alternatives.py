@@ -1,0 +1,133 @@
+"""What to try instead of a layout: changes of it, with the bytes that each should save, need or send."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from valkyrie.axes import BATCH
+from valkyrie.config.run import Run
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.paths import read_group
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.program import StepProgram
+
+
+def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, Any]]:
+    """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
+
+    Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`, which may err by a
+    factor of two in activations. Changes of one key are tried, of rematerialisations only that which saves most and
+    that which keeps most and is enough, with host memory and without; where none saves `missing` bytes, full
+    rematerialisation with ever more microbatches too.
+    """
+    now = _expected(run)
+
+    def savings(variants: list[tuple[str, Run]]) -> list[dict[str, Any]]:
+        legal = [(change, other) for change, other in variants if not other.problems()]
+        listed = [{"change": change, "saves": now - _expected(other)} for change, other in legal]
+        return sorted((entry for entry in listed if entry["saves"] > 0), key=lambda entry: -entry["saves"])
+
+    remats = [savings(_remats(run, offload)) for offload in (False, True)]
+    changes = savings(_variants(run)) + [entry for found in remats for entry in _most_and_least(found, missing)]
+    changes.sort(key=lambda entry: -entry["saves"])
+    if not any(entry["saves"] >= missing for entry in changes):
+        enough = [entry for entry in savings(_combined(run)) if entry["saves"] >= missing]
+        changes = enough[-1:] + changes
+    return changes[:count]
+
+
+def fuller_layouts(run: Run) -> list[dict[str, Any]]:
+    """Return the rematerialisations that keep more on the device, the fullest first, with the bytes each needs.
+
+    Each is {"change": "remat=none", "needs": further bytes on one device}.
+    """
+    now = _expected(run)
+    changes = []
+    for remat in read_group("remat", RematConfig):
+        other = run.changed(remat=remat)
+        if remat.offload or other.layout_problems():
+            continue
+        if (needs := _expected(other) - now) > 0:
+            changes.append({"change": f"remat={remat.name}", "needs": needs})
+    return sorted(changes, key=lambda entry: -entry["needs"])
+
+
+def other_partitions(run: Run) -> list[dict[str, Any]]:
+    """Return every other partition of `conf/partition` that is legal for this run as it is, the least memory first.
+
+    Each is {"partition": name, "roles": {"x": "DP(batch)", ...}, "needs": bytes on one device by the estimate of
+    `mode=show`, "sends": bytes of one device in a step}; `sends` is None where axes split more than data, which sends
+    activations too.
+    """
+    found = []
+    for partition in read_group("partition", PartitionConfig):
+        other = run.changed(partition=partition)
+        if partition.name == run.config.partition.name or other.problems(advise=False):
+            continue
+        needs, sends = _expected(other), _sent_for_data(other)
+        found.append({"partition": partition.name, "roles": other.layout.roles, "needs": needs, "sends": sends})
+    return sorted(found, key=lambda entry: entry["needs"])
+
+
+def _sent_for_data(run: Run) -> int | None:
+    """Return the bytes that one device sends in a step where every axis splits data alone; None elsewhere.
+
+    A ring sends (n-1)/n of an array to gather it from n devices, and twice that to sum it on all of them, which the TPU
+    compiler does with split gradients too. Parameters are gathered for the forward and the backward pass of every
+    microbatch, gradients summed after it.
+    """
+    layout, policy = run.layout, run.config.precision
+    if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
+        return None
+    gathered, summed = (jnp.dtype(kind.value).itemsize for kind in (policy.compute, policy.reduction))
+    shards, total = layout.shards(BATCH), 0.0
+    for spec in run.model.parameters().values():
+        split = math.prod(layout.parts(axes) for axes in layout.stored(spec.axes))
+        total += 2 * math.prod(spec.shape) * (gathered * (1 - 1 / split) + summed * (1 - 1 / shards))
+    return int(layout.microbatches * total)
+
+
+def _variants(run: Run) -> list[tuple[str, Run]]:
+    config = run.config
+    variants = []
+    for factor in (2, 4):
+        count = config.microbatches * factor
+        variants.append((f"microbatches={count}", run.changed(microbatches=count)))
+    partitions = read_group("partition", PartitionConfig)
+    return variants + [
+        (f"partition={partition.name}", run.changed(partition=partition))
+        for partition in partitions
+        if partition.name != config.partition.name
+    ]
+
+
+def _remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
+    """Return the other rematerialisations: those that send activations to host memory, or those that send none."""
+    remats = [remat for remat in read_group("remat", RematConfig) if bool(remat.offload) is offload]
+    return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
+
+
+def _most_and_least(savings: list[dict[str, Any]], missing: int) -> list[dict[str, Any]]:
+    """Return of rematerialisations, the most saving first, that first one and the last that still saves enough."""
+    enough = [entry for entry in savings if entry["saves"] >= missing]
+    return savings[:1] + [entry for entry in enough[-1:] if entry is not savings[0]]
+
+
+def _combined(run: Run) -> list[tuple[str, Run]]:
+    """Return full rematerialisation with every doubling of the microbatches."""
+    variants, count = [], run.config.microbatches * 2
+    while count <= run.config.batch:
+        changed = run.changed(remat=remat_named("full"), microbatches=count)
+        variants.append((f"remat=full microbatches={count}", changed))
+        count *= 2
+    return variants
+
+
+def _expected(run: Run) -> int:
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+    return expected_memory(run, program.abstract_state).total

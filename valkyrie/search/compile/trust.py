@@ -1,0 +1,166 @@
+"""What published runs say of a prediction: the correction of a replay by them, and the interval it carries.
+
+`target.chip.replay` has the same of one's own runs, where `mode=calibrate` found it. Of published ones,
+`published.json` holds measured over replayed seconds of every published run; experiments/published/predict.py writes
+it. A replay is multiplied by what the runs on its chip took of theirs (the median of their families), and for every
+doubling of slices by what runs lost to it. What is said of a published run itself leaves its own family out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+
+FILE = Path(__file__).with_name("published.json")
+ENOUGH = 4
+"""Runs that an interval needs. Of published ones those of all chips count where a chip has fewer."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run that was replayed. `ratio`: measured over replayed seconds of a step.
+
+    Runs of one `family` are one recipe on one chip.
+    """
+
+    row: str
+    model: str
+    family: str
+    chip: str
+    slices: int
+    ratio: float
+    libtpu: str
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a replay is multiplied by: `of_chip`, and `of_slices` for several slices that wait for each other.
+
+    `rows` and `families`: the published runs on the chip that it comes from.
+    """
+
+    of_chip: float
+    of_slices: float
+    rows: int
+    families: int
+
+    @property
+    def factor(self) -> float:
+        """The product of both."""
+        return self.of_chip * self.of_slices
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The least and the largest ratio of measured to predicted seconds of published runs, each without its family.
+
+    `chip`: theirs, None where they are of several. `yours`: they are of one's own runs.
+    """
+
+    low: float
+    high: float
+    rows: int
+    models: int
+    chip: str | None
+    libtpu: tuple[str, ...]
+    yours: bool = False
+
+
+def correction_of(target: TargetConfig) -> Correction:
+    """Return what a replay on a slice is multiplied by: as one's own runs took on its chip, else published ones."""
+    chip = target.chip
+    assert chip is not None
+    found, own = correction(published(), chip.name, target.slices), chip.replay
+    return found if own.factor is None else Correction(own.factor, found.of_slices, own.rows, own.models)
+
+
+def correction(rows: Sequence[Published], chip: str, slices: int, without: str | None = None) -> Correction:
+    """Return what published runs say of a replay on a chip, those of the family `without` left out."""
+    others = [row for row in rows if row.family != without]
+    loss = _loss(others)
+    on_chip = [row for row in others if row.chip == chip]
+    families = {row.family for row in on_chip}
+    of_chip = of_families([(row.family, row.ratio / _doublings(loss, row.slices)) for row in on_chip])
+    return Correction(1.0 if of_chip is None else of_chip, _doublings(loss, slices), len(on_chip), len(families))
+
+
+def of_families(ratios: Sequence[tuple[str, float]]) -> float | None:
+    """Return the median of the families' medians, by logarithm; None of nothing. Each ratio stands by its family."""
+    each = [_median(ratio for family, ratio in ratios if family == f) for f in sorted({f for f, _ in ratios})]
+    return _median(each) if each else None
+
+
+def interval(rows: Sequence[Published], chip: str) -> Interval | None:
+    """Return how published runs did, each predicted by the runs of other families on its chip.
+
+    Those on the chip, or of all chips where fewer than four are left; None where these are too few as well.
+    """
+    ratios = {row: ratio for row in rows if (ratio := unseen_ratio(rows, row)) is not None}
+    on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
+    used = on_chip if len(on_chip) >= ENOUGH else ratios
+    if len(used) < ENOUGH:
+        return None
+    versions, models = sorted({row.libtpu for row in used}), len({row.model for row in used})
+    of = chip if used is on_chip else None
+    return Interval(min(used.values()), max(used.values()), len(used), models, of, tuple(versions))
+
+
+def unseen_ratio(rows: Sequence[Published], row: Published) -> float | None:
+    """Return measured over predicted seconds of a run by those of other families; None without any on its chip."""
+    found = correction(rows, row.chip, row.slices, without=row.family)
+    return row.ratio / found.factor if found.families else None
+
+
+@cache
+def published() -> tuple[Published, ...]:
+    """Return the published runs that ship with the package."""
+    return tuple(Published(**row) for row in json.loads(FILE.read_text())["rows"])
+
+
+def as_json(rows: Sequence[Published]) -> str:
+    """Return the text of `published.json`."""
+    about = "measured over replayed seconds; written by experiments/published/predict.py --ship"
+    return json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+
+
+def trust(step_s: float, chip: ChipConfig) -> dict[str, Any] | None:
+    """Return the interval of a predicted step in seconds, as `compile.json` holds it; None where none is known.
+
+    Keys: `low_s`, `high_s`, and those of `Interval`.
+    """
+    own, found = chip.replay, None
+    if own.factor is None:
+        found = interval(published(), chip.name)
+    elif own.low is not None and own.high is not None:
+        found = Interval(own.low, own.high, own.rows, own.models, chip.name, (), yours=True)
+    if found is None:
+        return None
+    return {"low_s": step_s * found.low, "high_s": step_s * found.high} | asdict(found)
+
+
+def _loss(rows: Sequence[Published]) -> float:
+    """Return the logarithm by which a step grows with every doubling of slices: the slope within families."""
+    products = squares = 0.0
+    for family in {row.family for row in rows}:
+        doublings = [math.log2(row.slices) for row in rows if row.family == family]
+        logs = [math.log(row.ratio) for row in rows if row.family == family]
+        middle, mean = statistics.fmean(doublings), statistics.fmean(logs)
+        products += sum((x - middle) * (y - mean) for x, y in zip(doublings, logs, strict=True))
+        squares += sum((x - middle) ** 2 for x in doublings)
+    return products / squares if squares else 0.0
+
+
+def _doublings(loss: float, slices: int) -> float:
+    return math.exp(loss * math.log2(slices))
+
+
+def _median(ratios: Iterable[float]) -> float:
+    return math.exp(statistics.median(math.log(ratio) for ratio in ratios))

@@ -1,0 +1,1 @@
+"""Explains why one layout is faster than another."""

@@ -1,0 +1,1 @@
+"""Times the real step, and what the devices reach, on the devices of this machine."""

@@ -1,0 +1,213 @@
+"""`mode=figures`: times what the devices at hand reach, as the figures of a chip that the estimate of a step needs.
+
+Products, memory and attention on all devices at once, for CPU devices share cores; collectives among the devices of a
+process, and among all; each by the least of a few calls. No layout of any model is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from valkyrie.config.modes import FIGURES, MACHINES
+from valkyrie.config.run import Run
+from valkyrie.paths import write_whole
+from valkyrie.precision import DType
+from valkyrie.processes.team import Team
+from valkyrie.runs.folder import run_folder, write_about
+from valkyrie.search.measure.figures_of import in_words, read_figures
+from valkyrie.train.devices import prepare_devices
+from valkyrie.train.processes import together
+from valkyrie.train.screen import make_console
+
+REPEATS = 5
+LARGE, SMALL = 512, 64
+"""Sides of the products that are timed: of the peak rate, and of a small one."""
+MEMORY, LEAST_MEMORY = 2**28, 2**24
+"""Bytes that the devices of a process read and write at once, more than nearly any cache holds; and one at least."""
+LONG_S = 0.15
+"""Once a collective takes so long no larger one is timed, and once calls in a row take half as long no more."""
+MOST = 2**25
+"""Bytes that a device has after the largest collective."""
+MOST_CALLS = 2**14
+"""Calls of a function in a row."""
+POSITIONS, WIDTH, HEADS = 256, 32, 4
+"""Attention that is timed."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Collectives among some devices: GB/s one way of a device in gathers and in sums, and the seconds of a start."""
+
+    gather: float
+    sum: float
+    start_s: float
+
+
+def figures_mode(run: Run) -> int:
+    """Time the devices at hand, print their figures, keep them in the run folder, and return the exit status."""
+    with together(run) as team:
+        console = make_console()
+        devices = prepare_devices(run, console.print, team).devices
+        folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
+        chip = figures(devices, run.config.precision.compute, team)
+        machines = sorted(set(team.exchange("machine", socket.gethostname())))
+        if team.leads:
+            write_about(run, folder)
+            write_whole(folder / FIGURES, json.dumps(chip, indent=1) + "\n")
+            write_whole(folder / MACHINES, json.dumps(machines) + "\n")
+            console.print(in_words(read_figures(folder / FIGURES)), highlight=False, soft_wrap=True)
+            console.print(f"figures: {folder / FIGURES}", soft_wrap=True)
+    return 0
+
+
+def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any]:
+    """Return the figures of a chip, as its file has them, of which there are as many as devices.
+
+    A process counts as a host. Called by all processes of the team.
+    """
+    dtype, places = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
+    timer = _Timer(team, places)
+    of_process = len(devices) // team.count
+    peak, half = _products(timer, dtype)
+    estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
+    estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "updates", "gradients", "activations", "stages", "host")}
+    of_programs = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
+    estimate |= of_programs  # of XLA's CPU compiler
+    estimate |= {"half_rate_flops": half, "mixing": _attention(timer, dtype) / peak, "launch_s": _launch(timer, dtype)}
+    chip: dict[str, Any] = {
+        "name": "cpu",
+        "platform": "cpu",
+        "peak_tflops": {compute.value: peak / 1e12},
+        "hbm_gbs": _memory(timer, of_process) / 1e9,
+        "host_bounds": [of_process],
+        "device_kinds": [devices[0].device_kind],
+    }
+    inside = _links(timer, dtype, of_process) if of_process > 1 else None
+    if inside is not None:
+        chip["switch_gbs"] = inside.gather
+        estimate["sums"] = inside.sum / inside.gather
+    estimate["start_s"] = 0.0 if inside is None else inside.start_s
+    if team.count > 1:
+        between = _links(timer, dtype, len(devices))
+        chip["dcn_gbs_per_host"] = statistics.geometric_mean([between.gather, between.sum])
+        estimate["outer_start_s"] = max(between.start_s - estimate["start_s"], 0.0) / math.log2(team.count)
+    # XLA's CPU compiler makes an all-reduce and a slice of what a partition asks to be scattered.
+    estimate["scatters"] = 2.0 if inside is None else 2 * inside.gather / inside.sum
+    return chip | {"estimate": estimate}
+
+
+class _Timer:
+    """Times functions of arrays that lie split over all devices; every process of a team has the same seconds."""
+
+    def __init__(self, team: Team, mesh: Mesh) -> None:
+        self.team, self.mesh, self._calls = team, mesh, 0
+
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return self.mesh.size
+
+    def __call__(
+        self, function: Callable[..., Any], shape: Sequence[int], dtype: Any = jnp.float32, mesh: Mesh | None = None
+    ) -> float:
+        """Return the least seconds of a function of an array of this shape, which all devices begin together."""
+        mesh = mesh or self.mesh
+        axes = PartitionSpec(mesh.axis_names)
+        part = np.full(tuple(shape), 0.01, dtype)
+        whole = (mesh.size * shape[0], *shape[1:])
+        array = jax.make_array_from_callback(whole, NamedSharding(mesh, axes), lambda index: part)
+        mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False))
+        jax.block_until_ready(mapped(array))
+        slowest = []
+        for _ in range(REPEATS):
+            self._calls += 1
+            self.team.wait(f"call {self._calls}")
+            began = time.perf_counter()
+            jax.block_until_ready(mapped(array))
+            slowest.append(max(self.team.exchange(f"seconds {self._calls}", time.perf_counter() - began)))
+        return min(slowest)
+
+
+def _products(timer: _Timer, dtype: Any) -> tuple[float, float]:
+    """Return FLOP/s of a device in large products, and the FLOPs of a product at half that rate."""
+
+    def seconds(side: int) -> float:
+        def one(x: jax.Array, y: jax.Array) -> jax.Array:
+            return (x @ y).astype(x.dtype)
+
+        return _again(timer, one, (side, side), dtype)
+
+    large, small = seconds(LARGE), seconds(SMALL)
+    peak, flops = 2.0 * LARGE**3 / large, 2.0 * SMALL**3
+    return peak, min(max(flops * (peak * small / flops - 1), 1e4), 1e9)
+
+
+def _memory(timer: _Timer, devices: int) -> float:
+    """Return bytes a second that each of the devices of a process moves: it reads an array, and writes another."""
+    bytes_ = max(MEMORY // devices, LEAST_MEMORY)
+    return 2 * bytes_ / _again(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
+
+
+def _again(timer: _Timer, one: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any) -> float:
+    """Return the seconds of a function of an array and its last result, called so often that devices overlap."""
+
+    def repeated(calls: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: one(x, y), x)
+
+    calls = 4
+    while (seconds := timer(repeated(calls), shape, dtype)) <= LONG_S / 2 and calls <= MOST_CALLS:
+        calls *= 4
+    return seconds / calls
+
+
+def _attention(timer: _Timer, dtype: Any) -> float:
+    """Return FLOP/s of a device in attention's products, two forward and four backward."""
+    flops = 3 * 4.0 * HEADS * POSITIONS**2 * WIDTH
+    return flops / timer(_forward_and_backward, (HEADS, POSITIONS, WIDTH), dtype)
+
+
+def _forward_and_backward(x: jax.Array) -> jax.Array:
+    """Return what attention hands on, beside its gradient, so that none of its products is left out."""
+    out, backward = jax.vjp(_attend, x)
+    return jnp.stack([out, *backward(out)], axis=1)
+
+
+def _attend(x: jax.Array) -> jax.Array:
+    scores = jnp.einsum("hqd,hkd->hqk", x, x).astype(jnp.float32)
+    return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores).astype(x.dtype), x)
+
+
+def _launch(timer: _Timer, dtype: Any) -> float:
+    """Return the seconds of a product that is too small to matter, with what stands around it."""
+    return _again(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
+
+
+def _links(timer: _Timer, dtype: Any, members: int) -> Link:
+    """Return what collectives reach among so many neighbouring devices each, all at once."""
+    mesh = Mesh(timer.mesh.devices.reshape(-1, members), ("others", "group"))
+    start = timer(lambda x: jax.lax.psum(x, "group"), (8,), dtype, mesh)
+
+    def rate(function: Callable[[jax.Array], jax.Array], sent: float, growth: int = 1) -> float:
+        """Return GB/s where each device sends `sent` of its bytes; `growth`: how many times as many it then has."""
+        bytes_ = 2**16
+        while True:
+            seconds = timer(function, (bytes_ // jnp.dtype(dtype).itemsize,), dtype, mesh)
+            if seconds > LONG_S or 4 * bytes_ * growth > MOST:
+                return sent * bytes_ / max(seconds - start, 0.1 * seconds) / 1e9
+            bytes_ *= 4
+
+    gather = rate(lambda x: jax.lax.all_gather(x, "group", tiled=True), members - 1, members)
+    return Link(gather, rate(lambda x: jax.lax.psum(x, "group"), 2 * (members - 1) / members), start)

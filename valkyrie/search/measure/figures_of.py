@@ -1,0 +1,45 @@
+"""The figures of devices as `mode=figures` leaves them: read as a chip, and in words. Imports no JAX."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from valkyrie.config.modes import FIGURES, MACHINES
+from valkyrie.hardware.target import ChipConfig
+from valkyrie.precision import DType
+from valkyrie.units import duration
+
+
+def read_figures(file: Path) -> ChipConfig:
+    """Return the chip that a `figures.json` describes; OSError and ValueError where it is none."""
+    values = OmegaConf.create(file.read_text())
+    chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
+    assert isinstance(chip, ChipConfig), file
+    return chip
+
+
+def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
+    """Return whether a folder has the figures of so many devices of a process on this machine, for this dtype."""
+    if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
+        return False
+    chip, machines = read_figures(folder / FIGURES), json.loads((folder / MACHINES).read_text())
+    return machine in machines and (list(chip.peak_tflops), chip.host_bounds) == ([compute.value], [devices])
+
+
+def in_words(chip: ChipConfig) -> str:
+    """Return what devices reach, in a line."""
+    of = chip.estimate
+    ((dtype, tflops),) = chip.peak_tflops.items()
+    parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s of memory a device"]
+    if chip.switch_gbs:
+        start = duration(of.get("start_s", 0.0))
+        parts.append(f"{chip.switch_gbs:.3g} GB/s between devices of a process, {start} to start")
+    if chip.dcn_gbs_per_host:
+        devices = math.prod(chip.host_bounds)
+        start = duration(of.get("outer_start_s", 0.0))
+        parts.append(f"{chip.dcn_gbs_per_host:.3g} GB/s out of a process of {devices}, {start} to start")
+    return "; ".join(parts)

@@ -1,0 +1,131 @@
+"""Measures a layout: the real step on the devices at hand, warmed up, then timed step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.communication import communication
+from valkyrie.compiled.hlo import parse
+from valkyrie.config.modes import MeasuredData
+from valkyrie.config.run import Run
+from valkyrie.parallel.mesh import build_mesh
+from valkyrie.runs.folder import versions
+from valkyrie.search.compile.executable import compiled_memory
+from valkyrie.search.compile.summary import SCHEMA, memory_split
+from valkyrie.search.measure.profile import collective_times
+from valkyrie.train.devices import Devices
+from valkyrie.train.prepare import prepared_anywhere
+from valkyrie.train.program import StepProgram, serialised_module
+from valkyrie.train.room import DoesNotFit, check_room, out_of_memory
+
+
+def measure(
+    run: Run, devices: Devices, trace: Path | None = None, say: Callable[[str], Any] | None = None
+) -> dict[str, Any]:
+    """Return the summary of a measured layout: seconds of each timed step, rates, memory, and what the program sends.
+
+    Every step waits for its result before the next one starts, so that a step's seconds are its own. The batch is
+    random tokens of the run's shape that lie on the devices, or comes from the run's loader, whose time then counts.
+    A few more steps are traced for the time of collectives; the trace stays in the folder `trace` if one is given.
+    What does not fit comes back as a result; ValueError where the arrays of simulated devices are larger than this
+    machine's memory. `say` is given a line where the memory may not be enough. `simulated` says that no time is real.
+    """
+    summary: dict[str, Any] = {
+        "schema": SCHEMA,
+        "stage": "measure",
+        "about": run.about(),
+        "versions": versions(),
+        "simulated": devices.simulated,
+        "devices": f"{len(devices.devices)} x {devices.devices[0].device_kind}",
+        "data": run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
+    }
+    try:
+        return summary | {"status": "ok", "reason": None} | _measured(run, devices, trace, say)
+    except DoesNotFit as error:
+        return summary | {"status": "does_not_fit", "reason": str(error)}
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(str(error)):
+            raise
+        return summary | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
+
+
+def _measured(run: Run, devices: Devices, trace: Path | None, say: Callable[[str], Any] | None) -> dict[str, Any]:
+    program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
+    check_room(program, devices, say=say)
+    mode = run.config.mode
+    with _batches(run, program) as batches:
+        began = time.perf_counter()
+        compiled = program.compile_step()
+        compile_s = time.perf_counter() - began
+        state = program.init(run.config.seed)
+        metrics: dict[str, jax.Array] = {}
+
+        def step() -> object:
+            nonlocal state, metrics
+            state, metrics = compiled(state, next(batches))
+            return jax.block_until_ready((state, metrics))
+
+        seconds = []
+        for _ in range(mode.warmup + mode.repeats):
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        loss = float(metrics["loss"])
+        module = parse(serialised_module(compiled))
+        axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
+        times = collective_times(step, module, axes, trace)
+    return {
+        "compile": {"compile_s": compile_s},
+        "options": [asdict(option) for option in program.options],
+        "memory": memory_split(run, compiled_memory(program, compiled)) | {"reported_peak": _reported_peak(devices)},
+        "step": _speed(run, devices, seconds[mode.warmup :]) | {"first_step_s": seconds[0]},
+        "communication": communication(traffic(module, axes)) | times,
+        "loss": loss,
+    }
+
+
+@contextlib.contextmanager
+def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
+    """Give batches on the devices without end: one of random tokens again and again, or those of a training."""
+    config = run.config
+    if config.mode.data is MeasuredData.random:
+        batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
+        yield itertools.repeat(program.place(batch))
+        return
+    with program.loader(prepared_anywhere(run), "train") as loader:
+        yield map(program.place, loader)
+
+
+def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
+    """Return median, 90th percentile and least seconds of a step, and the rates by the median."""
+    config, chip = run.config, devices.chip
+    tokens, median = config.batch * config.seq, statistics.median(seconds)
+    peak = None if chip is None else chip.peak_flops(config.precision.compute)
+    return {
+        "step_s": median,
+        "p90_s": float(np.quantile(seconds, 0.9)),
+        "min_s": min(seconds),
+        "seconds": seconds,
+        "tokens_per_second": tokens / median,
+        "tokens_per_second_per_chip": tokens / median / devices.chips,
+        "mfu": None if peak is None else run.step_flops / median / (devices.chips * peak),
+        "mfu_denominator": None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
+    }
+
+
+def _reported_peak(devices: Devices) -> int | None:
+    """Return the bytes of a device of this process at its peak, as it reports them; None where it does not."""
+    of_devices = [device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()]
+    peaks = [stats["peak_bytes_in_use"] for stats in of_devices if stats and "peak_bytes_in_use" in stats]
+    return max(peaks, default=None)

@@ -1,0 +1,80 @@
+"""What the best layout is compared with on its own slice: plain FSDP, and the TPU v4 paper's rule of thumb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from valkyrie.hardware.slices import parse_shape
+from valkyrie.hardware.target import Platform, TargetConfig
+from valkyrie.search.compiling import Compiles
+from valkyrie.search.estimate.rank import Estimated, Ranking
+from valkyrie.search.question import Question
+from valkyrie.units import duration
+
+RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
+PLAIN_FSDP = "plain FSDP"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The fastest layout of a kind on a slice that should fit; None where none does, and `why`."""
+
+    name: str
+    layout: Estimated | None
+    why: str = ""
+
+
+def rivals_on(question: Question, ranked: Ranking, target: TargetConfig) -> list[Rival]:
+    """Return the rivals on a slice: of the partitions that were looked at, the rule on a torus of three axes alone."""
+    partitions, here = {partition.name for partition in question.partitions}, ranked.on(target.name)
+    rivals = []
+    if "2d_tp" in partitions and target.platform is Platform.tpu and len(parse_shape(target.topology) or ()) == 3:
+        rivals.append(_fastest(RULE, (one for one in here.under("2d_tp") if _is_the_torus(one))))
+    if "fsdp" in partitions:
+        rivals.append(_fastest(PLAIN_FSDP, here.under("fsdp")))
+    return rivals
+
+
+def _fastest(name: str, layouts: Iterator[Estimated] | Ranking) -> Rival:
+    why = "no layout of it is legal"
+    for one in layouts:
+        if one.fits:
+            return Rival(name, one)
+        why = "no layout of it fits"
+    return Rival(name, None, why)
+
+
+def _is_the_torus(one: Estimated) -> bool:
+    """Return whether the mesh has the sizes of the torus, the shortest for data (arXiv 2304.01433, section 2.7)."""
+    sizes = [int(one.group.candidates.sizes[axis][one.number]) for axis in ("x", "y", "z")]
+    return sorted(sizes) == sorted(parse_shape(one.group.target.topology) or ()) and sizes[2] == min(sizes)
+
+
+def layouts_of(rivals: Sequence[Rival]) -> list[Estimated]:
+    """Return the layouts of rivals that have one."""
+    return [rival.layout for rival in rivals if rival.layout is not None]
+
+
+def compared(rival: Rival, compiles: Compiles, best: dict[str, Any], measured_s: float | None = None) -> str:
+    """Return how many times faster the best layout, `best`, is than a rival, in a line.
+
+    Measured steps are compared with measured ones, compiled with compiled, and otherwise estimates: of the same kind
+    for both layouts. `measured_s`: of the rival.
+    """
+    name, one = rival.name, rival.layout
+    if one is None:
+        return f"{name}: {rival.why}"
+    layout = " ".join(one.overrides[1:])
+    if measured_s is not None and best["stage"] == "measure":
+        return f"{name}: {duration(measured_s)} (measured), {measured_s / best['step_s']:.2f} times the best; {layout}"
+    compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
+    if compiled is not None and compiled.step_s is None:
+        return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
+    of_best = next((c.step_s for c in compiles.done if c.estimate.overrides == best["overrides"]), None)
+    if compiled is not None and compiled.step_s is not None and of_best is not None:
+        times = compiled.step_s / of_best
+        return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
+    times = one.step_s / sum(best["parts_s"].values())
+    return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"

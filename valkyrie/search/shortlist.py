@@ -1,0 +1,125 @@
+"""Which layouts a search compiles, in which order, and when no other can be better."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from valkyrie.hardware.target import TargetConfig, usable_hbm
+from valkyrie.search.estimate import rank as ranking
+from valkyrie.search.estimate.rank import Estimated
+
+FILE = Path(ranking.__file__).with_name("errors.json")
+"""How far estimates were from compiled steps; experiments/search/table.py writes it."""
+LOOKED_AT = 500
+"""Layouts of a slice, the fastest first, that may be compiled at all."""
+VARIANTS = 3
+"""Layouts of one slice, mesh and partition that are listed before others have had their turn."""
+AS_FAST = 1.01
+"""A layout whose estimate on another torus of as many chips is longer by no more than this is listed with it."""
+
+Place = tuple[str, str, str]
+"""Chips, mesh and partition by name."""
+
+
+def place_of(one: Estimated) -> Place:
+    """Return the chips, mesh and partition of a layout; whichever torus the chips have."""
+    partition = one.group.candidates.partition
+    return chips_of(one.group.target), one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
+
+
+def chips_of(target: TargetConfig) -> str:
+    """Return how many chips of which kind a slice has; whichever torus they have."""
+    return f"{target.slices} x {target.chips} {target.chip.name if target.chip else target.name}"
+
+
+def chip_of(one: Estimated) -> str:
+    """Return the name of a layout's chip."""
+    return one.group.target.chip.name if one.group.target.chip else one.group.target.name
+
+
+def elsewhere(one: Estimated) -> str:
+    """Return a name that a layout has on every torus of as many chips."""
+    changing = ("target=", "mesh.placement=")
+    return " ".join([chips_of(one.group.target), *(o for o in one.overrides if not o.startswith(changing))])
+
+
+@cache
+def errors() -> dict[str, Any]:
+    """Return the errors of estimates: a compiled step took `low` to `high` of its estimate, a peak `memory_low` ...."""
+    return json.loads(FILE.read_text())
+
+
+@dataclass
+class Shortlist:
+    """The layouts that may be the best: those that should fit, and the fastest of those that should not.
+
+    `smallest`: of each chip the layout that needs least memory.
+    """
+
+    fitting: list[Estimated] = field(default_factory=list)
+    doubtful: list[Estimated] = field(default_factory=list)
+    smallest: list[Estimated] = field(default_factory=list)
+
+    def on(self, targets: Collection[str]) -> Shortlist:
+        """Return the layouts on some slices."""
+        fitting, doubtful, smallest = (
+            [one for one in some if one.group.target.name in targets]
+            for some in (self.fitting, self.doubtful, self.smallest)
+        )
+        return Shortlist(fitting, doubtful, smallest)
+
+    def best(self, chips: str, count: int) -> list[Estimated]:
+        """Return the fastest layouts on so many chips that should fit, at most some of one slice, mesh and partition.
+
+        A layout is listed on the torus where it is fastest alone.
+        """
+        taken: dict[Place, int] = {}
+        best: dict[str, Estimated] = {}
+        for one in (e for e in self.fitting if chips_of(e.group.target) == chips):
+            place = place_of(one)
+            if elsewhere(one) in best:
+                continue
+            taken[place] = taken.get(place, 0) + 1
+            if taken[place] <= VARIANTS:
+                best[elsewhere(one)] = one
+            if len(best) == count:
+                break
+        return list(best.values())
+
+    def as_fast_on(self, one: Estimated) -> list[str]:
+        """Return the other slices of as many chips on which the same layout is estimated as fast."""
+        name, longest = elsewhere(one), AS_FAST * one.step_s
+        alike = (e for e in self.fitting if e.step_s <= longest and elsewhere(e) == name)
+        return [
+            target for target in dict.fromkeys(e.group.target.name for e in alike) if target != one.group.target.name
+        ]
+
+
+def shortlist(ranked: ranking.Ranking) -> Shortlist:
+    """Return the layouts of a ranking that may be the best, by what estimates of memory have been off."""
+    made, low = Shortlist(), errors()["memory_low"]
+    smallest: dict[str, Estimated] = {}
+    for target in dict.fromkeys(e.group.target.name for e in ranked.estimates):
+        if (one := ranked.on(target).smallest()) is not None:
+            known = smallest.setdefault(chip_of(one), one)
+            smallest[chip_of(one)] = min(known, one, key=lambda e: e.bytes)
+        fitting, doubtful = [], []
+        for one in itertools.islice(ranked.on(target), 20 * LOOKED_AT):
+            usable = usable_hbm(one.group.target.chip)
+            if one.fits:
+                fitting.append(one)
+            elif usable is not None and one.bytes * low <= usable and len(doubtful) < LOOKED_AT:
+                doubtful.append(one)
+            if len(fitting) == LOOKED_AT:
+                break
+        made.fitting += fitting
+        made.doubtful += doubtful
+    made.fitting.sort(key=lambda one: one.step_s)
+    made.smallest = list(smallest.values())
+    return made

@@ -1,0 +1,1 @@
+"""Tries compiler options and implementations on one layout, by compiling."""

@@ -1,0 +1,192 @@
+"""`mode=tune`: prints what compiler options and implementations are worth to a layout, and keeps the best."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from valkyrie.config.modes import ATTEMPTS, TUNED
+from valkyrie.config.run import Run
+from valkyrie.paths import write_whole
+from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
+from valkyrie.search.tune.tune import tune
+from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments
+from valkyrie.train.options import option_text
+from valkyrie.train.screen import make_console
+from valkyrie.units import duration, memory, seconds_of
+
+_WIDTHS = (10, 9, 10, 12)
+"""Columns of the step, its change, the peak and the verdict; the option stands last, for it is long."""
+
+
+def tune_mode(run: Run) -> int:
+    """Tune the run's compiler options by compiling it, print and keep what comes out; return the exit status.
+
+    Ctrl-C ends it with what is known so far: what was compiled is in the cache, where the same command finds it.
+    """
+    console, folder, budget = make_console(), run_folder(run), run.config.mode.budget
+    known: list[Tuned] = []
+    interrupted = False
+    console.print(_first(run), soft_wrap=True, markup=False)
+    with console.status("compiling") as status:
+        screen = _Screen(console, status)
+
+        def show(tuned: Tuned) -> None:
+            known.append(tuned)
+            screen.show(tuned)
+
+        try:
+            with raises():
+                known.append(tune(run, None, None if budget is None else seconds_of(budget), show, screen.progress))
+        except KeyboardInterrupt:
+            if not known:
+                raise
+            interrupted = True
+    tuned = known[-1]
+    write_about(run, folder)
+    write_whole(folder / ATTEMPTS, json.dumps(as_json(tuned), indent=1) + "\n")
+    write_whole(folder / TUNED, fragment(tuned))
+    _show_end(tuned, folder, interrupted, console)
+    return EXIT_STATUS if interrupted else 0
+
+
+def _first(run: Run) -> str:
+    """Return what is compiled first, and that a budget does not end it."""
+    mode = run.config.mode
+    text = f"compiling the layout as it is for {run.config.target.describe()}"
+    if mode.budget is None:
+        return text
+    return f"{text}: mode.budget={mode.budget} does not end that, for all else is held to it; mode.time_limit_s does"
+
+
+class _Screen:
+    """What is shown while options are tried: a row for each result, and in a terminal the best so far."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status, self._best = console, status, ""
+
+    def show(self, tuned: Tuned) -> None:
+        attempt = tuned.attempts[-1]
+        if attempt.verdict is Verdict.start:
+            about = tuned.run.about()
+            self._print(f"{about['model']} under {about['layout']} on {about['described']}", "bold")
+            if tuned.set_by_user:
+                self._print(f"left as you set them: {', '.join(assignments(tuned.set_by_user))}")
+            self._print(_columns("step", "change", "peak", "", "option"))
+        for line in row(attempt):
+            self._print(line, "green" if attempt.verdict is Verdict.kept else None)
+        gained = f" ({-100 * tuned.gain:+.1f}%)" if tuned.options else ""
+        self._best = f"best {duration(tuned.step_s)}{gained} after {len(tuned.attempts)} · "
+
+    def progress(self, line: str) -> None:
+        self._status.update(self._best + line)
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        self._console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def row(attempt: Attempt) -> list[str]:
+    """Return the lines of an attempt: step, its change to the best before it, peak, verdict, option; and the reason."""
+    names = ", ".join(assignments(attempt.options)) or "as it is"
+    if len(attempt.options) > 3:  # what is set together of one candidate is less
+        names = f"{len(attempt.options)} options together: {', '.join(attempt.options)}"
+    step, change, peak = "", "", ""
+    if attempt.step_s is not None:
+        step, peak = duration(attempt.step_s), memory(attempt.peak)
+        same = attempt.change is None or attempt.verdict is Verdict.same
+        change = "" if same else f"{100 * (attempt.change or 0):+.1f}%"
+    verdict = "" if attempt.verdict is Verdict.start else attempt.verdict.value
+    return [_columns(step, change, peak, verdict, names), *([f"  {attempt.reason}"] if attempt.reason else [])]
+
+
+def _columns(step: str, change: str, peak: str, verdict: str, option: str) -> str:
+    cells = zip((step, change, peak, verdict), _WIDTHS, ("rjust", "rjust", "rjust", "ljust"), strict=True)
+    return "  ".join([*(getattr(text, align)(width) for text, width, align in cells), option])
+
+
+def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:
+    """Print what the options buy, the YAML that sets them, and the command that trains with them."""
+
+    def tell(line: str, style: str | None = None) -> None:
+        console.print(line, style=style, markup=False, soft_wrap=True)
+
+    if interrupted:
+        tell("stopped; the same command goes on from what was compiled", "yellow")
+    elif not tuned.finished:
+        spent = f"mode.budget={tuned.run.config.mode.budget} is spent and there is more to try"
+        tell(f"{spent}: the same command with a longer one goes on from what was compiled", "yellow")
+    if not (tuned.options or tuned.model):
+        tried = len(tuned.attempts) - 1
+        of_those = f"none of {tried} tried is shorter" if tried else "nothing else was tried"
+        tell(f"best as it is: {duration(tuned.start_s)} a step; {of_those}")
+    else:
+        before, after = duration(tuned.start_s), duration(tuned.step_s)
+        tell(f"predicted step: {before} as it is, {after} with these options ({-100 * tuned.gain:+.1f}%)", "bold")
+        for line in bought(tuned):
+            tell(f"  {line}")
+        tell(fragment(tuned).rstrip())
+        tell(f"options: {folder / TUNED}")
+        tell(f"to train with them: {training_command(tuned)}")
+    tell(f"all that was tried: {folder / ATTEMPTS}")
+
+
+def bought(tuned: Tuned) -> list[str]:
+    """Return a line for each option that was kept: the step without and with it, when it was tried."""
+    lines = []
+    for attempt in tuned.attempts:
+        kept = {name: v for name, v in attempt.options.items() if (tuned.options | tuned.model).get(name, ...) == v}
+        if attempt.verdict is Verdict.kept and kept and attempt.step_s is not None and attempt.change is not None:
+            before = attempt.step_s / (1 + attempt.change)
+            steps = f"{duration(before)} to {duration(attempt.step_s)} ({100 * attempt.change:+.1f}%)"
+            lines.append(f"{', '.join(assignments(kept))}: {steps}")
+    return lines
+
+
+def fragment(tuned: Tuned) -> str:
+    """Return the YAML that sets the options; its comments say how to use it, and what each option buys."""
+    about, steps = tuned.run.about(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
+    lines = [
+        "# @package _global_",
+        f"# {training_command(tuned)}",
+        "# Or copy this file to FOLDER/experiment/tuned.yaml and write --config-dir FOLDER +experiment=tuned.",
+        f"# {about['model']} under {about['layout']} on {about['described']}, batch {about['batch']} x {about['seq']}:",
+        f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {versions().get('libtpu')}).",
+    ]
+    lines += [f"# {line}" for line in bought(tuned)]
+    if tuned.to_fit:
+        lines.append(f"# without {', '.join(assignments(tuned.to_fit))} it does not fit")
+    for key, value in tuned.model.items():
+        *path, name = key.split(".")
+        lines += [f"{'  ' * depth}{part}:" for depth, part in enumerate(path)] + [f"{'  ' * len(path)}{name}: {value}"]
+    if not tuned.settings:
+        return "\n".join([*lines, "target: {chip: {xla_options: {}}}", ""])
+    values = [f"{name}: {'null' if v is None else option_text(v)}" for name, v in sorted(tuned.settings.items())]
+    return "\n".join([*lines, "target:", "  chip:", "    xla_options:", *(f"      {value}" for value in values), ""])
+
+
+def training_command(tuned: Tuned) -> str:
+    """Return the command that trains the run with its options, in a folder of its own, as it was typed otherwise."""
+    own = ("mode", "name")
+    typed = [a for a in tuned.run.arguments if key_value(a)[0] not in own and not key_value(a)[0].startswith("mode.")]
+    return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])
+
+
+def as_json(tuned: Tuned) -> dict[str, Any]:
+    """Return what `tune.json` holds: steps in seconds, bytes of a device at the peak, every attempt in order."""
+    attempts = [asdict(attempt) | {"verdict": attempt.verdict.value} for attempt in tuned.attempts]
+    steps = {"start_s": tuned.start_s, "step_s": tuned.step_s, "finished": tuned.finished}
+    head = {"schema": 1, "about": tuned.run.about(), "versions": versions()} | steps
+    return head | {
+        "options": tuned.options,
+        "model": tuned.model,
+        "to_fit": tuned.to_fit,
+        "set_by_user": tuned.set_by_user,
+        "attempts": attempts,
+    }

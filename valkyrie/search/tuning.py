@@ -1,0 +1,48 @@
+"""The third stage: compiler options and other implementations are tried on the best layout, by compile alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.search.compiling import Compiled
+from valkyrie.search.question import Question
+from valkyrie.search.tune.mode import row
+from valkyrie.search.tune.tune import tune
+from valkyrie.search.tune.tuned import Tuned
+from valkyrie.units import duration
+
+
+def tune_best(question: Question, best: Compiled, budget_s: float, console: Console) -> tuple[int, list[str]]:
+    """Return the exit status, and the overrides with which the best layout's step is shortest.
+
+    Ctrl-C, and the end of the budget in seconds, leave the best so far.
+    """
+    mode = question.run.config.mode
+    run = best.estimate.run(question.run).changed(mode=replace(mode, name="compile", budget=None))
+    known: list[Tuned] = []
+
+    def tell(tuned: Tuned) -> None:
+        known.append(tuned)
+        console.print("  ".join(row(tuned.attempts[-1])), markup=False, soft_wrap=True)
+
+    console.print(
+        f"trying compiler options and implementations on {' '.join(best.estimate.overrides[1:])}",
+        markup=False,
+        soft_wrap=True,
+    )
+    status = 0
+    try:
+        with raises():
+            known.append(tune(run, None, budget_s, tell))
+    except KeyboardInterrupt:
+        status = EXIT_STATUS
+    if not known:
+        return status, []
+    tuned = known[-1]
+    console.print(
+        f"tuned: {duration(tuned.start_s)} as it is, {duration(tuned.step_s)} with the best of what was tried"
+    )
+    return status, tuned.overrides
