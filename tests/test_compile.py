@@ -71,7 +71,7 @@ Program hbm requirement 37.85G:
 """
 
 
-PACKAGE = Path(compiling.__file__).parent.parent
+PACKAGE = Path(compiling.__file__).parents[2]
 
 
 @pytest.fixture
@@ -340,15 +340,15 @@ def test_an_edit_of_a_users_module_is_seen_by_the_same_process(tmp_path: Path):
     (deep / "mine.py").write_text("rate = 1\n")
     (tmp_path / "linked").symlink_to(tmp_path / "blocks")
     (tmp_path / "round").symlink_to(tmp_path)
-    before = source_digest("run.py", str(tmp_path))
+    before = source_digest("axes.py", str(tmp_path))
     (tmp_path / "notes.txt").write_text("not a module")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "other.py").touch()  # no import can name it
-    assert source_digest("run.py", str(tmp_path)) == before
+    assert source_digest("axes.py", str(tmp_path)) == before
     (deep / "mine.py").write_text("rate = 2\n")
-    edited = source_digest("run.py", str(tmp_path))
+    edited = source_digest("axes.py", str(tmp_path))
     (deep / "mine.py").rename(deep.parent / "mine.py")
-    assert len({before, edited, source_digest("run.py", str(tmp_path))}) == 3
+    assert len({before, edited, source_digest("axes.py", str(tmp_path))}) == 3
 
 
 def test_a_compile_beyond_its_time_is_a_result(tiny: Run):
@@ -393,8 +393,8 @@ def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int)
     scratch.mkdir()
     program = (
         "import os, subprocess, sys, time\n"
-        "child = 'import time; from valkyrie.search import child; child._outcome = lambda f: time.sleep(60); '\n"
-        "child += 'child.main()'\n"
+        "child = 'import time; from valkyrie.search.compile import child; '\n"
+        "child += 'child._outcome = lambda f: time.sleep(60); child.main()'\n"
         "command = [sys.executable, '-c', child, 'scratch', str(os.getpid())]\n"
         "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
         f"time.sleep({lived_s})\n"

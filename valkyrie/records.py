@@ -1,0 +1,92 @@
+"""The JSON codec of Valkyrie's files: frozen dataclasses to and from plain values. Errors name file and field.
+
+A record is a frozen dataclass of plain values, enums, tuples, dicts and other records. Two fields are special, both
+optional: `schema: int`, whose default is the newest version this code reads, and `unknown: dict[str, Any]`, which keeps
+the keys that a newer Valkyrie wrote, so that rewriting a file does not lose them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from valkyrie.paths import write_whole
+
+R = TypeVar("R")
+UNKNOWN = "unknown"
+
+
+class RecordError(ValueError):
+    """The content of a file does not match its record type: `source` is the file, `field` a path such as `$.parts[0]`."""
+
+    def __init__(self, source: str, field: str, reason: str) -> None:
+        super().__init__(f"{source}: {reason}" + (f" at {field}" if field else ""))
+        self.source, self.field, self.reason = source, field, reason
+
+
+def encode(record: Any) -> Any:
+    """Convert a record, or a list or dict of records, to what `json.dumps` takes; NumPy scalars become Python's."""
+    plain = msgspec.to_builtins(record, enc_hook=_encode_scalar)
+    if dataclasses.is_dataclass(record) and isinstance(plain, dict) and UNKNOWN in plain:
+        plain |= plain.pop(UNKNOWN)
+    return plain
+
+
+def decode(record_type: type[R], plain: Any, source: str) -> R:
+    """Convert plain values to a record. Raises RecordError, with `source` and field, for wrong types or versions."""
+    if not isinstance(plain, dict) or not dataclasses.is_dataclass(record_type):
+        return _convert(record_type, plain, source)
+    fields = {field.name: field for field in dataclasses.fields(record_type)}
+    version, newest = plain.get("schema", 1), fields["schema"].default if "schema" in fields else None
+    if isinstance(version, int) and isinstance(newest, int) and version > newest:
+        reason = f"version {version} was written by a newer Valkyrie; this one reads up to {newest}"
+        raise RecordError(source, "$.schema", reason)
+    if UNKNOWN in fields:
+        plain = {k: v for k, v in plain.items() if k in fields} | {
+            UNKNOWN: {k: v for k, v in plain.items() if k not in fields}
+        }
+    return _convert(record_type, plain, source)
+
+
+def dump(record: Any) -> str:
+    """Return a record as indented JSON text, ending with a newline."""
+    return json.dumps(encode(record), indent=1) + "\n"
+
+
+def load(record_type: type[R], text: str | bytes, source: str) -> R:
+    """Parse JSON text into a record. Raises RecordError for broken JSON as for wrong types."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(source, "", f"is not JSON ({error})") from error
+    return decode(record_type, plain, source)
+
+
+def write_record(path: Path, record: Any) -> Path:
+    """Write a record to a JSON file in one piece and return its path. Raises DiskError if it cannot be written."""
+    return write_whole(path, dump(record))
+
+
+def read_record(record_type: type[R], path: Path) -> R:
+    """Read a record from a JSON file. Raises RecordError for its content and OSError if it cannot be read."""
+    return load(record_type, path.read_bytes(), str(path))
+
+
+def _convert(record_type: type[R], plain: Any, source: str) -> R:
+    try:
+        return msgspec.convert(plain, record_type)
+    except msgspec.ValidationError as error:
+        reason, _, field = str(error).partition(" - at ")
+        raise RecordError(source, field.strip("`"), reason[:1].lower() + reason[1:]) from error
+
+
+def _encode_scalar(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not a plain value")
