@@ -21,7 +21,7 @@ UNKNOWN = "unknown"
 
 
 class RecordError(ValueError):
-    """The content of a file does not match its record type: `source` is the file, `field` a path such as `$.parts[0]`."""
+    """The content of a file does not match its record type, at `field` (such as `$.parts[0]`) of `source`."""
 
     def __init__(self, source: str, field: str, reason: str) -> None:
         super().__init__(f"{source}: {reason}" + (f" at {field}" if field else ""))
