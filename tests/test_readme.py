@@ -126,6 +126,19 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
     assert composed.run is not None or composed.out.startswith(("valkyrie-train trains a model", "mode:"))
 
 
+@pytest.mark.slow
+def test_the_sweep_that_is_listed_runs(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (listing,) = re.findall(r"```yaml\n(.*?)```", PAGES["sweeps/README.md"], re.DOTALL)
+    folder = tmp_path / "mine"
+    (folder / "sweep").mkdir(parents=True)
+    (folder / "sweep" / "mine.yaml").write_text(listing)
+    play(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
+    ended = command("tracking=off", "--config-dir", str(folder), "-m", "+sweep=mine")
+    (sweep,) = (tmp_path / "runs").iterdir()
+    trials = list(TrialLog(sweep).read())
+    assert ended.status == 0 and len(trials) >= 8, ended.err
+
+
 LAUNCHED = [line for line in COMMANDS if line.startswith("valkyrie-launch")]
 
 
