@@ -371,8 +371,9 @@ def test_the_traceback_is_there_for_those_who_ask(command: Any, monkeypatch: pyt
         command(*SMALL, "batch=7")
 
 
-def test_the_refusal_in_the_readme_is_what_is_printed(command: Any):
-    block = (Path(__file__).parent.parent / "README.md").read_text().split("$ valkyrie-train partition=2d_tp ")[1]
+def test_the_refusal_on_the_page_of_the_configuration_is_what_is_printed(command: Any):
+    page = (Path(__file__).parent.parent / "conf" / "README.md").read_text()
+    block = page.split("$ valkyrie-train partition=2d_tp ")[1]
     arguments, *shown = block.split("```")[0].splitlines()
     refused = command("partition=2d_tp", *arguments.split())
     assert refused.status == 2

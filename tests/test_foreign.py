@@ -19,9 +19,8 @@ from machines import needs_libtpu
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "foreign"
 CASES = yaml.safe_load((FOLDER / "cases.yaml").read_text())
-EXAMPLE = re.findall(
-    r"```python\n(.*?)```", (ROOT / "README.md").read_text().split("## Any JAX program")[1].split("\n## ")[0], re.DOTALL
-)[0]
+PAGE = (ROOT / "README.md").read_text()
+EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)[0]
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

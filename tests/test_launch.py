@@ -75,11 +75,11 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], case: str):
     subprocess.run(["bash", "-n"], input=out, text=True, check=True)
 
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-SECTION = README.split("\n## Launch\n")[1].split("\n## ")[0]
+PAGE = (Path(__file__).parent.parent / "valkyrie" / "launch" / "README.md").read_text()
+SECTION = PAGE.split("\n## Launch\n")[1].split("\n## ")[0]
 
 
-def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
     typed, whole, asked = re.findall(r"^```\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE)
     commands = [shlex.split(line)[1:] for line in typed.splitlines()]
     targets = ["target=local", "target=v4-64", "target=v5e-8", "target=v6e-4", "target=v5p-128"]
@@ -90,7 +90,7 @@ def test_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("line", re.findall(r"`valkyrie-launch (.*?)`", SECTION.replace("\n", " ")))
-def test_readme_names_what_there_is(capsys: pytest.CaptureFixture[str], line: str):
+def test_the_page_names_what_there_is(capsys: pytest.CaptureFixture[str], line: str):
     status, out, _ = call(capsys, *shlex.split(line))
     assert status == 0 and out
     subprocess.run(["bash", "-n"], input="" if line == "dockerfile" else out, text=True, check=True)

@@ -1,4 +1,4 @@
-"""README's "Adding to it": a block of one's own in a folder trains, streams, shows, compiles and sweeps."""
+"""The block of valkyrie/models/README.md in a folder of one's own trains, streams, shows, compiles and sweeps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from valkyrie.config.run import Run
 from valkyrie.models import let_import
 from valkyrie.sweep.trial import Status, TrialLog
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 SMALL = ("model=gated_conv_tiny", "model.embed=32", "model.mlp=64", "model.gated_conv.channels=48", "batch=8", "seq=48")
 SMALL += ("model.attention.head_dim=8", "model.loss_chunk=16", "tracking=off")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of README's section, in a folder of the user's."""
+    """A folder of a user with the files that the pages list."""
     folder = tmp_path_factory.mktemp("own")
-    section = README.read_text().split("## Adding to it")[1].split("\n## ")[0]
-    for _, name, body in re.findall(r"```(python|yaml)\n# FOLDER/(\S+)\n(.*?)```", section, re.DOTALL):
+    listing = r"```(?:python|yaml)\n# FOLDER/(\S+)\n(.*?)```"
+    pages = [(ROOT / path / "README.md").read_text() for path in ("valkyrie/models", "conf")]
+    for name, body in re.findall(listing, "\n".join(pages), re.DOTALL):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body)
     assert sorted(str(f.relative_to(folder)) for f in folder.rglob("*.*")) == [
         "gated_conv.py",
         "model/gated_conv_tiny.yaml",
+        "model/perplexity_tiny.yaml",
         "partition/mine.yaml",
+        "perplexity.py",
     ]
     return folder
 
@@ -63,6 +66,15 @@ def test_it_takes_the_same_steps_under_every_partition(folder, run, partition):
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_allclose(other["loss"], one["loss"], rtol=2e-5)
         np.testing.assert_allclose(np.sqrt(other["leaf_norms"]), np.sqrt(one["leaf_norms"]), rtol=2e-4)
+
+
+@pytest.mark.slow
+def test_the_task_logs_its_metric(folder):
+    let_import([folder])
+    small = ("model.layers=1", "model.embed=32", "model.attention.head_dim=8", "batch=8", "seq=48", "mesh=1x1x1")
+    run = compose_run(f"hydra.searchpath=[valkyrie://groups,{folder}]", "model=perplexity_tiny", *small, "partition=dp")
+    for metrics in run_steps(make_program(run), 2).metrics:
+        np.testing.assert_allclose(metrics["perplexity"], np.exp(metrics["loss"]), rtol=1e-5)
 
 
 @pytest.mark.slow

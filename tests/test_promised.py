@@ -1,4 +1,4 @@
-"""README's table of what was promised: what the script prints of the kept results, of runs that are still the same."""
+"""The table of what was promised: what the script prints of the kept results, of runs that are still the same."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ promised = import_module("promised")  # a script, found by the line above
 KEPT = json.loads(promised.KEPT.read_text())
 
 
-def test_readme_has_the_table_that_the_script_prints():
+def test_the_page_has_the_table_that_the_script_prints():
     assert {*KEPT} == {promise.experiment for promise in promised.PROMISES}
-    assert promised.table(KEPT) in (ROOT / "README.md").read_text()
+    assert promised.table(KEPT) in (ROOT / "experiments" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("promise", promised.PROMISES, ids=lambda promise: promise.experiment)

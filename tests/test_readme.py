@@ -1,4 +1,5 @@
-"""README: its commands compose, and its figures are those of the code, of a table beside it, and of each other."""
+"""The documentation pages: their commands compose, their links lead somewhere, and their figures agree with the code,
+with the data beside them, and with each other."""
 
 from __future__ import annotations
 
@@ -29,38 +30,82 @@ from valkyrie.cli.parser import without_comment
 from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
 from valkyrie.config.compose import default_partition
+from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
 from valkyrie.launch.options import read_options
 from valkyrie.sweep.trial import Status, TrialLog
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-WITHOUT_LISTINGS = re.sub(r"^```\w+\n.*?^```\n", "", README, flags=re.DOTALL | re.MULTILINE)
-FENCED = "\n".join(re.findall(r"^```\n(.*?)^```", WITHOUT_LISTINGS, re.DOTALL | re.MULTILINE))
-SPANS = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", WITHOUT_LISTINGS, flags=re.DOTALL | re.MULTILINE))
-TYPED = [
-    m[1]
-    for m in re.finditer(
-        r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict|launch|doctor)(?: .*)?)$", FENCED, re.MULTILINE
-    )
-]
-WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span]
-"""What stands in a sentence; the folder of one's own is that of `test_own_block`."""
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("conf", "experiments", "sweeps", "tests", "valkyrie")
+PATHS = [ROOT / "README.md", *sorted({p.resolve() for folder in FOLDERS for p in (ROOT / folder).rglob("README.md")})]
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
+"""Every documentation page, by its path."""
+README, CONF, SEARCH = PAGES["README.md"], PAGES["conf/README.md"], PAGES["valkyrie/search/README.md"]
+EXPERIMENTS, PACKAGE = PAGES["experiments/README.md"], PAGES["valkyrie/README.md"]
+LISTING = re.compile(r"^```\w+\n.*?^```\n", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?:.*&& )?(?:uv run )?(valkyrie-(?:train|report|data|predict|launch|doctor|convert)(?: .*)?)$", re.MULTILINE
+)
+
+
+def fenced(page: str) -> str:
+    """Return the fenced blocks without a language: commands and their output."""
+    return "\n".join(re.findall(r"^```\n(.*?)^```", LISTING.sub("", page), re.DOTALL | re.MULTILINE))
+
+
+def spans(page: str) -> list[str]:
+    """Return the code spans of the text, outside fenced blocks."""
+    text = re.sub(r"^```.*?^```", "", LISTING.sub("", page), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def section(page: str, heading: str) -> str:
+    """Return the text below a heading, up to the next heading."""
+    return re.split(rf"^#+ {re.escape(heading)}$", page, flags=re.MULTILINE)[1].split("\n#")[0]
+
+
+SPANS = [span for page in PAGES.values() for span in spans(page)]
+TYPED = [line for page in PAGES.values() for line in COMMAND.findall(fenced(page)) if "FOLDER" not in line]
+"""Commands in fenced blocks. `test_own_block` runs those with a folder of one's own."""
+WITHIN = [span for span in SPANS if re.match(r"valkyrie-\w+ ", span) and "FOLDER" not in span and "ZONE" not in span]
+"""Commands in sentences and tables."""
+COMMANDS = list({line.partition(" #")[0].rstrip(): line for line in WITHIN + TYPED}.values())
+"""Every command once, with its comment if it has one."""
 
 
 def arguments_of(line: str) -> list[str]:
-    """The arguments that zsh makes of a line, its comment among them."""
+    """Split a line into arguments as zsh does, which does not drop comments."""
     typed, _, comment = line.partition(" #")
     return [*shlex.split(typed)[1:], *(["#", *comment.split()] if comment else [])]
 
 
-TRAIN = [line for line in TYPED + WITHIN if line.startswith("valkyrie-train")]
+TRAIN = [line for line in COMMANDS if line.startswith("valkyrie-train")]
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 250
 
 
 def test_the_commands_are_found():
-    assert len(TRAIN) >= 14 and len([line for line in TRAIN if " -m " in line]) == 3
+    assert len(TRAIN) >= 35 and len([line for line in TRAIN if " -m " in line]) == 3
     assert any("resume=latest" in line for line in TRAIN) and any("~/books" in line for line in TRAIN)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_a_heading(page: str):
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        assert linked.is_file(), target
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if anchor else []
+        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in anchors, target
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    for page in PAGES:
+        assert page == "README.md" or f"]({page}" in README, page
 
 
 @pytest.mark.parametrize(
@@ -78,10 +123,23 @@ def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, t
     make_run(tmp_path / "runs", "mine", "model=gpt_tiny", "mesh=2x2x2")
     composed = command(*arguments)
     assert (composed.status, composed.err) == (0, "")
-    assert composed.run is not None or composed.out.startswith("valkyrie-train trains a model")
+    assert composed.run is not None or composed.out.startswith(("valkyrie-train trains a model", "mode:"))
 
 
-LAUNCHED = [line for line in TYPED + WITHIN if line.startswith("valkyrie-launch")]
+@pytest.mark.slow
+def test_the_sweep_that_is_listed_runs(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (listing,) = re.findall(r"```yaml\n(.*?)```", PAGES["sweeps/README.md"], re.DOTALL)
+    folder = tmp_path / "mine"
+    (folder / "sweep").mkdir(parents=True)
+    (folder / "sweep" / "mine.yaml").write_text(listing)
+    play(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
+    ended = command("tracking=off", "--config-dir", str(folder), "-m", "+sweep=mine")
+    (sweep,) = (tmp_path / "runs").iterdir()
+    trials = list(TrialLog(sweep).read())
+    assert ended.status == 0 and len(trials) >= 8, ended.err
+
+
+LAUNCHED = [line for line in COMMANDS if line.startswith("valkyrie-launch")]
 
 
 @pytest.mark.parametrize("line", [line for line in LAUNCHED if " -- " in line])
@@ -94,16 +152,14 @@ def test_what_is_launched_composes(command: Any, line: str):
     assert devices is None or composed.run.config.mesh.size == devices * options.slices
 
 
-@pytest.mark.parametrize("line", [line for line in TYPED + WITHIN if line.startswith("valkyrie-doctor ")])
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("valkyrie-doctor ")])
 def test_what_the_doctor_is_asked_composes(command: Any, line: str):
     _, overrides = doctor_parser().parse_known_args(arguments_of(line))
     composed = command(*overrides)
     assert (composed.status, composed.err) == (0, "") and composed.run is not None
 
 
-OTHERS = [
-    line for line in TYPED + WITHIN if not line.startswith(("valkyrie-train", "valkyrie-launch", "valkyrie-doctor"))
-]
+OTHERS = [line for line in COMMANDS if not line.startswith(("valkyrie-train", "valkyrie-launch", "valkyrie-doctor"))]
 
 
 @pytest.mark.parametrize("line", OTHERS)
@@ -129,10 +185,10 @@ def test_every_setting_has_its_key_and_its_choice(key: str):
 
 def test_a_comment_behind_a_command_can_be_pasted_into_any_shell():
     """Zsh, which macOS has, takes no comments where one types: words and signs of a comment reach the command."""
-    for line in FENCED.splitlines():
+    for line in (line for page in PAGES.values() for line in fenced(page).splitlines()):
         head, sign, comment = line.partition(" #")
-        if sign:
-            assert head.startswith("valkyrie-"), f"{line}: pip and uv do not know that # begins a comment"
+        assert not sign or not head.startswith(("pip ", "uv ", "python ")), f"{line}: only our commands skip comments"
+        if sign and head.startswith("valkyrie-"):
             assert not re.search(r"""[;&|<>()$`\\"'*?\[\]{}!~]""", comment), line
 
 
@@ -142,67 +198,87 @@ NUMBERS = dict(zip(["twelve", "thirteen", "fourteen", "fifteen", "sixteen", "sev
 def test_counts_are_those_of_the_code():
     (parameters,) = re.findall(r"model of ([\d,]+) parameters", README.replace("\n", " "))
     assert int(parameters.replace(",", "")) == compose_run("mesh=2x2x2").model.parameter_count()
-    (word,) = re.findall(r"(\w+) names of `valkyrie`", README)
-    assert NUMBERS[word] == len(valkyrie.__all__)
+    (word,) = re.findall(r"(\w+) names of `valkyrie`", PACKAGE)
+    assert NUMBERS[word.lower()] == len(valkyrie.__all__)
     (minutes,) = re.findall(r"CI_SLOW_MINUTES:-(\d+)", (ROOT / ".ci" / "run").read_text())
-    assert ("half an hour" in README.replace("\n", " ")) == (minutes == "30")
+    assert ("half an hour" in PAGES["tests/README.md"].replace("\n", " ")) == (minutes == "30")
 
 
-def test_extras_and_layers_are_those_of_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = re.findall(r"extras? `([\w-]+)`", README) + re.findall(
-        r"`(\w+)`", README.split("Extras:")[1].split(". ")[0]
-    )
-    assert {*extras, "dev"} == {*project["project"]["optional-dependencies"]}
-    chain = re.split(r" → |, ", README.split("### Developing")[1].split(": a module imports")[0].replace("\n", " "))
-    named = [word.strip(" `") for word in chain if "`" in word]
-    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
-    rows = [next(i for i, row in enumerate(layers) if name in row.split(" | ")) for name in named]
-    assert rows == sorted(rows) and len(named) >= 15
+def test_the_extras_are_those_of_the_project():
+    table = re.findall(r"^\| (`.*?) \|", section(PACKAGE, "Installation"), re.MULTILINE)
+    listed = {extra for cell in table for extra in re.findall(r"`([\w-]+)`", cell)}
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*listed, "dev"} == {*optional}
+    assert {extra for page in PAGES.values() for extra in re.findall(r"extra\s+`([\w-]+)`", page)} <= {*optional}
 
 
 def test_python_3_11_alone_has_the_jax_that_is_said():
-    (said,) = re.findall(r"Python 3\.11\s+gets JAX ([\d.]*\d)", README)
+    (said,) = re.findall(r"Python 3\.11\s+gets JAX ([\d.]*\d)", PACKAGE)
     assert version("jax").startswith(f"{said}.") == (sys.version_info[:2] == (3, 11))
 
 
+def first_column(page: str, heading: str) -> list[str]:
+    """Return the names in the first column of the tables below a heading."""
+    cells = re.findall(r"^\| (`.*?) \|", section(page, heading), re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]*[^`=])`", cell)]
+
+
 def test_the_lists_of_choices_are_those_of_the_files():
-    table = README.split("### Partitions")[1].split("###")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == PARTITIONS
-    models = README.split("### Models")[1].split("###")[0]
-    sizes = re.findall(r"`(tiny|\d+[mb])`", models)
-    named = [f"{family}{size}" for family in re.findall(r"`(\w+_)\*`", models) for size in sizes]
-    words = [name for name in re.findall(r"`(\w+)`", models) if not name.endswith("_")]
-    named += [name for name in words if "_" in name or name in ("nanochat", "gpt2")]
-    assert sorted(named) == names("model")
+    assert sorted(name for name in first_column(CONF, "Partitions") if re.fullmatch(r"\w+", name)) == PARTITIONS
+    assert sorted(first_column(CONF, "Precision")) == names("precision")
+    assert sorted(first_column(CONF, "Data")) == names("data")
+    assert sorted(first_column(CONF, "Modes")) == sorted(MODES)
+    assert sorted(first_column(PAGES["sweeps/README.md"], "The sweeps of this folder")) == names("sweep")
+    _, sized, *others = re.findall(r"^\| [^|`]+ \| (.*`.*) \|$", section(CONF, "Models"), re.MULTILINE)
+    sizes = re.findall(r"`(tiny|\d+[mb])`", sized)
+    named = [f"{family}{size}" for family in re.findall(r"`(\w+_)\*`", sized) for size in sizes]
+    assert sorted(named + [name for row in others for name in re.findall(r"`(\w+)`", row)]) == names("model")
 
 
 def test_the_slices_that_are_named_have_the_chips_that_are_said():
-    targets = README.split("### Targets")[1].split("###")[0].replace("\n", " ")
-    counted = re.search(r"\(([\w, ]+) and (\w+) count cores, (\w+) and (\w+) chips;", targets)
-    assert counted is not None
-    by_cores = [*counted[1].split(", "), counted[2]]
-    for chip, cores in [*((chip, 2) for chip in by_cores), (counted[3], 1), (counted[4], 1)]:
-        assert parse_target(f"{chip}-32").chips == 32 // cores, chip
+    targets = section(CONF, "Targets")
+    for unit, cores in (("cores", 2), ("chips", 1)):
+        (chips,) = re.findall(rf"^\| TPU (.*?) \| {unit} \|", targets, re.MULTILINE)
+        for chip in chips.split(", "):
+            assert parse_target(f"{chip}-32").chips == 32 // cores, chip
     for name in re.findall(r"`([a-z]\w*[-:][\dx]+|cpu\d+)`", targets):
         assert parse_target(name)
 
 
-REPORT = README.split("reports whether it fits")[1].split("```")[1]
-LAYOUTS = README.split("| `partition=` on `mesh=4x4x2`, v4-64 |")[1].split("\n\n")[0]
+REPORT = section(SEARCH, "Predict one layout").split("```")[3]
+LAYOUTS = SEARCH.split("| `partition=` on `mesh=4x4x2`, v4-64 |")[1].split("\n\n")[0]
 ROWS = {
     name: tuple(float(value.replace(",", "")) for value in values)
     for name, *values in re.findall(
         r"^\| `(\w+)`.*?\| ([\d.]+) \| ([\d,]+) ms \| ([\d,]+) \| ([\d.]+)% \|$", LAYOUTS, re.MULTILINE
     )
 }
-"""Of every partition in README's table: peak GiB, milliseconds a step, tokens a second a chip, percent of MFU."""
+"""By partition: peak GiB, step time in ms, tokens/s/chip and MFU in percent."""
 
 
 def layout(partition: str) -> Run:
-    """The run of README's example under a partition."""
+    """The run of the example under a partition."""
     line = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
     return compose_run(*(a for a in arguments_of(line) if "partition" not in a), f"partition={partition}")
+
+
+def test_the_readme_shows_lines_of_the_report():
+    shown = section(README, "Predict a layout").split("```")[3]
+    assert all(line in REPORT.replace("        (and the rest", "\n") for line in shown.splitlines())
+    assert len(shown.splitlines()) > 12
+
+
+def test_the_search_in_the_readme_agrees_with_itself():
+    shown = section(README, "Search for the fastest layout").split("```")[3]
+    rows = re.findall(r"([\d.]+) s +-\d+ to \+\d+% +[\d.]+ GiB +([\d,]+) +\d+% +([\d.]+) +([\d,]+)", shown)
+    run = compose_run("target=v5p-64", "model=llama_8b", "batch=256", "seq=4096", "mesh=32x1x1")
+    chip = run.config.target.chip
+    assert len(rows) == 3 and chip is not None and chip.usd_per_hour is not None
+    for step, rate, hours, dollars in rows:
+        rate, dollars = float(rate.replace(",", "")), float(dollars.replace(",", ""))
+        assert rate == pytest.approx(256 * 4096 / 32 / float(step), rel=1e-3)
+        assert float(hours) == pytest.approx(20e9 / rate / 32 / 3600, rel=5e-3)
+        assert dollars == pytest.approx(20e9 / rate / 3600 * chip.usd_per_hour, rel=1e-3)
 
 
 def test_the_report_is_of_the_run_and_agrees_with_itself():
@@ -228,7 +304,7 @@ def test_the_report_is_of_the_run_and_agrees_with_itself():
 
 
 def test_the_table_of_the_search_agrees_with_itself_and_with_the_model():
-    found = README.split("| layout on v4-64 |")[1].split("\n\n")[0]
+    found = SEARCH.split("| layout on v4-64 |")[1].split("\n\n")[0]
     rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d,]+) ms \| ([\d,]+) \| ([\d.]+)% \|$", found, re.MULTILINE)
     run, steps = compose_run("target=v4-64", "model=valkyrie_1b", "batch=128", "mesh=32x1x1", "partition=fsdp"), []
     for _, milliseconds, rate, mfu in rows:
@@ -244,16 +320,20 @@ def test_the_table_of_partitions_agrees_with_itself_and_with_what_is_said_of_it(
         run = layout(partition)
         assert rate == pytest.approx(64 * 2048 / 32 / (milliseconds / 1000), rel=2e-3), partition
         assert mfu == pytest.approx(100 * run.step_flops / (32 * 275e12) / (milliseconds / 1000), abs=0.06), partition
-    assert ROWS["fsdp"][1] == min(row[1] for row in ROWS.values()) and "`fsdp` is the fastest" in README
-    assert ROWS["dp"][0] / ROWS["fsdp"][0] == pytest.approx(10, rel=0.1) and "in a tenth of `dp`'s memory" in README
-    assert "| `fsdp` (the default) |" in README and default_partition() == "fsdp"
+    assert (
+        ROWS["fsdp"][1] == min(row[1] for row in ROWS.values())
+        and "`fsdp` is the default: it is the\nfastest" in SEARCH
+    )
+    assert ROWS["dp"][0] / ROWS["fsdp"][0] == pytest.approx(10, rel=0.1) and "a tenth of the memory of `dp`" in SEARCH
+    assert "| `fsdp` (the default) |" in SEARCH and default_partition() == "fsdp"
 
 
 def test_the_summary_of_the_published_runs_is_that_of_its_rows():
     written = (ROOT / "experiments" / "published" / "results.md").read_text()
     cells = re.compile(r"^\| (\w+) \| (\d+) \| ([\d.%, ]+) \| ([\d.%, ]+) \| ([\d.%, ]+) \|", re.MULTILINE)
     said, summed = (
-        {row[0]: row[1:] for row in cells.findall(text)} for text in (README.split("### Predicted against")[1], written)
+        {row[0]: row[1:] for row in cells.findall(text)}
+        for text in (section(EXPERIMENTS, "Predicted against published"), written)
     )
     assert list(said) == ["v4", "v5e", "v5p", "v6e", "all"]
     assert said == {chip: summed[chip] for chip in said}
@@ -262,14 +342,24 @@ def test_the_summary_of_the_published_runs_is_that_of_its_rows():
     assert f"{median(abs(float(error)) for error in errors):.1f}%" == summed["all"][1].split(",")[0]
 
 
+def test_the_accuracy_in_the_readme_is_that_of_the_full_table():
+    short = re.findall(r"^\| (\w+) \| (\d+) \| (.*) \|$", section(README, "How accurate is it?"), re.MULTILINE)
+    full = section(EXPERIMENTS, "Predicted against published")
+    for chip, runs, cells in short:
+        (row,) = re.findall(rf"^\| {chip} \| {runs} \| (.*) \|$", full, re.MULTILINE)
+        prediction, _, constant = (cell.split(", ")[:2] for cell in row.split(" | "))
+        assert cells.split(" | ") == prediction + constant, chip
+    assert len(short) == 5 and re.search(r"^\| all \| 24 of 27 \|", full, re.MULTILINE) and "24 of 27 pairs" in README
+
+
 REPORTED = next(line for line in TRAIN if "mode=compile target=v4-64" in line and " -m " not in line)
-"""The command whose report README shows."""
-COMPILER = re.findall(r"All by libtpu ([\d.]+\d)", README)[0]
-# Kept, because the wheel that pip takes differs by Python and by day, and each predicts other times: what README shows
-# can be held to its own compiler alone. `.ci/run` on Python 3.11 has that one, until a new wheel asks for new figures.
+"""The command whose report the pages show."""
+COMPILER = re.findall(r"All by libtpu ([\d.]+\d)", SEARCH)[0]
+# The libtpu that pip installs differs by Python version and by day, and each predicts other times. The figures on the
+# pages can only be compared with their own compiler, which `.ci/run` has on Python 3.11 until a new wheel comes out.
 needs_the_same_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is not None and version("libtpu") != COMPILER,
-    reason=f"README's predictions are by libtpu {COMPILER}: another compiler predicts others",
+    reason=f"the predictions shown are by libtpu {COMPILER}: another compiler predicts others",
 )
 
 
@@ -280,7 +370,7 @@ def flat(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A function from README's arguments to what the command prints."""
+    """A function from the arguments of a line to what the command prints."""
     folder = tmp_path_factory.mktemp("compiled")
 
     def call(line: str) -> str:
@@ -316,5 +406,5 @@ def test_the_row_of_the_default_is_what_the_compiler_predicts(compiled: Callable
 @needs_the_same_libtpu
 def test_what_does_not_fit_is_told_as_shown(compiled: Callable[[str], str]):
     line = next(line for line in TRAIN if "target=v5e-4" in line)
-    printed, shown = compiled(line), FENCED.split(line)[1].split("\nvalkyrie-train")[0]
+    printed, shown = compiled(line), fenced(SEARCH).split(line)[1].split("\nvalkyrie-train")[0]
     assert flat(shown.replace(", ...", "")) in printed

@@ -4,7 +4,7 @@
     python experiments/foreign/compare.py 1b_v4_64 22b_v4_128    # some
     python experiments/foreign/compare.py --markdown foreign.md --json foreign.json
 
-It runs in an environment that holds MaxText 0.2.5 and this package (README, "Any JAX program"), so both programs are
+It runs in an environment that holds MaxText 0.2.5 and this package (experiments/README.md), so both programs are
 compiled by its libtpu. A compile of MaxText's takes minutes; its modules are kept in `--modules`, ours in the cache.
 """
 

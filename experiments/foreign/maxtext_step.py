@@ -2,8 +2,8 @@
 
     python experiments/foreign/maxtext_step.py model_name=llama3.1-8b compile_topology=v6e-32 per_device_batch_size=3
 
-It runs in an environment of its own, with MaxText 0.2.5 in it, which the README's section on predicting any JAX program
-says how to make. The arguments are those of `python -m maxtext.trainers.pre_train.train_compile`.
+It runs in an environment of its own, with MaxText 0.2.5 in it, which experiments/README.md says how to make. The
+arguments are those of `python -m maxtext.trainers.pre_train.train_compile`.
 """
 
 from __future__ import annotations
