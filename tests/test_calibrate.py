@@ -16,6 +16,7 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.report.records import Row, read_rows
+from valkyrie.runs.folder import RUN
 from valkyrie.search.calibrate import mode as calibrate
 from valkyrie.search.calibrate.mode import calibration
 from valkyrie.search.calibrate.replay_fit import replay_fit
@@ -24,8 +25,8 @@ from valkyrie.search.compile.trust import correction_of, trust
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.runs import estimated
 from valkyrie.search.folder import ANSWER
-from valkyrie.search.question import asked
-from valkyrie.sweep.trial import Trial
+from valkyrie.search.request import parse_request
+from valkyrie.sweep.trial import TRIALS, Trial
 
 LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
 SEQ = 512
@@ -75,9 +76,17 @@ def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
     return made
 
 
+def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
+    """Return the folder of a sweep with these trials, each with the `run.yaml` of its overrides."""
+    named = [replace(one, name=f"trial-{i}", folder=f"trial-{i}") for i, one in enumerate(made)]
+    for one in named:
+        run_of(one.overrides).save(folder / one.name / RUN)
+    return sweep_folder(folder, named)
+
+
 def calibrated(folder: Path, made: Sequence[Trial], capfd: pytest.CaptureFixture[str]) -> str:
     """Return what calibrating by these trials prints."""
-    sweep = sweep_folder(folder / "sweep", made)
+    sweep = saved_sweep(folder / "sweep", made)
     assert command("mode=calibrate", f"paths={sweep}", f"runs={folder}", "name=found") == 0
     return capfd.readouterr().out
 
@@ -197,9 +206,9 @@ def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, cap
     assert problem.startswith(refusal)
 
     several = [*SEARCH, "mode.targets=[v5e-8,v5e-16]"]
-    assert [slice_.chip for slice_ in asked(with_it(tmp_path, *several)).targets] == [chip, chip]
+    assert [slice_.chip for slice_ in parse_request(with_it(tmp_path, *several)).targets] == [chip, chip]
     with pytest.raises(ValueError, match="^target=v4-8: the command sets figures of v5e"):
-        asked(with_it(tmp_path, *SEARCH, "mode.targets=[v5e-8,v4-8]"))
+        parse_request(with_it(tmp_path, *SEARCH, "mode.targets=[v5e-8,v4-8]"))
     assert "All are of one family, so nothing says how good fitted constants are on another." in written
 
 
@@ -227,10 +236,22 @@ def test_what_cannot_be_fitted_to(
     assert message in capfd.readouterr().err
 
 
+def test_a_trial_is_fitted_by_its_own_settings(truth: Efficiency, tmp_path: Path) -> None:
+    """The settings of its `run.yaml` count, not today's defaults for what its overrides leave open."""
+    sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth, "model.layers=2")[:1])
+    log = sweep / TRIALS
+    log.write_text(log.read_text().replace('"model.layers=2"', '"seed=0"'))
+    (row,) = read_rows([sweep])
+    saved = calibrate._saved_run(row)
+    assert saved is not None and saved.config.model.layers == 2
+    (sweep / "trial-0" / RUN).unlink()
+    assert calibrate._saved_run(row) is None
+
+
 def test_fewer_trials_than_constants_are_refused(
     truth: Efficiency, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sweep = sweep_folder(tmp_path / "sweep", trials((32,), truth)[:1])
+    sweep = saved_sweep(tmp_path / "sweep", trials((32,), truth)[:1])
     assert command("mode=calibrate", f"paths={sweep}", f"runs={tmp_path}", "name=found") == 2
     assert "v5e: 1 trial is too few to fit 7 constants to: at least as many are needed" in capfd.readouterr().err
     assert not (tmp_path / "found").exists()

@@ -29,7 +29,7 @@ from valkyrie.search.estimate.rank import Estimated, Ranking, rank
 from valkyrie.search.estimate.runs import candidates_of, estimated
 from valkyrie.search.estimate.times import Step
 from valkyrie.search.estimate.work import work_of
-from valkyrie.search.question import asked
+from valkyrie.search.request import parse_request
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -39,7 +39,7 @@ COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json
 def searched(*arguments: str) -> tuple[Run, Ranking]:
     """Return the run of a search and the ranking of its layouts."""
     run = run_of(["mode=search", "precision=bf16_mixed", *arguments])
-    return run, rank(run, asked(run).space())
+    return run, rank(run, parse_request(run).space())
 
 
 def some(ranking: Ranking, count: int) -> list[Estimated]:
@@ -75,7 +75,7 @@ def test_memory_is_that_of_mode_show(model: str) -> None:
         program = StepProgram(layout, abstract_mesh(layout.config.mesh), backend="tpu")
         expected = expected_memory(layout, program.abstract_state)
         partitions.add(layout.config.partition.name)
-        assert one.bytes == pytest.approx(expected.total, rel=0.01), one.overrides
+        assert one.bytes == pytest.approx(expected.total, rel=0.01), one.candidate.overrides
     assert len(partitions) > 3
 
 
@@ -86,13 +86,13 @@ def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
     for one in checked:
         layout = one.run(run)
         layout = layout.changed(mode=replace(layout.config.mode, name="compile"))
-        assert layout.problems(advise=False) == [], one.overrides
+        assert layout.problems(advise=False) == [], one.candidate.overrides
 
 
 def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
     run, ranking = tiny
     for one in some(ranking, 6):
-        typed = run_of(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.overrides])
+        typed = run_of(["model=gpt_tiny", "batch=32", "precision=bf16_mixed", *one.candidate.overrides])
         layout = one.run(run)
         assert typed.layout == layout.layout
         assert typed.config.target == layout.config.target
@@ -113,8 +113,8 @@ def test_what_does_not_divide_is_refused_with_its_reason() -> None:
 
 def refused_by(run: Run, one: Estimated) -> list[str]:
     """Return what a command with the layout's overrides is refused for."""
-    flags, overrides = parts_of(asked(run).command)
-    return run_of([*flags, *overrides, *one.overrides, "mode=show"]).problems(advise=False)
+    flags, overrides = parts_of(parse_request(run).command)
+    return run_of([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
 
 
 @pytest.mark.parametrize("target", ["target=v4-16", "target=v5e-8", "target=h100-16"])
@@ -124,11 +124,11 @@ def test_several_slices_are_searched_with_an_axis_between_them(target: str) -> N
     assert run.problems() == []
     checked = some(ranking, 5)
     for one in checked:
-        assert refused_by(run, one) == [], one.overrides
+        assert refused_by(run, one) == [], one.candidate.overrides
         layout = one.run(run).layout
         assert layout.mesh.axes["s"] == 2 and layout.mesh.size == one.group.target.devices
         assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
-    assert "target.slices=2" in checked[0].overrides and "target.slices=2" not in asked(run).command
+    assert "target.slices=2" in checked[0].overrides and "target.slices=2" not in parse_request(run).command
 
 
 def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
@@ -155,7 +155,7 @@ def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
 def test_each_of_several_kinds_of_slices_comes_as_often() -> None:
     several = ("mode.targets=[v5e-8,v6e-8,v5e-8]", "target.slices=2")
     run = run_of(["mode=search", "target=v5e-8", "model=gpt_tiny", *several])
-    assert [(target.name, target.slices) for target in asked(run).targets] == [("v5e-8", 2), ("v6e-8", 2)]
+    assert [(target.name, target.slices) for target in parse_request(run).targets] == [("v5e-8", 2), ("v6e-8", 2)]
 
 
 @pytest.mark.parametrize(
@@ -173,13 +173,13 @@ def test_what_a_schedule_leaves_open_varies_and_is_legal(named: str, found: set[
     partitions = [group.candidates.partition for group in ranking.space.groups]
     assert {(partition.schedule.value, partition.rounds) for partition in partitions} == found
     for one in some(ranking, 3):
-        assert refused_by(run, one) == [], one.overrides
+        assert refused_by(run, one) == [], one.candidate.overrides
 
 
 def test_a_schedule_means_nothing_without_a_pipeline() -> None:
     run, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=64", "partition=fsdp", "partition.schedule=1f1b")
     best = next(iter(ranking))
-    assert refused_by(run, best) == [] and best.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
+    assert refused_by(run, best) == [] and best.candidate.overrides[1:3] == ["mesh=8x1x1", "partition=fsdp"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_device_takes_as_many_sequences_as_asked() -> None:
     assert run.problems() == []
     for one in some(ranking, 4):
         layout = one.run(run).layout
-        assert layout.microbatches * layout.shards("batch") * 4 == 64, one.overrides
+        assert layout.microbatches * layout.shards("batch") * 4 == 64, one.candidate.overrides
         assert refused_by(run, one) == []
     none = searched("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")[1].space
     (reason,) = none.refused
@@ -227,12 +227,12 @@ def test_a_device_takes_as_many_sequences_as_asked() -> None:
 
 RATE = """
 import time
-from valkyrie.search.question import asked
+from valkyrie.search.request import parse_request
 from valkyrie.search.estimate.rank import rank
 from valkyrie.config.arguments import run_of
 
 run = run_of(["mode=search", "target=v4-1024", "model=gpt3_175b", "batch=1024", "precision=bf16_mixed"])
-space = asked(run).space()
+space = parse_request(run).space()
 assert len(space) > 20_000
 seconds = []
 for _ in range(5):

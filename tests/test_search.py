@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,23 @@ from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.shorthand import written_out
 from valkyrie.paths import DiskError
+from valkyrie.records import read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
-from valkyrie.search.answer import command_of, rows_of, show
+from valkyrie.search.answer import (
+    MeasuredLayout,
+    MeasureReport,
+    SearchAnswer,
+    command_of,
+    rank_layout,
+    rank_layouts,
+    show,
+)
 from valkyrie.search.compiling import Compiled, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.folder import ANSWER, keep
-from valkyrie.search.question import Question, asked
-from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, compared, rivals_on
-from valkyrie.search.shortlist import Shortlist, chips_of, elsewhere, place_of, shortlist
+from valkyrie.search.folder import ANSWER, save_answer
+from valkyrie.search.request import SearchRequest, parse_request
+from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, format_comparison, rivals_on
+from valkyrie.search.shortlist import Shortlist, chips_of, on_any_torus, place_of, shortlist
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial
@@ -30,12 +40,12 @@ from valkyrie.sweep.trial import Status, Trial
 TINY = ("mode=search", "target=v5e-8", "model=gpt_tiny", "precision=bf16_mixed", "batch=32")
 
 
-def question(*arguments: str) -> Question:
+def question(*arguments: str) -> SearchRequest:
     """Return the question of a search of the tiny GPT."""
-    return asked(run_of([*TINY, *arguments]))
+    return parse_request(run_of([*TINY, *arguments]))
 
 
-def listed_of(of: Question) -> Shortlist:
+def listed_of(of: SearchRequest) -> Shortlist:
     """Return the layouts that a search may compile."""
     return shortlist(rank(of.run, of.space()))
 
@@ -70,10 +80,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return made
 
 
-def compiled_by(compiler: Compiler, of: Question, listed: Shortlist, folder: Path, most: int = 50) -> Compiles:
+def compiled_by(compiler: Compiler, of: SearchRequest, listed: Shortlist, folder: Path, most: int = 50) -> Compiles:
     """Return what a search compiles where steps take what the compiler says."""
     every = [*listed.fitting, *listed.doubtful]
-    compiler.steps = {tuple(one.overrides): one.step_s for one in every}
+    compiler.steps = {tuple(one.candidate.overrides): one.step_s for one in every}
     compiles = Compiles()
     compile_best(of, listed, [], folder, most, compiles, lambda one, so_far: None)
     return compiles
@@ -112,10 +122,10 @@ def test_rivals_are_compiled_even_where_nothing_can_be_faster(compiler: Compiler
     ranked = rank(of.run, of.space())
     listed, every = shortlist(ranked), list(ranked)
     slow = [one for one in every if one.fits and one.step_s > 3 * every[0].step_s][:2]
-    compiler.steps, compiles = {tuple(one.overrides): one.step_s for one in every}, Compiles()
+    compiler.steps, compiles = {tuple(one.candidate.overrides): one.step_s for one in every}, Compiles()
     compile_best(of, listed, slow, tmp_path, 500, compiles, lambda one, so_far: None)
-    done = [one.estimate.overrides for one in compiles.done]
-    assert done[0] == listed.fitting[0].overrides and done[1:3] == [one.overrides for one in slow]
+    done = [one.estimate.candidate.overrides for one in compiles.done]
+    assert done[0] == listed.fitting[0].candidate.overrides and done[1:3] == [one.candidate.overrides for one in slow]
 
 
 def test_no_compile_is_begun_that_would_end_after_the_budget(
@@ -160,12 +170,12 @@ def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Compi
     listed, compiler.factor = listed_of(of), 1.0
     slow = [one for one in rank(of.run, of.space()) if one.fits and one.step_s > 4 * listed.fitting[0].step_s][0]
     compiles, fast = Compiles(), listed.fitting[0]
-    compiler.steps = {tuple(slow.overrides): slow.step_s, tuple(fast.overrides): fast.step_s}
+    compiler.steps = {tuple(slow.candidate.overrides): slow.step_s, tuple(fast.candidate.overrides): fast.step_s}
     plan = compiling.plan_of(of, slow, tmp_path)
     compiles.done.append(Compiled(slow, compiler([plan], 1, None)[plan.key]))
-    rows = rows_of(of, listed, compiles, 10)
-    assert (rows[0]["stage"], rows[0]["overrides"]) == ("estimate", fast.overrides)
-    told = compared(Rival(PLAIN_FSDP, slow), compiles, rows[0])
+    rows = rank_layouts(of, listed, compiles, 10)
+    assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
+    told = format_comparison(Rival(PLAIN_FSDP, slow), compiles, rows[0])
     assert "(by estimate)" in told and f"{slow.step_s / fast.step_s:.2f} times the best by estimate" in told
 
 
@@ -179,13 +189,15 @@ def test_with_dollars_the_cheapest_slice_is_compiled_first(compiler: Compiler, t
 
 
 def test_each_number_of_chips_has_rows_and_the_cheapest_is_first() -> None:
-    of = asked(run_of(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"]))
+    of = parse_request(
+        run_of(["mode=search", "model=gpt_125m", "batch=512", "mode.targets=[v4-8,v4-512]", "mode.tokens=1e9"])
+    )
     listed = listed_of(of)
-    rows = rows_of(of, listed, Compiles(), 10)
-    slices = [row["overrides"][0] for row in rows]
+    rows = rank_layouts(of, listed, Compiles(), 10)
+    slices = [row.overrides[0] for row in rows]
     assert slices[0] == "target=v4-8" and slices.count("target=v4-512") == slices.count("target=v4-8") == 5
-    assert [row["dollars"] for row in rows] == sorted(row["dollars"] for row in rows)
-    assert len({row["overrides"][0] for row in rows_of(of, listed, Compiles(), 1)}) == 2, "the best of each is listed"
+    assert [row.dollars for row in rows] == sorted(row.dollars or 0.0 for row in rows)
+    assert len({row.overrides[0] for row in rank_layouts(of, listed, Compiles(), 1)}) == 2, "the best of each is listed"
 
 
 @pytest.mark.parametrize(("factor", "first"), [(1.05, "compile"), (2.0, "estimate")])
@@ -196,46 +208,46 @@ def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_w
     of = question("mode.targets=[v5e-8,v6e-8]", *tokens)
     listed = listed_of(of)
     cheapest = min(listed.fitting, key=lambda one: of.cost(one.group.target, one.step_s))
-    compiler.steps, compiler.factor = {tuple(cheapest.overrides): cheapest.step_s}, factor
+    compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor
     trial = compiler([plan := compiling.plan_of(of, cheapest, tmp_path)], 1, None)[plan.key]
-    rows = rows_of(of, listed, Compiles([Compiled(cheapest, trial)]), 10)
-    assert rows[0]["stage"] == first
+    rows = rank_layouts(of, listed, Compiles([Compiled(cheapest, trial)]), 10)
+    assert rows[0].stage.value == first
 
 
 @pytest.mark.parametrize("price", ["0", "null"])
 def test_without_a_price_a_layout_is_chosen_by_its_step(price: str) -> None:
     of = question("mode.tokens=1e9", "mode.budget_usd=5", f"target.chip.usd_per_hour={price}")
     assert not of.by_price and of.cost(of.targets[0], 2.0) == 2.0
-    rows = rows_of(of, listed_of(of), Compiles(), 10)
-    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    rows = rank_layouts(of, listed_of(of), Compiles(), 10)
+    assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
     assert json.loads(json.dumps(rows, allow_nan=False)), "a number of tokens is finite or none"
 
 
 def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compiler, tmp_path: Path) -> None:
-    of = asked(run_of(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"]))
+    of = parse_request(run_of(["mode=search", "target=v4-512", "mode.shapes=true", "model=gpt_125m", "batch=512"]))
     assert len({target.topology for target in of.targets}) > 1
     listed = listed_of(of)
     best = listed.best(chips_of(of.targets[0]), 10)
-    assert len({elsewhere(one) for one in best}) == len(best) == 10
+    assert len({on_any_torus(one) for one in best}) == len(best) == 10
     several = next(one for one in best if listed.as_fast_on(one))
-    others = [e for e in listed.fitting if elsewhere(e) == elsewhere(several) and e is not several]
+    others = [e for e in listed.fitting if on_any_torus(e) == on_any_torus(several) and e is not several]
     assert set(listed.as_fast_on(several)) <= {e.group.target.name for e in others}
     compiles = compiled_by(compiler, of, listed, tmp_path, most=4)
     assert len({place_of(one.estimate) for one in compiles.done}) == 4, "another torus is no other layout"
-    rows = rows_of(of, listed, compiles, 10)
-    made = {tuple(one.estimate.overrides): listed.as_fast_on(one.estimate) for one in compiles.done}
-    of_compiled = [row for row in rows if row["stage"] == "compile"]
-    assert any(row["as_fast_on"] for row in of_compiled)
-    assert all(row["as_fast_on"] == made[tuple(row["overrides"])] for row in of_compiled)
-    layouts = [tuple(o for o in row["overrides"] if not o.startswith(("target=", "mesh.placement="))) for row in rows]
+    rows = rank_layouts(of, listed, compiles, 10)
+    made = {tuple(one.estimate.candidate.overrides): listed.as_fast_on(one.estimate) for one in compiles.done}
+    of_compiled = [row for row in rows if row.stage.value == "compile"]
+    assert any(row.as_fast_on for row in of_compiled)
+    assert all(row.as_fast_on == made[tuple(row.overrides)] for row in of_compiled)
+    layouts = [tuple(o for o in row.overrides if not o.startswith(("target=", "mesh.placement="))) for row in rows]
     assert len(set(layouts)) == len(layouts) == 10
 
 
 def rivals_of(*arguments: str) -> dict[str, tuple[list[str] | None, str]]:
     """Return the meshes and partitions, or the reasons, of the rivals on the last slice of a search, by name."""
-    of = asked(run_of(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
+    of = parse_request(run_of(["mode=search", "model=gpt_tiny", "precision=bf16_mixed", *arguments]))
     rivals = rivals_on(of, rank(of.run, of.space()), of.targets[-1])
-    return {rival.name: (rival.layout and rival.layout.overrides[:3], rival.why) for rival in rivals}
+    return {rival.name: (rival.layout and rival.layout.candidate.overrides[:3], rival.why) for rival in rivals}
 
 
 def test_rivals_are_of_one_slice() -> None:
@@ -267,7 +279,7 @@ def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
 ) -> None:
     asked_for = ("mode.targets=[h100-8,v5e-8]", "partition=fsdp", "remat=full", "mode.compiles=1")
-    compiler.steps = {tuple(one.overrides): one.step_s for one in listed_of(question(*asked_for)).fitting}
+    compiler.steps = {tuple(one.candidate.overrides): one.step_s for one in listed_of(question(*asked_for)).fitting}
     monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     status, answer, _ = search(monkeypatch, tmp_path, *asked_for)
@@ -290,7 +302,7 @@ def test_a_setting_of_partitions_goes_for_all_of_them() -> None:
     found = [group.candidates.partition for group in ranking.space.groups]
     assert len({partition.name for partition in found}) > 3 and all(partition.zero1 for partition in found)
     best = next(iter(ranking))
-    assert "partition.zero1=true" in best.overrides and "partition.zero1=true" not in of.command
+    assert "partition.zero1=true" in best.candidate.overrides and "partition.zero1=true" not in of.command
     assert best.run(of.run).config.partition.zero1
 
 
@@ -302,7 +314,7 @@ def test_zero1_is_looked_at_where_it_changes_anything() -> None:
         layout = one.run(question().run).layout
         arrays = question().run.arrays.parameters
         moments = [layout.optimizer(p.axes, p.shape) for p in arrays]
-        assert moments != [layout.stored(p.axes) for p in arrays], one.overrides
+        assert moments != [layout.stored(p.axes) for p in arrays], one.candidate.overrides
     kept = {(p.name, p.zero1) for p in question("partition=fsdp").partitions}
     assert kept == {("fsdp", False), ("fsdp", True)}, "the second makes no layout"
     assert not [one for one in spread if one.group.candidates.partition.name == "fsdp"]
@@ -311,12 +323,14 @@ def test_zero1_is_looked_at_where_it_changes_anything() -> None:
 def test_a_schedule_that_is_named_stays() -> None:
     of = question("partition.schedule=1f1b")
     piped = [one for one in rank(of.run, of.space()) if one.group.candidates.stages[one.number] > 1]
-    assert piped and all("partition.schedule=1f1b" in one.overrides for one in piped)
+    assert piped and all("partition.schedule=1f1b" in one.candidate.overrides for one in piped)
 
 
 def test_devices_without_a_torus_have_one_shape() -> None:
     for target in ("cpu8", "h100-8"):
-        of = asked(run_of(["mode=search", f"target={target}", "model=gpt_tiny", "batch=32", "mode.shapes=true"]))
+        of = parse_request(
+            run_of(["mode=search", f"target={target}", "model=gpt_tiny", "batch=32", "mode.shapes=true"])
+        )
         assert [slice_.name for slice_ in of.targets] == [target]
 
 
@@ -343,7 +357,7 @@ def test_what_is_no_question(arguments: Sequence[str], message: str) -> None:
     run = run_of([*TINY, *arguments])
     assert run.problems() == [], "no mesh is asked for, so none is refused"
     with pytest.raises(ValueError) as refusal:
-        asked(run)
+        parse_request(run)
     assert str(refusal.value).startswith(message) and "or a file: ." not in str(refusal.value)
 
 
@@ -362,7 +376,7 @@ def test_numbers_that_make_no_sense(argument: str, message: str) -> None:
 
 
 def test_a_recursive_model_is_told_what_to_do_instead() -> None:
-    of = asked(run_of(["mode=search", "target=v5e-8", "model=trm_tiny", "data=sudoku", "batch=32"]))
+    of = parse_request(run_of(["mode=search", "target=v5e-8", "model=trm_tiny", "data=sudoku", "batch=32"]))
     with pytest.raises(ValueError, match="goes through its blocks again and again.*hydra/sweeper=layouts"):
         rank(of.run, of.space())
 
@@ -410,13 +424,13 @@ def test_estimates_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     best = answer["best"][0]
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
-    assert f"train it: {command_of(asked(run), best)}" in printed
+    assert f"train it: {command_of(parse_request(run), best)}" in printed
     assert "plain FSDP: " in printed and "the TPU v4 paper's rule" not in printed, "v5e has a torus of two axes"
 
 
 def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     of = question("mode.targets=[v5e-8,v6e-8]", "mode.tokens=1e6", "mode.budget_usd=0.0001", "partition=fsdp")
-    rows = rows_of(of, listed_of(of), Compiles(), 10)
+    rows = rank_layouts(of, listed_of(of), Compiles(), 10)
     with (console := Console(width=140, soft_wrap=True)).capture() as capture:
         show(of, rows, console)
     lines = capture.get().splitlines()
@@ -424,9 +438,9 @@ def test_the_table_has_batch_and_mfu_and_is_as_wide_as_a_page() -> None:
     assert max(len(line.rstrip()) for line in lines) <= 140
     text = capture.get()
     assert "$0.0001" in text and "tokens for" in text and "MFU" in text and " MiB " in text and " 0.0 " not in text
-    chip, fastest = of.targets[1].chip, next(row for row in rows if row["overrides"][0] == "target=v6e-8")
-    flops_s = of.run.model.step_flops_per_token(of.run.config.seq) * fastest["tokens_per_second_per_chip"]
-    assert chip is not None and fastest["mfu"] == pytest.approx(flops_s / (chip.peak_tflops["bfloat16"] * 1e12))
+    chip, fastest = of.targets[1].chip, next(row for row in rows if row.overrides[0] == "target=v6e-8")
+    flops_s = of.run.model.step_flops_per_token(of.run.config.seq) * fastest.tokens_per_second_per_chip
+    assert chip is not None and fastest.mfu == pytest.approx(flops_s / (chip.peak_tflops["bfloat16"] * 1e12))
 
 
 FEW = ("partition=fsdp", "remat=full", "microbatches=1", "mode.compiles=0")
@@ -453,13 +467,14 @@ def test_a_folder_of_something_else_is_refused_before_anything_is_estimated(
 
 
 def test_an_earlier_answer_that_knows_more_stays(tmp_path: Path) -> None:
-    of, compiled = question(), {"compiled": 2, "measured": {"layouts": []}}
-    measured = compiled | {"measured": {"layouts": [{"step_s": 1.0}, {"step_s": None}]}}
-    assert keep(tmp_path, of, compiled) == f"answer: {tmp_path / ANSWER}"
-    assert keep(tmp_path, of, measured) == f"answer: {tmp_path / ANSWER}"
-    assert "with 1 measured, and this one has none" in keep(tmp_path, of, compiled)
-    assert len(json.loads((tmp_path / ANSWER).read_text())["measured"]["layouts"]) == 2
-    assert keep(tmp_path, of, measured | {"compiled": 0}).startswith("answer: not kept")
+    compiled = SearchAnswer(["mode=search"], "abc", 9, {}, 0, 2, "", MeasureReport(), [], [])
+    runs = [MeasuredLayout(["mesh=8x1x1"], 1.0, step_s, "ok") for step_s in (1.0, None)]
+    measured = replace(compiled, measured=MeasureReport(runs))
+    assert save_answer(tmp_path, compiled) == f"answer: {tmp_path / ANSWER}"
+    assert save_answer(tmp_path, measured) == f"answer: {tmp_path / ANSWER}"
+    assert "with 1 measured, and this one has none" in save_answer(tmp_path, compiled)
+    assert read_record(SearchAnswer, tmp_path / ANSWER) == measured
+    assert save_answer(tmp_path, replace(measured, compiled=0)).startswith("answer: not kept")
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -470,7 +485,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: p
     assert "nothing fits: the smallest layout needs" in printed
     assert "16 chips would do: target=v5e-16." in printed
     both = ["mode=search", "mode.targets=[v5e-4,v4-8]", "model=llama_7b", "batch=64", "precision=bf16_mixed"]
-    of = asked(run_of([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"]))
+    of = parse_request(run_of([*both, "mode.targets=[v5e-4,v4-8]", "target.slices=1", "partition=fsdp", "remat=full"]))
     text = mode._nothing_fits(listed_of(of), of, Compiles(), of.space())
     assert [line.partition(":")[0] for line in text.splitlines()] == ["v5e", "v4"]
     assert text.splitlines()[0].endswith("target=v5e-16.") and "would do: target=v4-" in text.splitlines()[1]
@@ -529,13 +544,13 @@ def test_ctrl_c_prints_the_best_so_far(
 def test_options_of_a_layout_that_another_is_faster_than_are_told_and_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
 ) -> None:
-    compiler.steps = {tuple(one.overrides): one.step_s for one in listed_of(question()).fitting}
+    compiler.steps = {tuple(one.candidate.overrides): one.step_s for one in listed_of(question()).fitting}
     monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
     monkeypatch.setattr(mode, "tune_best", lambda question, best, budget_s, console: (0, [f"xla_flag={budget_s:g}"]))
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     assert search(monkeypatch, tmp_path, "mode.tune=5min", "mode.compiles=2")[1]["options"] == ["xla_flag=300"]
     assert "another layout is faster" not in capsys.readouterr().out
-    monkeypatch.setattr(mode, "measured_rows", lambda question, rows, measures: rows[::-1])
+    monkeypatch.setattr(mode, "rank_measured", lambda question, rows, measures: rows[::-1])
     assert search(monkeypatch, tmp_path, "mode.tune=5min", "mode.compiles=2")[1]["options"] == []
     assert "left out, for another layout is faster: xla_flag=300. mode=tune tries" in capsys.readouterr().out
 
@@ -568,5 +583,5 @@ def test_compiler_options_of_the_best_stand_in_the_command(
     status, options = tuning.tune_best(of, best, 300.0, Console(quiet=True))
     assert (status, options) == (0, ["target.chip.xla_options.xla_flag=true"])
     assert asked_of == [(best.estimate.run(of.run).layout, 300.0)]
-    row = {"overrides": best.estimate.overrides}
+    row = rank_layout(of, best.estimate)
     assert command_of(of, row, options).endswith("target.chip.xla_options.xla_flag=true")

@@ -20,15 +20,15 @@ from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig, Platform
 from valkyrie.search import at_hand, measuring
-from valkyrie.search.answer import rows_of
+from valkyrie.search.answer import Stage, rank_layouts
 from valkyrie.search.at_hand import not_at_hand, with_figures
 from valkyrie.search.compiling import Compiled, Compiles, plan_of
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.measure.figures_of import in_words, read_figures
-from valkyrie.search.measuring import Measured, Measures, in_json, measure_best, measured_rows, told
-from valkyrie.search.question import Question, asked
-from valkyrie.search.rivals import PLAIN_FSDP, Rival, compared
+from valkyrie.search.measuring import Measured, Measures, measure_best, measurement_summary, rank_measured, report_of
+from valkyrie.search.request import SearchRequest, parse_request
+from valkyrie.search.rivals import PLAIN_FSDP, Rival, format_comparison
 from valkyrie.search.shortlist import Shortlist, place_of, shortlist
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial, TrialLog
@@ -38,13 +38,15 @@ CHIP = ChipConfig(
 )
 
 
-def question(*arguments: str) -> Question:
+def question(*arguments: str) -> SearchRequest:
     """Return the question of a search on eight CPU devices whose figures are known."""
-    of = asked(run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments]))
+    of = parse_request(
+        run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "precision=float32", "batch=16", *arguments])
+    )
     return replace(of, targets=tuple(replace(target, chip=CHIP) for target in of.targets))
 
 
-def listed_of(of: Question) -> Shortlist:
+def listed_of(of: SearchRequest) -> Shortlist:
     """Return the layouts that a search may measure."""
     return shortlist(rank(of.run, of.space()))
 
@@ -52,8 +54,8 @@ def listed_of(of: Question) -> Shortlist:
 class Devices:
     """Stands for `carry_out`: steps take twice their estimate, those of `slow` partitions ten times."""
 
-    def __init__(self, of: Question, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
-        self.estimates = {tuple(one.overrides): one.step_s for one in listed_of(of).fitting}
+    def __init__(self, of: SearchRequest, slow: Sequence[str] = (), status: Status = Status.ok) -> None:
+        self.estimates = {tuple(one.candidate.overrides): one.step_s for one in listed_of(of).fitting}
         self.slow, self.status, self.plans = slow, status, list[Plan]()
 
     def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
@@ -66,7 +68,7 @@ class Devices:
         return {plan.key: ended}
 
 
-def measured_by(devices: Devices, of: Question, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Measures:
+def measured_by(devices: Devices, of: SearchRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Measures:
     """Return what a search measures on devices that stand for others."""
     monkeypatch.setattr(measuring, "carry_out", devices)
     measures = Measures()
@@ -90,7 +92,9 @@ def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tm
     partitions = [plan.about["partition"] for plan in devices.plans]
     assert partitions[0] == best and best not in partitions[3:]
     assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
-    assert "regret of the expected best" in told(measures) and "Spearman" in told(measures)
+    assert "regret of the expected best" in measurement_summary(measures) and "Spearman" in measurement_summary(
+        measures
+    )
 
 
 def test_what_is_measured_runs_on_the_devices_that_the_command_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -104,41 +108,41 @@ def test_what_is_measured_runs_on_the_devices_that_the_command_names(monkeypatch
 def test_devices_that_are_others_end_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     of = question()
     measures = measured_by(Devices(of, status=Status.refused), of, monkeypatch, tmp_path)
-    assert len(measures.done) == 1 and told(measures) == "0 measured (no such devices)"
+    assert len(measures.done) == 1 and measurement_summary(measures) == "0 measured (no such devices)"
     assert (measures.regret, measures.agreement) == (None, None)
 
 
 def test_the_budget_ends_the_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     of = replace(question("mode.budget=90s"), budget_s=-1.0)
     measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
-    assert told(measures) == "0 measured (mode.budget=90s is over)"
+    assert measurement_summary(measures) == "0 measured (mode.budget=90s is over)"
 
 
 def test_measured_rows_stand_first_and_hold_the_others_to_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     of, listed = question("mode.measure=3"), listed_of(question())
     measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
-    plain = rows_of(of, listed, Compiles(), 10)
-    rows = measured_rows(of, plain, measures)
-    assert [row["stage"] for row in rows[:4]] == ["measure", "measure", "measure", "estimate"]
-    first = next(row for row in plain if row["overrides"] == rows[0]["overrides"])
-    assert rows[0]["step_s"] == pytest.approx(2 * first["step_s"])
-    assert rows[0]["tokens_per_second_per_chip"] == pytest.approx(first["tokens_per_second_per_chip"] / 2)
-    other = next(row for row in plain if row["overrides"] == rows[-1]["overrides"])
-    assert rows[-1]["step_s"] == pytest.approx(2 * other["step_s"])
-    assert json.loads(json.dumps(in_json(measures)))["regret"] == 0
+    plain = rank_layouts(of, listed, Compiles(), 10)
+    rows = rank_measured(of, plain, measures)
+    assert [row.stage.value for row in rows[:4]] == ["measure", "measure", "measure", "estimate"]
+    first = next(row for row in plain if row.overrides == rows[0].overrides)
+    assert rows[0].step_s == pytest.approx(2 * first.step_s)
+    assert rows[0].tokens_per_second_per_chip == pytest.approx(first.tokens_per_second_per_chip / 2)
+    other = next(row for row in plain if row.overrides == rows[-1].overrides)
+    assert rows[-1].step_s == pytest.approx(2 * other.step_s)
+    assert report_of(measures).regret == 0
 
 
 def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of = question("mode.measure=3")
     measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
-    rows = measured_rows(of, rows_of(of, listed_of(of), Compiles(), 10), measures)
+    rows = rank_measured(of, rank_layouts(of, listed_of(of), Compiles(), 10), measures)
     rival = measures.timed[1].estimate
     assert measures.step_s(rival) == pytest.approx(2 * rival.step_s)
-    line = compared(Rival(PLAIN_FSDP, rival), Compiles(), rows[0], measures.step_s(rival))
+    line = format_comparison(Rival(PLAIN_FSDP, rival), Compiles(), rows[0], measures.step_s(rival))
     assert f"(measured), {rival.step_s / measures.timed[0].estimate.step_s:.2f} times the best;" in line
     other = listed_of(of).fitting[-1]
     assert measures.step_s(other) is None
-    assert "(by estimate)" in compared(Rival(PLAIN_FSDP, other), Compiles(), rows[0], measures.step_s(other))
+    assert "(by estimate)" in format_comparison(Rival(PLAIN_FSDP, other), Compiles(), rows[0], measures.step_s(other))
 
 
 @pytest.mark.parametrize(
@@ -158,13 +162,13 @@ def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], ag
 def test_compiled_rows_beside_measured_ones_are_held_to_them_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     of = question("mode.measure=3")
     measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
-    plain = [row | {"stage": "compile"} for row in rows_of(of, listed_of(of), Compiles(), 10)]
-    last = measured_rows(of, plain, measures)[-1]
-    other = next(row for row in plain if row["overrides"] == last["overrides"])
-    assert last["stage"] == "compile" and last["step_s"] == pytest.approx(2 * other["step_s"])
+    plain = [replace(row, stage=Stage.compile) for row in rank_layouts(of, listed_of(of), Compiles(), 10)]
+    last = rank_measured(of, plain, measures)[-1]
+    other = next(row for row in plain if row.overrides == last.overrides)
+    assert last.stage is Stage.compile and last.step_s == pytest.approx(2 * other.step_s)
 
 
-def compiled(of: Question, one: Estimated, factor: float, folder: Path) -> Compiled:
+def compiled(of: SearchRequest, one: Estimated, factor: float, folder: Path) -> Compiled:
     """Return a layout whose compiled step takes so many times its estimate."""
     results = {"step": {"step_s": factor * one.step_s}, "memory": {"peak": 2**30}}
     return Compiled(one, plan_of(of, one, folder).ended(Status.ok, None, "", 1.0, results))
@@ -175,12 +179,12 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
     measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
     best, rival = measures.timed[0].estimate, listed_of(of).fitting[-1]
     compiles = Compiles([compiled(of, rival, 5.0, tmp_path)])
-    (row, *_) = measured_rows(of, rows_of(of, listed_of(of), Compiles(), 10), measures)
-    line = compared(Rival(PLAIN_FSDP, rival), compiles, row)
-    times = rival.step_s / sum(row["parts_s"].values())
+    (row, *_) = rank_measured(of, rank_layouts(of, listed_of(of), Compiles(), 10), measures)
+    line = format_comparison(Rival(PLAIN_FSDP, rival), compiles, row)
+    times = rival.step_s / sum(row.parts_s.values())
     assert f"(by estimate), {times:.2f} times the best by estimate" in line
     compiles.done.append(compiled(of, best, 4.0, tmp_path))
-    line = compared(Rival(PLAIN_FSDP, rival), compiles, row)
+    line = format_comparison(Rival(PLAIN_FSDP, rival), compiles, row)
     assert f"(by compile), {5 * rival.step_s / (4 * best.step_s):.2f} times the best;" in line
 
 
@@ -189,7 +193,7 @@ def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest
 )
 def test_accelerators_are_counted_without_jax(here: int, wanted: str, at_hand_: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(at_hand, "accelerators", lambda: here)
-    of = asked(run_of(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
+    of = parse_request(run_of(["mode=search", f"target={wanted}", "model=gpt_tiny", "batch=16"]))
     assert (not_at_hand(of) is None) is at_hand_
 
 
@@ -230,8 +234,8 @@ def test_figures_are_of_this_machine_and_precision(
         (plan.trial_folder / MACHINES).write_text(json.dumps([machine]))
         return plan.ended(Status.ok, None, "", 1.0)
 
-    def with_them(*arguments: str) -> Question:
-        of = asked(
+    def with_them(*arguments: str) -> SearchRequest:
+        of = parse_request(
             run_of(["mode=search", "target=cpu8", "model=gpt_tiny", "batch=16", "precision=float32", *arguments])
         )
         return with_figures(of, tmp_path, Console(quiet=True))
@@ -282,7 +286,7 @@ def test_a_search_over_several_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_figures_are_timed_once(tmp_path: Path) -> None:
-    of = asked(run_of(["mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"]))
+    of = parse_request(run_of(["mode=search", "target=cpu2", "model=gpt_tiny", "precision=float32", "batch=16"]))
     (first,) = with_figures(of, tmp_path, Console(quiet=True)).targets
     (again,) = with_figures(of, tmp_path, Console(quiet=True)).targets
     assert first == again and first.chip is not None and first.chip.peak_tflops["float32"] > 0

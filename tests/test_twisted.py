@@ -16,7 +16,7 @@ from valkyrie.hardware.topology import compile_devices
 from valkyrie.machine.torus import Position, Torus
 from valkyrie.parallel.placement import describe_entries
 from valkyrie.search.estimate.placed import placements_of
-from valkyrie.search.question import asked
+from valkyrie.search.request import parse_request
 
 SHAPES = [(4, 4, 8), (4, 8, 8)]
 
@@ -123,7 +123,7 @@ def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:
 
 def test_a_search_over_shapes_has_the_twisted_ones() -> None:
     run = run_of(["mode=search", "target.chip=v4", "target.chips=256", "model=gpt3_175b", "batch=1024"])
-    names = [target.name for target in asked(run).targets]
+    names = [target.name for target in parse_request(run).targets]
     assert names == ["v4-512", "v4-4x4x16", "v4-4x8x8_twisted"]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from valkyrie.config.arguments import run_of
 from valkyrie.search.estimate.rank import rank
-from valkyrie.search.question import asked
+from valkyrie.search.request import parse_request
 
 LLM = ("model=gpt_1b", "model.name=llm", "model.layers=64", "model.embed=16384", "model.mlp=65536")
 LLM += ("model.feed_forward=gelu", "model.attention.heads=128", "model.attention.kv_heads=128", "batch=256")
@@ -62,7 +62,7 @@ def main() -> None:
 def estimate(model: Sequence[str], layout: Layout) -> float:
     """Return the least estimated seconds of a step of a layout."""
     run = run_of(["mode=search", f"target=v4-{layout.shape}", "precision=bf16_mixed", "remat=full", *model])
-    space = asked(run).space()
+    space = parse_request(run).space()
     for one in rank(run, space).under(layout.partition):
         sizes = one.group.candidates.sizes
         if all(int(sizes[axis][one.number]) == n for axis, n in layout.sizes.items()):

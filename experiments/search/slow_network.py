@@ -190,7 +190,7 @@ def measured(
 
 def name(one: Estimated) -> str:
     """Return the overrides of a layout without the target, its remat and what is of the torus."""
-    return " ".join(o for o in one.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
+    return " ".join(o for o in one.candidate.overrides[1:] if not o.startswith(("remat=", "mesh.placement=")))
 
 
 def step_s(networks: Sequence[Network], one: Estimated, batch: int) -> float:

@@ -1,10 +1,12 @@
-"""What a search found, as a table on the screen and as `search.json`."""
+"""The answer of a search: its best layouts as records, printed as a table and stored in `search.json`."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from rich.box import SIMPLE
@@ -15,13 +17,14 @@ from rich.text import Text
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.search.compiling import Compiled, Compiles
 from valkyrie.search.estimate.rank import Estimated
-from valkyrie.search.question import Question, affordable, dollars, tokens_of
-from valkyrie.search.shortlist import Shortlist, chips_of, elsewhere, errors, place_of
+from valkyrie.search.estimate.space import Candidate
+from valkyrie.search.request import SearchRequest, affordable, dollars, tokens_of
+from valkyrie.search.shortlist import Shortlist, chips_of, errors, on_any_torus, place_of
 from valkyrie.units import duration, memory, percent
 
-TIGHT = 0.95
-"""From this share of the memory a layout is said to be bound by memory."""
-_BINDING = {
+NEAR_LIMIT = 0.95
+"""From this share of the usable memory on, a layout counts as bound by memory as well."""
+_ESTIMATED_BOTTLENECKS = {
     "products": "compute",
     "mixing": "compute",
     "head": "compute",
@@ -35,156 +38,269 @@ _BINDING = {
     "stages": "communication between stages",
     "host": "host memory",
 }
-"""What a part of a step's estimate binds by."""
-_OF_COMPILED: dict[str, str] = {"matmul": "compute", "kernel": "compute", "memory": "HBM bandwidth"}
+"""The resource that each part of an estimated step occupies."""
+_COMPILED_BOTTLENECKS: dict[str, str] = {"matmul": "compute", "kernel": "compute", "memory": "HBM bandwidth"}
 
 
-def rows_of(question: Question, listed: Shortlist, compiles: Compiles, count: int) -> list[dict[str, Any]]:
-    """Return the best layouts as plain values, by what they are chosen by: compiled ones by their replay, then others.
+class Stage(Enum):
+    """How a step time is known, from the cheapest to the most accurate."""
 
-    Slices of other chips, or of another number of them, have a share of the rows each, and the best of each is listed.
-    An estimate stands with the compiled ones where it is better than the best of them even at the end of its interval.
+    estimate = "estimate"
+    compile = "compile"
+    measure = "measure"
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What takes the largest part of a step: `resource`, its `share` of the step from 0 to 1."""
+
+    resource: str
+    share: float
+    near_memory_limit: bool
+
+    def __str__(self) -> str:
+        return f"{self.resource} {100 * self.share:.0f}%" + (", memory" if self.near_memory_limit else "")
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """One layout of a search's answer: seconds per step with their interval, bytes per device, dollars.
+
+    `overrides` select the layout on the command line. `parts_s` are the seconds of the estimated step by part.
+    `as_fast_on` names other slices with as many chips on which the same layout is estimated to be as fast.
+    `expected_s` is the predicted step time of a measured layout. Values are None if unknown or not requested.
     """
-    places = list(dict.fromkeys(map(chips_of, question.targets)))
+
+    candidate: Candidate
+    overrides: list[str]
+    stage: Stage
+    step_s: float
+    low_s: float
+    high_s: float
+    memory: int | None
+    usable: float | None
+    tokens_per_second_per_chip: float
+    mfu: float | None
+    usd_per_million_tokens: float | None
+    bottleneck: Bottleneck
+    parts_s: dict[str, float]
+    hours: float | None = None
+    dollars: float | None = None
+    tokens_for_budget: float | None = None
+    expected_s: float | None = None
+    as_fast_on: list[str] = field(default_factory=list)
+
+    def with_step_time(self, step_s: float) -> RankedLayout:
+        """This layout with another step time, and the interval, rates and costs scaled accordingly."""
+        longer = step_s / self.step_s
+
+        def scaled(value: float | None, factor: float) -> float | None:
+            return None if value is None else value * factor
+
+        return replace(
+            self,
+            step_s=step_s,
+            low_s=self.low_s * longer,
+            high_s=self.high_s * longer,
+            tokens_per_second_per_chip=self.tokens_per_second_per_chip / longer,
+            mfu=scaled(self.mfu, 1 / longer),
+            usd_per_million_tokens=scaled(self.usd_per_million_tokens, longer),
+            hours=scaled(self.hours, longer),
+            dollars=scaled(self.dollars, longer),
+            tokens_for_budget=scaled(self.tokens_for_budget, 1 / longer),
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredLayout:
+    """One layout that was run: predicted and measured seconds per step, None if the run failed."""
+
+    overrides: list[str]
+    expected_s: float
+    step_s: float | None
+    status: str
+
+
+@dataclass(frozen=True)
+class MeasureReport:
+    """What was measured, and how well it was predicted.
+
+    `agreement` is Spearman's rank correlation of predicted and measured order. `regret` is how much longer the layout
+    with the best prediction takes than the fastest measured one, as a fraction. `why` says why no more were measured.
+    """
+
+    layouts: list[MeasuredLayout] = field(default_factory=list)
+    agreement: float | None = None
+    regret: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class SearchAnswer:
+    """`search.json`: the request, what was looked at, and the best layouts with the options tuned for the first.
+
+    `refused` counts illegal layouts by reason, `duplicates` meshes that shard like another one. `question` is a digest
+    of what was asked. `why` says why no more layouts were compiled.
+    """
+
+    command: list[str]
+    question: str
+    layouts: int
+    refused: dict[str, int]
+    duplicates: int
+    compiled: int
+    why: str
+    measured: MeasureReport
+    best: list[RankedLayout]
+    options: list[str]
+    schema: int = 1
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+def rank_layouts(request: SearchRequest, listed: Shortlist, compiles: Compiles, count: int) -> list[RankedLayout]:
+    """Return the best layouts in order: compiled ones by their replayed step, then estimates.
+
+    Slices of other chips, or with another number of chips, each get a share of the rows, and the best of each is always
+    included. An estimate ranks among the compiled layouts only if the slow end of its interval still beats the best
+    compiled one.
+    """
+    places = list(dict.fromkeys(map(chips_of, request.targets)))
     share = max(-(-count // len(places)), 2)
-    of_places = [_of_place(question, chips, listed, compiles, share) for chips in places]
+    by_place = [_best_on_chips(request, chips, listed, compiles, share) for chips in places]
 
-    def cost(one: Estimated, row: dict[str, Any], key: str) -> float:
-        return question.cost(one.group.target, row[key])
+    def cost(estimate: Estimated, seconds: float) -> float:
+        return request.cost(estimate.group.target, seconds)
 
-    pairs = [pair for some in of_places for pair in some]
-    best = min((cost(one, row, "step_s") for one, row in pairs if row["stage"] == "compile"), default=0.0)
+    pairs = [pair for some in by_place for pair in some]
+    best = min((cost(one, row.step_s) for one, row in pairs if row.stage is Stage.compile), default=0.0)
 
-    def standing(pair: tuple[Estimated, dict[str, Any]]) -> tuple[bool, float]:
+    def sort_key(pair: tuple[Estimated, RankedLayout]) -> tuple[bool, float]:
         one, row = pair
-        return row["stage"] == "estimate" and cost(one, row, "high_s") >= best, cost(one, row, "step_s")
+        return row.stage is Stage.estimate and cost(one, row.high_s) >= best, cost(one, row.step_s)
 
-    firsts = [min(some, key=standing) for some in of_places if some]
-    others = sorted((pair for pair in pairs if not any(pair is first for first in firsts)), key=standing)
-    shown = sorted([*firsts, *others[: max(count - len(firsts), 0)]], key=standing)
-    return [row | {"as_fast_on": listed.as_fast_on(one)} for one, row in shown]
+    firsts = [min(some, key=sort_key) for some in by_place if some]
+    others = sorted((pair for pair in pairs if not any(pair is first for first in firsts)), key=sort_key)
+    shown = sorted([*firsts, *others[: max(count - len(firsts), 0)]], key=sort_key)
+    return [replace(row, as_fast_on=listed.as_fast_on(one)) for one, row in shown]
 
 
-def _of_place(
-    question: Question, chips: str, listed: Shortlist, compiles: Compiles, count: int
-) -> list[tuple[Estimated, dict[str, Any]]]:
-    """Return the best layouts on so many chips with their rows, the compiled ones first."""
-    done = {tuple(one.estimate.overrides) for one in compiles.done}
+def _best_on_chips(
+    request: SearchRequest, chips: str, listed: Shortlist, compiles: Compiles, count: int
+) -> list[tuple[Estimated, RankedLayout]]:
+    """Return the best layouts on one kind and number of chips, the compiled ones first."""
     compiled = [c for c in compiles.done if c.step_s is not None and chips_of(c.target) == chips]
     compiled.sort(key=lambda one: one.step_s or 0.0)
-    others = [one for one in listed.best(chips, 2 * count) if tuple(one.overrides) not in done]
-    known = {elsewhere(one.estimate): one.estimate.step_s for one in compiled}
-    others = [one for one in others if one.step_s < known.get(elsewhere(one), math.inf)]
-    made = [(one.estimate, row_of(question, one.estimate, one)) for one in compiled[:count]]
-    return made + [
-        (one, row_of(question, one, ratio=compiles.ratio(place_of(one)))) for one in others[: count - len(made)]
+    done = {one.estimate.candidate for one in compiles.done}
+    others = [one for one in listed.best(chips, 2 * count) if one.candidate not in done]
+    compiled_s = {on_any_torus(one.estimate): one.estimate.step_s for one in compiled}
+    others = [one for one in others if one.step_s < compiled_s.get(on_any_torus(one), math.inf)]
+    rows = [(one.estimate, rank_layout(request, one.estimate, one)) for one in compiled[:count]]
+    return rows + [
+        (one, rank_layout(request, one, ratio=compiles.ratio(place_of(one)))) for one in others[: count - len(rows)]
     ]
 
 
-def row_of(
-    question: Question, one: Estimated, compiled: Compiled | None = None, ratio: float | None = None
-) -> dict[str, Any]:
-    """Return a layout as plain values: seconds, their interval, bytes, tokens, hours and dollars.
+def rank_layout(
+    request: SearchRequest, one: Estimated, compiled: Compiled | None = None, ratio: float | None = None
+) -> RankedLayout:
+    """Return the record of an estimated or compiled layout.
 
-    `ratio`: what the compiled step of another layout on the same mesh and partition took of its estimate.
+    `ratio` is the compiled over the estimated step time of another layout with the same mesh and partition.
     """
-    target, tokens = one.group.target, tokens_of(question.run)
+    target, tokens = one.group.target, tokens_of(request.run)
     step_s = one.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or one.step_s
     low, high = errors()["low"] * step_s, errors()["high"] * step_s
     interval = None if compiled is None else compiled.trial.results.get("step", {}).get("interval")
     if compiled is not None:
         low, high = (interval["low_s"], interval["high_s"]) if interval else (step_s, step_s)
     rate = tokens / step_s
-    row = {
-        "overrides": one.overrides,
-        "stage": "estimate" if compiled is None else "compile",
-        "step_s": step_s,
-        "low_s": low,
-        "high_s": high,
-        "memory": one.bytes if compiled is None else compiled.peak,
-        "usable": usable_hbm(target.chip),
-        "tokens_per_second_per_chip": rate / ((target.chips or 1) * target.slices),
-        "mfu": _mfu(question, one, step_s),
-        "usd_per_million_tokens": dollars(target, 1e6 / rate),
-        "bound_by": _bound_by(one, compiled),
-        "parts_s": one.parts,
-    }
-    if question.tokens is not None:
-        row |= {"hours": question.tokens / rate / 3600, "dollars": dollars(target, question.tokens / rate)}
-    if question.budget_usd is not None:
-        seconds = affordable(target, question.budget_usd)
-        row["tokens_for_budget"] = None if seconds is None else rate * seconds
-    return row
+    budget_s = None if request.budget_usd is None else affordable(target, request.budget_usd)
+    return RankedLayout(
+        candidate=one.candidate,
+        overrides=one.candidate.overrides,
+        stage=Stage.estimate if compiled is None else Stage.compile,
+        step_s=step_s,
+        low_s=low,
+        high_s=high,
+        memory=one.bytes if compiled is None else compiled.peak,
+        usable=usable_hbm(target.chip),
+        tokens_per_second_per_chip=rate / ((target.chips or 1) * target.slices),
+        mfu=_mfu(request, one, step_s),
+        usd_per_million_tokens=dollars(target, 1e6 / rate),
+        bottleneck=_bottleneck(one, compiled),
+        parts_s=one.parts,
+        hours=None if request.tokens is None else request.tokens / rate / 3600,
+        dollars=None if request.tokens is None else dollars(target, request.tokens / rate),
+        tokens_for_budget=None if budget_s is None else rate * budget_s,
+    )
 
 
-def _mfu(question: Question, one: Estimated, step_s: float) -> float | None:
-    """Return the share of the chips' peak that the model's FLOPs reach; None where no peak is known."""
-    target, run = one.group.target, question.run
+def _mfu(request: SearchRequest, one: Estimated, step_s: float) -> float | None:
+    """Return the model FLOPs utilisation, or None if the chip's peak is unknown."""
+    target, run = one.group.target, request.run
     peak = None if target.chip is None else target.chip.peak_flops(run.config.precision.compute)
     return run.step_flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 
 
-def _bound_by(one: Estimated, compiled: Compiled | None) -> str:
-    """Return what takes most of a step, with its share; of a compiled one by its replay."""
+def _bottleneck(one: Estimated, compiled: Compiled | None) -> Bottleneck:
+    """Return what takes most of a step: of the replayed step if it was compiled, else of the estimate."""
     usable = usable_hbm(one.group.target.chip)
-    shares: dict[str, float] = {}
-    if compiled is not None and compiled.trial.results.get("seconds"):
-        for name, seconds in compiled.trial.results["seconds"].items():
-            what = (
-                f"communication over {name[8:]}" if name.startswith("exposed ") else _OF_COMPILED.get(name, str(name))
-            )
-            shares[what] = shares.get(what, 0.0) + seconds
-    else:
-        for name, seconds in one.parts.items():
-            shares[_BINDING[name]] = shares.get(_BINDING[name], 0.0) + seconds
-    what, seconds = max(shares.items(), key=lambda item: item[1])
-    text = f"{what} {100 * seconds / sum(shares.values()):.0f}%"
+    seconds_by: dict[str, float] = {}
+    replayed: dict[str, float] = {} if compiled is None else compiled.trial.results.get("seconds") or {}
+    for name, seconds in (replayed or one.parts).items():
+        if not replayed:
+            what = _ESTIMATED_BOTTLENECKS[name]
+        elif name.startswith("exposed "):
+            what = f"communication over {name[8:]}"
+        else:
+            what = _COMPILED_BOTTLENECKS.get(name, name)
+        seconds_by[what] = seconds_by.get(what, 0.0) + seconds
+    resource, seconds = max(seconds_by.items(), key=lambda item: item[1])
     peak = one.bytes if compiled is None else compiled.peak or one.bytes
-    return f"{text}, memory" if usable and peak > TIGHT * usable else text
+    return Bottleneck(resource, seconds / sum(seconds_by.values()), bool(usable and peak > NEAR_LIMIT * usable))
 
 
-def show(question: Question, rows: list[dict[str, Any]], console: Console) -> None:
-    """Print the best layouts, one a row: seconds, bytes, tokens, what it costs and what binds it."""
-    config, several = question.run.config, len(question.targets) > 1
+def show(request: SearchRequest, rows: Sequence[RankedLayout], console: Console) -> None:
+    """Print the best layouts, one per row: step time, memory, tokens, cost and bottleneck."""
+    config, several = request.run.config, len(request.targets) > 1
     table = Table(box=SIMPLE, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.title = f"{question.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
+    table.title = f"{request.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
     table.add_column("#", justify="right")
     for name in [*(["slice"] if several else []), "layout"]:
         table.add_column(name, overflow="fold", min_width=8 if name == "slice" else 16)
-    for name in _numbers(question, rows[0]):
+    for name in _numbers(request, rows[0]):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("bound by", "by"):
         table.add_column(name)
     for place, row in enumerate(rows, 1):
-        slices = [row["overrides"][0].partition("=")[2], *row.get("as_fast_on", [])]
-        values = [str(place), *([" or ".join(slices)] if several else []), " ".join(row["overrides"][1:])]
-        table.add_row(*map(Text, [*values, *_numbers(question, row).values(), row["bound_by"], row["stage"]]))
+        slices = [row.candidate.target, *row.as_fast_on]
+        values = [str(place), *([" or ".join(slices)] if several else []), " ".join(row.overrides[1:])]
+        table.add_row(*map(Text, [*values, *_numbers(request, row).values(), str(row.bottleneck), row.stage.value]))
     console.print(table)
 
 
-def _numbers(question: Question, row: dict[str, Any]) -> dict[str, str]:
-    """Return the numbers of a row as they are printed, by the head of their column."""
-    low, high = (100 * (row[f"{end}_s"] / row["step_s"] - 1) for end in ("low", "high"))
-    numbers = {"step": duration(row["step_s"]), "interval": "" if low == high else f"{low:+.0f} to {high:+.0f}%"}
-    numbers |= {"peak": memory(row["memory"]), "tokens/s\na chip": f"{row['tokens_per_second_per_chip']:,.0f}"}
-    numbers["MFU"] = "?" if row["mfu"] is None else percent(row["mfu"])
-    if question.tokens is not None:
-        numbers |= {"hours": _short(row["hours"]), "dollars": _short(row["dollars"])}
-    if question.budget_usd is not None:
-        tokens = row["tokens_for_budget"]
-        head = f"billion\ntokens for\n${_short(question.budget_usd)}"
-        numbers[head] = _short(None if tokens is None else tokens / 1e9)
+def _numbers(request: SearchRequest, row: RankedLayout) -> dict[str, str]:
+    """Return the formatted numbers of a row by column heading."""
+    low, high = (100 * (seconds / row.step_s - 1) for seconds in (row.low_s, row.high_s))
+    numbers = {"step": duration(row.step_s), "interval": "" if low == high else f"{low:+.0f} to {high:+.0f}%"}
+    numbers |= {"peak": memory(row.memory), "tokens/s\na chip": f"{row.tokens_per_second_per_chip:,.0f}"}
+    numbers["MFU"] = "?" if row.mfu is None else percent(row.mfu)
+    if request.tokens is not None:
+        numbers |= {"hours": _short(row.hours), "dollars": _short(row.dollars)}
+    if request.budget_usd is not None:
+        head = f"billion\ntokens for\n${_short(request.budget_usd)}"
+        numbers[head] = _short(None if row.tokens_for_budget is None else row.tokens_for_budget / 1e9)
     return numbers
 
 
 def _short(number: float | None) -> str:
-    """Return a number by three digits, a larger one whole; `?` where it is not known."""
+    """Format a number with three digits, larger ones without decimals; `?` if unknown."""
     if number is None:
         return "?"
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def command_of(question: Question, row: dict[str, Any], tuned: Sequence[str] = ()) -> str:
-    """Return the command that trains a layout; `tuned` are overrides that shorten its step."""
-    arguments = [a for a in row["overrides"] if not a.startswith("target=")] + list(tuned)
-    return "valkyrie-train " + shlex.join([*question.command, row["overrides"][0], *arguments])
+def command_of(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str:
+    """Return the command that trains a layout; `tuned` are the overrides that tuning found for it."""
+    overrides = [f"target={row.candidate.target}", *row.overrides[1:], *tuned]
+    return "valkyrie-train " + shlex.join([*request.command, *overrides])

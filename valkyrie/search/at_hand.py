@@ -18,7 +18,7 @@ from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.processes.trial_lock import TrialLock
 from valkyrie.search.measure.figures_of import has_figures, in_words, read_figures
-from valkyrie.search.question import Question
+from valkyrie.search.request import SearchRequest
 from valkyrie.sweep.members import members
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess, stop
@@ -33,11 +33,11 @@ def processes() -> int:
     return 1 if leading is None else leading.count
 
 
-def not_at_hand(question: Question) -> str | None:
+def not_at_hand(request: SearchRequest) -> str | None:
     """Return why nothing can be measured here, as far as device files tell; None where it can."""
-    if len(question.targets) > 1:
+    if len(request.targets) > 1:
         return "several slices are compared"
-    target = next(iter(question.targets))
+    target = next(iter(request.targets))
     here = accelerators() * processes()
     if target.platform is Platform.cpu or (target.slices == 1 and here >= (target.chips or 1)):
         return None
@@ -49,24 +49,24 @@ def on_cpu(target: TargetConfig) -> bool:
     return target.platform is Platform.cpu and target.chip is None
 
 
-def with_figures(question: Question, folder: Path, console: Console) -> Question:
-    """Return a question whose CPU devices have the figures that they reach, timed now or by an earlier search.
+def with_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:
+    """Return a request whose CPU devices have the figures that they reach, timed now or by an earlier search.
 
     ValueError where they cannot be timed, with the reason.
     """
-    if not any(on_cpu(target) for target in question.targets):
-        return question
-    chips = [_figures(question, target, folder, console) if on_cpu(target) else None for target in question.targets]
+    if not any(on_cpu(target) for target in request.targets):
+        return request
+    chips = [_figures(request, target, folder, console) if on_cpu(target) else None for target in request.targets]
     targets = [
         target if chip is None else replace(target, chip=chip, hosts=processes())
-        for target, chip in zip(question.targets, chips, strict=True)
+        for target, chip in zip(request.targets, chips, strict=True)
     ]
-    return replace(question, targets=tuple(targets))
+    return replace(request, targets=tuple(targets))
 
 
-def _figures(question: Question, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
-    config, devices = question.run.config, target.devices or 1
-    run = question.run.changed(
+def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console: Console) -> ChipConfig:
+    config, devices = request.run.config, target.devices or 1
+    run = request.run.changed(
         target=target,
         mesh=parse_mesh(f"{devices}x1x1"),
         mode=replace(config.mode, name="figures", budget=None),

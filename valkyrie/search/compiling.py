@@ -13,7 +13,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.runs.folder import parts_of
 from valkyrie.search.estimate.rank import Estimated
-from valkyrie.search.question import Question
+from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import Place, Shortlist, errors, place_of
 from valkyrie.sweep.plan import Plan, plan_run
 from valkyrie.sweep.process import TrialProcess
@@ -58,10 +58,10 @@ class Compiles:
     why: str = ""
     """Why no more was compiled."""
 
-    def best(self, question: Question) -> Compiled | None:
+    def best(self, request: SearchRequest) -> Compiled | None:
         """Return the fastest layout that fits, or the cheapest where dollars matter."""
         fitting = [one for one in self.done if one.step_s is not None]
-        return min(fitting, key=lambda one: question.cost(one.target, one.step_s or 0.0), default=None)
+        return min(fitting, key=lambda one: request.cost(one.target, one.step_s or 0.0), default=None)
 
     def ratio(self, place: Place) -> float | None:
         """Return what the compiled step of a mesh and partition took of its estimate; None where there is none."""
@@ -73,7 +73,7 @@ Tell = Callable[[Compiled, Compiles], None]
 
 
 def compile_best(
-    question: Question,
+    request: SearchRequest,
     listed: Shortlist,
     always: Sequence[Estimated],
     folder: Path,
@@ -92,41 +92,41 @@ def compile_best(
     first = list(always)
     while True:
         wanted = bool(first)
-        one = first.pop(0) if first and compiles.done else _next(question, waiting, compiles)
-        bound = min((question.cost(other.group.target, _bound(other, compiles)) for other in waiting), default=0.0)
-        best = compiles.best(question)
+        one = first.pop(0) if first and compiles.done else _next(request, waiting, compiles)
+        bound = min((request.cost(other.group.target, _bound(other, compiles)) for other in waiting), default=0.0)
+        best = compiles.best(request)
         if one is None:
             compiles.why = "every layout that may fit was compiled"
-        elif not wanted and best is not None and bound > question.cost(best.target, best.step_s or 0.0):
+        elif not wanted and best is not None and bound > request.cost(best.target, best.step_s or 0.0):
             compiles.why = "no other layout can be faster, by the errors of estimates so far"
-        elif question.budget_s is not None and time.monotonic() - began + longest > question.budget_s:
-            compiles.why = f"another compile would take longer than mode.budget={question.run.config.mode.budget}"
+        elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
+            compiles.why = f"another compile would take longer than mode.budget={request.run.config.mode.budget}"
         elif len(compiles.done) >= most:
             compiles.why = f"mode.compiles={most} layouts were compiled"
         if one is None or compiles.why:
             return
         waiting = [other for other in waiting if other is not one]
-        if any(_same(one, other.estimate) for other in compiles.done):
+        if any(one.candidate == other.estimate.candidate for other in compiles.done):
             continue
-        plan, start = plan_of(question, one, folder), time.monotonic()
+        plan, start = plan_of(request, one, folder), time.monotonic()
         try:
-            trial = carry_out([plan], 1, _until(question, began))[plan.key]
+            trial = carry_out([plan], 1, _until(request, began))[plan.key]
         except BudgetOver:
-            over = f"mode.budget={question.run.config.mode.budget} was over"
-            compiles.why = f"{over} before the compile of {' '.join(one.overrides)} ended"
+            over = f"mode.budget={request.run.config.mode.budget} was over"
+            compiles.why = f"{over} before the compile of {' '.join(one.candidate.overrides)} ended"
             return
         longest = max(longest, time.monotonic() - start)
         compiles.done.append(Compiled(one, trial))
         tell(compiles.done[-1], compiles)
 
 
-def plan_of(question: Question, one: Estimated, folder: Path) -> Plan:
+def plan_of(request: SearchRequest, one: Estimated, folder: Path) -> Plan:
     """Return the trial that compiles a layout."""
-    run = one.run(question.run).changed(mode=replace(question.run.config.mode, name="compile", budget=None))
-    return plan_in(folder, question, run, one.overrides)
+    run = one.run(request.run).changed(mode=replace(request.run.config.mode, name="compile", budget=None))
+    return plan_in(folder, request, run, one.candidate.overrides)
 
 
-def plan_in(folder: Path, question: Question, run: Run, overrides: Sequence[str]) -> Plan:
+def plan_in(folder: Path, request: SearchRequest, run: Run, overrides: Sequence[str]) -> Plan:
     """Return the trial of a run in the folder of a search; `overrides` are those that it has beside the search's."""
     hydra = OmegaConf.create(
         {
@@ -136,18 +136,18 @@ def plan_in(folder: Path, question: Question, run: Run, overrides: Sequence[str]
             "overrides": {"hydra": []},
         }
     )
-    flags, given = parts_of(question.command)
+    flags, given = parts_of(request.command)
     plan = plan_run(run, hydra, [*given, f"mode={run.config.mode.name}", *overrides])
     return replace(plan, flags=tuple(flags))
 
 
-def _next(question: Question, waiting: Iterable[Estimated], compiles: Compiles) -> Estimated | None:
+def _next(request: SearchRequest, waiting: Iterable[Estimated], compiles: Compiles) -> Estimated | None:
     """Return the layout that is expected to be the fastest; at first each of another mesh and partition."""
     places = {place_of(one.estimate) for one in compiles.done}
     others = [one for one in waiting if place_of(one) not in places] if len(places) < FIRST else []
 
     def expected(one: Estimated) -> float:
-        return question.cost(one.group.target, one.step_s * (compiles.ratio(place_of(one)) or 1.0))
+        return request.cost(one.group.target, one.step_s * (compiles.ratio(place_of(one)) or 1.0))
 
     return min(others or waiting, key=expected, default=None)
 
@@ -158,16 +158,12 @@ def _bound(one: Estimated, compiles: Compiles) -> float:
     return one.step_s * (errors()["low"] if ratio is None else SAME_PLACE * ratio)
 
 
-def _same(one: Estimated, other: Estimated) -> bool:
-    return one.overrides == other.overrides
-
-
 class BudgetOver(Exception):
     """The budget ended while a layout was being compiled."""
 
 
-def _until(question: Question, began: float) -> Silent:
-    return Silent() if question.budget_s is None else Until(began + question.budget_s)
+def _until(request: SearchRequest, began: float) -> Silent:
+    return Silent() if request.budget_s is None else Until(began + request.budget_s)
 
 
 class Silent:

@@ -4,82 +4,94 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from valkyrie.paths import write_whole, writing
+from valkyrie.paths import writing
+from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN
-from valkyrie.search.question import Question
+from valkyrie.search.answer import MeasureReport, SearchAnswer
+from valkyrie.search.request import SearchRequest
 
 ANSWER = "search.json"
 
 
-def folder_of(question: Question) -> Path:
+def folder_of(request: SearchRequest) -> Path:
     """Return the folder of a search: its name, or one that the same question finds again."""
-    config = question.run.config
-    name = config.name or f"search-{question.run.model.name}-{question.targets[0].name}-{digest_of(question)}"
+    config = request.run.config
+    name = config.name or f"search-{request.run.model.name}-{request.targets[0].name}-{digest_of(request)}"
     return Path(config.runs) / name
 
 
-def digest_of(question: Question) -> str:
+def digest_of(request: SearchRequest) -> str:
     """Return a name for what is asked, however long and how much of it is compiled and measured."""
-    config = question.run.config
-    slices = [(target.name, target.slices) for target in question.targets]
-    asked = [question.command, slices, repr(question.run.model), asdict(config.precision), config.device_batch]
-    asked += [config.batch, config.seq, question.microbatches, question.partitions, question.remats, config.remat]
+    config = request.run.config
+    slices = [(target.name, target.slices) for target in request.targets]
+    asked = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
+    asked += [config.batch, config.seq, request.microbatches, request.partitions, request.remats, config.remat]
     return hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
 
 
-def begin(folder: Path, question: Question) -> None:
+def create_folder(folder: Path, request: SearchRequest) -> None:
     """Make the folder; ValueError where it is a file or holds something else, DiskError where it cannot be made."""
-    name = question.run.config.name
+    name = request.run.config.name
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"name={name}: {folder} is a file. Use another name=.")
     if (folder / RUN).exists():
         raise ValueError(f"name={name}: {folder} is the run folder of another command ({RUN}). Use another name=.")
     earlier = _earlier(folder)
-    if name is not None and earlier is not None and earlier.get("question") != digest_of(question):
-        command = " ".join(earlier.get("command", []))
+    if name is not None and earlier is not None and earlier.question != digest_of(request):
+        command = " ".join(earlier.command)
         raise ValueError(f"name={name}: {folder / ANSWER} answers another search, {command}. Use another name=.")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def leave(folder: Path) -> None:
-    """Remove the folder where nothing was written into it."""
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder if nothing was written into it."""
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
-def keep(folder: Path, question: Question, answer: dict[str, Any]) -> str:
-    """Write the answer, but not over an earlier one that knows more; return in a line where it is, or why it is not."""
-    file, earlier = folder / ANSWER, _earlier(folder) or {}
-    for stage, count in (("measured", _measured), ("compiled", _compiled)):
-        if count(earlier) and not count(answer):
-            return (
-                f"answer: not kept, for {file} is of the same search with {count(earlier)} {stage}, and this one has "
-                "none. To keep both, use another name="
-            )
-    write_whole(file, json.dumps(answer | {"question": digest_of(question)}, indent=1) + "\n")
+def save_answer(folder: Path, answer: SearchAnswer) -> str:
+    """Write `search.json` and return a line that says where it is.
+
+    An earlier answer with compiled or measured layouts is not replaced by one without; the line then says so.
+    """
+    file, earlier = folder / ANSWER, _earlier(folder)
+    if earlier is not None:
+        for stage, before, now in (
+            ("measured", _timed(earlier), _timed(answer)),
+            ("compiled", earlier.compiled, answer.compiled),
+        ):
+            if before and not now:
+                return (
+                    f"answer: not kept, for {file} is of the same search with {before} {stage}, and this one has "
+                    "none. To keep both, use another name="
+                )
+    write_record(file, answer)
     return f"answer: {file}"
 
 
-def _measured(answer: dict[str, Any]) -> int:
-    return len([one for one in answer.get("measured", {}).get("layouts", []) if one["step_s"] is not None])
+@dataclass(frozen=True)
+class _EarlierAnswer:
+    """The part of an earlier `search.json` that a new search compares itself with; every version has it."""
+
+    command: list[str] = field(default_factory=list)
+    question: str | None = None
+    compiled: int = 0
+    measured: MeasureReport = field(default_factory=MeasureReport)
 
 
-def _compiled(answer: dict[str, Any]) -> int:
-    return answer.get("compiled", 0)
+def _timed(answer: SearchAnswer | _EarlierAnswer) -> int:
+    return len([one for one in answer.measured.layouts if one.step_s is not None])
 
 
-def _earlier(folder: Path) -> dict[str, Any] | None:
-    """Return the answer that a folder has; None where it has none."""
+def _earlier(folder: Path) -> _EarlierAnswer | None:
     file = folder / ANSWER
     try:
-        return json.loads(file.read_text())
+        return read_record(_EarlierAnswer, file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, RecordError) as error:
         raise ValueError(f"{file} cannot be read ({error}). Delete it, or use another name=.") from error

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from valkyrie.search.answer import row_of
+from valkyrie.search.answer import MeasuredLayout, MeasureReport, RankedLayout, Stage, rank_layout
 from valkyrie.search.at_hand import on_cpu
 from valkyrie.search.compiling import Compiles, Silent, plan_in
 from valkyrie.search.estimate.rank import Estimated
-from valkyrie.search.question import Question
+from valkyrie.search.request import SearchRequest
 from valkyrie.search.shortlist import Place, Shortlist, place_of
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.trial import Status, Trial
@@ -73,7 +73,7 @@ class Measures:
 
     def step_s(self, one: Estimated) -> float | None:
         """Return the measured seconds of a layout's step; None where it was not measured."""
-        return next((m.step_s for m in self.done if m.estimate.overrides == one.overrides), None)
+        return next((m.step_s for m in self.done if m.estimate.candidate == one.candidate), None)
 
     def ratio(self, place: Place) -> float | None:
         """Return what a measured step of a mesh and partition took of what was expected; None where there is none."""
@@ -82,7 +82,7 @@ class Measures:
 
 
 def measure_best(
-    question: Question,
+    request: SearchRequest,
     listed: Shortlist,
     compiles: Compiles,
     folder: Path,
@@ -94,14 +94,14 @@ def measure_best(
     At first each is of another mesh and partition; then the one that is expected to be the fastest by how long others
     of its mesh and partition took. Ctrl-C raises KeyboardInterrupt; what is done until then stands in `measures`.
     """
-    most, began, waiting = question.run.config.mode.measure, time.monotonic(), expected(listed, compiles)
+    most, began, waiting = request.run.config.mode.measure, time.monotonic(), expected_step_times(listed, compiles)
     while len(measures.done) < most and waiting:
-        if question.budget_s is not None and time.monotonic() - began > question.budget_s:
-            measures.why = f"mode.budget={question.run.config.mode.budget} is over"
+        if request.budget_s is not None and time.monotonic() - began > request.budget_s:
+            measures.why = f"mode.budget={request.run.config.mode.budget} is over"
             return
         one, expected_s = _next(waiting, measures, most)
         waiting = [pair for pair in waiting if pair[0] is not one]
-        trial = measured(question, one, folder)
+        trial = run_measurement(request, one, folder)
         measures.done.append(Measured(one, expected_s, trial))
         tell(measures.done[-1])
         if trial.status is Status.refused:
@@ -109,41 +109,44 @@ def measure_best(
             return
 
 
-def expected(listed: Shortlist, compiles: Compiles) -> list[tuple[Estimated, float]]:
+def expected_step_times(listed: Shortlist, compiles: Compiles) -> list[tuple[Estimated, float]]:
     """Return layouts with what their step should take, the fastest first: compiled ones by that, others by estimate."""
-    known = {tuple(one.estimate.overrides): one.step_s for one in compiles.done}
+    compiled = {one.estimate.candidate for one in compiles.done}
     pairs = [(one.estimate, one.step_s) for one in compiles.done if one.step_s is not None]
     for one in listed.fitting:
-        if tuple(one.overrides) not in known:
+        if one.candidate not in compiled:
             pairs.append((one, one.step_s * (compiles.ratio(place_of(one)) or 1.0)))
     return sorted(pairs, key=lambda pair: pair[1])
 
 
-def measured(question: Question, one: Estimated, folder: Path) -> Trial:
+def run_measurement(request: SearchRequest, one: Estimated, folder: Path) -> Trial:
     """Return the record of a layout that is measured now, or was by an earlier search."""
-    run = one.run(question.run).changed(mode=replace(question.run.config.mode, name="measure", budget=None))
-    if on_cpu(question.run.config.target):
-        run = run.changed(target=question.run.config.target)
-    plan = plan_in(folder, question, run, one.overrides)
+    run = one.run(request.run).changed(mode=replace(request.run.config.mode, name="measure", budget=None))
+    if on_cpu(request.run.config.target):
+        run = run.changed(target=request.run.config.target)
+    plan = plan_in(folder, request, run, one.candidate.overrides)
     return carry_out([plan], 1, Silent())[plan.key]
 
 
-def measured_rows(question: Question, rows: Sequence[dict[str, Any]], measures: Measures) -> list[dict[str, Any]]:
+def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measures: Measures) -> list[RankedLayout]:
     """Return the rows of an answer with the measured ones first, the fastest first.
 
-    Steps of others, compiled or estimated, are held to what the measured ones took of what was expected.
+    The step times of the others, compiled or estimated, are scaled by the usual ratio of measured to expected.
     """
-    known = {tuple(row["overrides"]): row for row in rows}
-    first, usual = [], measures.usual
+    unmeasured = {row.candidate: row for row in rows}
+    first = []
     for one in measures.timed:
-        row = known.pop(tuple(one.estimate.overrides), None) or row_of(question, one.estimate)
-        first.append(_scaled(row, (one.step_s or row["step_s"]) / row["step_s"]) | _measured(one))
-    others = [_scaled(row, usual) for row in known.values()]
+        row = unmeasured.pop(one.estimate.candidate, None) or rank_layout(request, one.estimate)
+        step = one.trial.results["step"]
+        measured = row.with_step_time(one.step_s or row.step_s)
+        bounds = {"low_s": step["min_s"], "high_s": step["p90_s"]}
+        first.append(replace(measured, stage=Stage.measure, expected_s=one.expected_s, **bounds))
+    others = [row.with_step_time(row.step_s * measures.usual) for row in unmeasured.values()]
     return [*first, *others][: max(len(rows), len(first))]
 
 
-def told(measures: Measures) -> str:
-    """Return how many layouts were measured, and how well they were predicted."""
+def measurement_summary(measures: Measures) -> str:
+    """Describe how many layouts were measured, and how well they were predicted."""
     timed = measures.timed
     text = f"{len(timed)} measured{f' ({measures.why})' if measures.why else ''}"
     if measures.regret is None or len(timed) < 2:
@@ -153,26 +156,21 @@ def told(measures: Measures) -> str:
     return f"{text}; regret of the expected best {100 * measures.regret:.1f}%"
 
 
-def in_json(measures: Measures) -> dict[str, Any]:
-    """Return what was measured, as plain values."""
+def report_of(measures: Measures) -> MeasureReport:
+    """Return the record of what was measured, as `search.json` stores it."""
     layouts = [
-        {
-            "overrides": one.estimate.overrides,
-            "expected_s": one.expected_s,
-            "step_s": one.step_s,
-            "status": one.trial.status.value,
-        }
+        MeasuredLayout(one.estimate.candidate.overrides, one.expected_s, one.step_s, one.trial.status.value)
         for one in measures.done
     ]
-    return {"layouts": layouts, "agreement": measures.agreement, "regret": measures.regret, "why": measures.why}
+    return MeasureReport(layouts, measures.agreement, measures.regret, measures.why)
 
 
-def line(one: Measured) -> str:
-    """Return what became of a layout, in a line."""
+def format_result(one: Measured) -> str:
+    """Format the result of one measurement as a line."""
     step = one.step_s
     result = duration(step) if step is not None else one.trial.status.value.replace("_", " ")
     because = "" if step is not None else f": {one.trial.reason}"
-    layout = " ".join(one.estimate.overrides)
+    layout = " ".join(one.estimate.candidate.overrides)
     return f"{layout}: {result} (expected {duration(one.expected_s)}, {one.trial.wall_s:.0f} s){because}"
 
 
@@ -180,17 +178,3 @@ def _next(waiting: Sequence[tuple[Estimated, float]], measures: Measures, most: 
     places = {place_of(one.estimate) for one in measures.done}
     others = [p for p in waiting if place_of(p[0]) not in places] if len(places) < (most + 1) // 2 else []
     return min(others or waiting, key=lambda pair: pair[1] * (measures.ratio(place_of(pair[0])) or measures.usual))
-
-
-def _measured(one: Measured) -> dict[str, Any]:
-    """Return the measured part of a row: the least seconds, the 90th percentile, and what was expected."""
-    step = one.trial.results["step"]
-    return {"stage": "measure", "expected_s": one.expected_s, "low_s": step["min_s"], "high_s": step["p90_s"]}
-
-
-def _scaled(row: dict[str, Any], times: float) -> dict[str, Any]:
-    """Return a row whose step takes so many times as long, with what follows from that."""
-    longer, fewer = ("step_s", "low_s", "high_s"), ("tokens_per_second_per_chip", "tokens_for_budget", "mfu")
-    longer += ("usd_per_million_tokens", "hours", "dollars")
-    changed = {key: row[key] * times for key in longer if row.get(key) is not None}
-    return row | changed | {key: row[key] / times for key in fewer if row.get(key) is not None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -15,15 +14,23 @@ from valkyrie.hardware.topology import libtpu_missing
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.answer import command_of, rows_of, show
+from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, rank_layouts, show
 from valkyrie.search.at_hand import not_at_hand, with_figures
 from valkyrie.search.compiling import Compiled, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import Space
-from valkyrie.search.folder import begin, folder_of, keep, leave
-from valkyrie.search.measuring import Measured, Measures, in_json, line, measure_best, measured_rows, told
-from valkyrie.search.question import Question, asked
-from valkyrie.search.rivals import compared, layouts_of, rivals_on
+from valkyrie.search.folder import create_folder, digest_of, folder_of, remove_if_empty, save_answer
+from valkyrie.search.measuring import (
+    Measured,
+    Measures,
+    format_result,
+    measure_best,
+    measurement_summary,
+    rank_measured,
+    report_of,
+)
+from valkyrie.search.request import SearchRequest, parse_request
+from valkyrie.search.rivals import format_comparison, layouts_of, rivals_on
 from valkyrie.search.shortlist import Shortlist, chip_of, shortlist
 from valkyrie.search.tuning import tune_best
 from valkyrie.sweep.members import over_processes
@@ -46,143 +53,147 @@ def search(run: Run) -> int:
 
 
 def _search(run: Run) -> int:
-    console, question = make_console(), asked(run)
-    folder = folder_of(question)
-    begin(folder, question)
-    question = with_figures(question, folder, console)
+    console, request = make_console(), parse_request(run)
+    folder = folder_of(request)
+    create_folder(folder, request)
+    request = with_figures(request, folder, console)
     began = time.perf_counter()
-    space = question.space()
+    space = request.space()
     ranked = rank(run, space)
-    _tell_space(space, time.perf_counter() - began, question, console)
+    _tell_space(space, time.perf_counter() - began, request, console)
     listed = shortlist(ranked)
     compiles, measures, status = Compiles(), Measures(), 0
     if not listed.fitting and not listed.doubtful:
-        console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
-        leave(folder)
+        console.print(_nothing_fits(listed, request, compiles, space), style="bold red", markup=False)
+        remove_if_empty(folder)
         return NOT_COMPILED
-    at_hand = question.run.config.mode.measure > 0 and not_at_hand(question) is None
-    missing = _no_compiler(question)
+    at_hand = request.run.config.mode.measure > 0 and not_at_hand(request) is None
+    missing = _no_compiler(request)
     if not at_hand:
-        _tell_missing(missing, question, console)
-    compilable = listed.on([target.name for target in question.targets if target.name not in missing])
+        _tell_missing(missing, request, console)
+    compilable = listed.on([target.name for target in request.targets if target.name not in missing])
     if compilable.fitting or compilable.doubtful:
-        expected = _expected_best(question, compilable)
-        rivals = layouts_of(rivals_on(question, ranked, expected.group.target))
+        expected = _expected_best(request, compilable)
+        rivals = layouts_of(rivals_on(request, ranked, expected.group.target))
         try:
             with raises():
-                status = _compile(question, compilable, rivals, folder, compiles, console)
+                status = _compile(request, compilable, rivals, folder, compiles, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
             status = EXIT_STATUS
-    best, options = compiles.best(question), []
-    tune = question.run.config.mode.tune
+    best, options = compiles.best(request), []
+    tune = request.run.config.mode.tune
     tune_s = None if tune is None else seconds_of(tune)
     if status == 0 and best is not None and tune_s is not None:
-        status, options = tune_best(question, best, tune_s, console)
+        status, options = tune_best(request, best, tune_s, console)
     if status == 0 and at_hand:
-        status = _measure(question, listed, compiles, folder, measures, console)
-    rows = measured_rows(question, rows_of(question, listed, compiles, SHOWN), measures)
+        status = _measure(request, listed, compiles, folder, measures, console)
+    rows = rank_measured(request, rank_layouts(request, listed, compiles, SHOWN), measures)
     if not rows:
-        console.print(_nothing_fits(listed, question, compiles, space), style="bold red", markup=False)
-        leave(folder)
+        console.print(_nothing_fits(listed, request, compiles, space), style="bold red", markup=False)
+        remove_if_empty(folder)
         return status or NOT_COMPILED
-    if options and (best is None or rows[0]["overrides"] != best.estimate.overrides):
+    if options and (best is None or rows[0].candidate != best.estimate.candidate):
         told_of = f"left out, for another layout is faster: {' '.join(options)}. mode=tune tries options on any layout"
         console.print(told_of, style="yellow", markup=False, soft_wrap=True)
         options = []
-    show(question, rows, console)
-    for rival in rivals_on(question, ranked, _slice_of(rows[0], question)):
+    show(request, rows, console)
+    for rival in rivals_on(request, ranked, _slice_of(rows[0], request)):
         measured_s = None if rival.layout is None else measures.step_s(rival.layout)
-        console.print(compared(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
-    console.print(f"train it: {command_of(question, rows[0], options)}", markup=False, soft_wrap=True)
-    answer = _in_json(run, space, compiles, measures) | {"best": rows, "options": options}
-    kept = keep(folder, question, answer)
+        console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
+    console.print(f"train it: {command_of(request, rows[0], options)}", markup=False, soft_wrap=True)
+    answer = SearchAnswer(
+        command=list(run.arguments),
+        question=digest_of(request),
+        layouts=len(space),
+        refused=dict(space.refused),
+        duplicates=space.duplicates,
+        compiled=len(compiles.done),
+        why=compiles.why,
+        measured=report_of(measures),
+        best=rows,
+        options=options,
+    )
+    kept = save_answer(folder, answer)
     if compiles.done or measures.done:
         console.print(f"page: {write_report(folder)}", soft_wrap=True)
     console.print(kept, markup=False, soft_wrap=True)
     return status
 
 
-def _expected_best(question: Question, listed: Shortlist) -> Estimated:
+def _expected_best(request: SearchRequest, listed: Shortlist) -> Estimated:
     """Return the layout that is the best by estimate, one that may not fit where none should."""
-    return min(listed.fitting or listed.doubtful, key=lambda one: question.cost(one.group.target, one.step_s))
+    return min(listed.fitting or listed.doubtful, key=lambda one: request.cost(one.group.target, one.step_s))
 
 
-def _slice_of(row: dict[str, Any], question: Question) -> TargetConfig:
+def _slice_of(row: RankedLayout, request: SearchRequest) -> TargetConfig:
     """Return the slice of a row."""
-    return next(target for target in question.targets if row["overrides"][0] == f"target={target.name}")
-
-
-def _in_json(run: Run, space: Space, compiles: Compiles, measures: Measures) -> dict[str, Any]:
-    """Return what was asked and looked at, as plain values."""
-    asked_for = {"command": list(run.arguments), "layouts": len(space), "refused": dict(space.refused)}
-    asked_for |= {"duplicates": space.duplicates, "compiled": len(compiles.done), "why": compiles.why}
-    return asked_for | {"measured": in_json(measures)}
+    return next(target for target in request.targets if target.name == row.candidate.target)
 
 
 def _compile(
-    question: Question,
+    request: SearchRequest,
     listed: Shortlist,
     rivals: list[Estimated],
     folder: Path,
     compiles: Compiles,
     console: Console,
 ) -> int:
-    most = question.run.config.mode.compiles
+    most = request.run.config.mode.compiles
     if most == 0:
         return 0
-    budget = question.run.config.mode.budget
+    budget = request.run.config.mode.budget
     ends = "Ctrl-C ends" if budget is None else f"mode.budget={budget}, or Ctrl-C, ends"
     console.print(f"compiling the best into {folder}; {ends} it with what is known, the same command goes on")
 
     def tell(one: Compiled, so_far: Compiles) -> None:
-        step, best = one.step_s, so_far.best(question)
+        step, best = one.step_s, so_far.best(request)
         result = duration(step) if step is not None else f"{one.trial.status.value.replace('_', ' ')}"
         told = f"estimated {duration(one.estimate.step_s)}"
         now = "" if best is None else f"; best {duration(best.step_s or 0.0)}"
-        layout = " ".join(one.estimate.overrides)
+        layout = " ".join(one.estimate.candidate.overrides)
         line = f"[{len(so_far.done)}] {layout}: {result} ({told}, {one.trial.wall_s:.0f} s){now}"
         console.print(line, markup=False, soft_wrap=True)
 
     with console.status("compiling"):
-        compile_best(question, listed, rivals, folder, most, compiles, tell)
+        compile_best(request, listed, rivals, folder, most, compiles, tell)
     console.print(f"{len(compiles.done)} compiled: {compiles.why}", markup=False, soft_wrap=True)
     if compiles.done:
-        return 0 if compiles.best(question) is not None else NOT_COMPILED
+        return 0 if compiles.best(request) is not None else NOT_COMPILED
     longer = "What follows are estimates alone. Give it longer, such as mode.budget=30min, and the best are compiled."
     console.print(longer, style="yellow", markup=False, soft_wrap=True)
     return 0
 
 
 def _measure(
-    question: Question, listed: Shortlist, compiles: Compiles, folder: Path, measures: Measures, console: Console
+    request: SearchRequest, listed: Shortlist, compiles: Compiles, folder: Path, measures: Measures, console: Console
 ) -> int:
     console.print(f"measuring the best on the devices at hand, in {folder}; Ctrl-C ends with what is known")
 
     def tell(one: Measured) -> None:
-        console.print(f"[{len(measures.done)}] {line(one)}", markup=False, soft_wrap=True)
+        console.print(f"[{len(measures.done)}] {format_result(one)}", markup=False, soft_wrap=True)
 
     status = 0
     try:
         with raises(), console.status("measuring"):
-            measure_best(question, listed, compiles, folder, measures, tell)
+            measure_best(request, listed, compiles, folder, measures, tell)
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
         status = EXIT_STATUS
-    console.print(told(measures), highlight=False, soft_wrap=True)
+    console.print(measurement_summary(measures), highlight=False, soft_wrap=True)
     return status
 
 
-def _tell_space(space: Space, seconds: float, question: Question, console: Console) -> None:
+def _tell_space(space: Space, seconds: float, request: SearchRequest, console: Console) -> None:
     """Print how many layouts there are, and why not more."""
-    slices = ", ".join(target.describe() for target in question.targets)
+    slices = ", ".join(target.describe() for target in request.targets)
     refused = sum(space.refused.values())
     console.print(
-        f"{len(space):,} layouts of {question.run.model.name} on {slices} estimated in {seconds:.1f} s; {refused:,} "
+        f"{len(space):,} layouts of {request.run.model.name} on {slices} estimated in {seconds:.1f} s; {refused:,} "
         f"refused, {space.duplicates:,} meshes that shard like another left out",
         soft_wrap=True,
     )
-    precision = question.run.config.precision
+    precision = request.run.config.precision
     if (narrow := precision.products) is not None:
         console.print(
             f"precision={precision.name}: estimates take products in {narrow.value} as if they were in bfloat16, so "
@@ -195,34 +206,34 @@ def _tell_space(space: Space, seconds: float, question: Question, console: Conso
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
 
 
-def _nothing_fits(listed: Shortlist, question: Question, compiles: Compiles, space: Space) -> str:
+def _nothing_fits(listed: Shortlist, request: SearchRequest, compiles: Compiles, space: Space) -> str:
     """Return that nothing fits, and of each chip what the smallest layout needs, and how many chips would do."""
     if not listed.smallest:
-        return _none_is_legal(question, space)
+        return _none_is_legal(request, space)
     several, lines = len(listed.smallest) > 1, []
     for one in listed.smallest:
         fits = "none that was compiled fits; the smallest layout by estimate needs"
         needs = fits if one.fits else "nothing fits: the smallest layout needs"
         usable, chip = memory(usable_hbm(one.group.target.chip)), chip_of(one)
-        text = f"{needs} {memory(one.bytes)} a device of {usable}, {' '.join(one.overrides)}"
-        text += _untried(listed.on([t.name for t in question.targets if t.chip and t.chip.name == chip]), compiles)
-        lines.append(f"{f'{chip}: ' if several else ''}{text}. {_enough_chips(question, chip)}")
+        text = f"{needs} {memory(one.bytes)} a device of {usable}, {' '.join(one.candidate.overrides)}"
+        text += _untried(listed.on([t.name for t in request.targets if t.chip and t.chip.name == chip]), compiles)
+        lines.append(f"{f'{chip}: ' if several else ''}{text}. {_enough_chips(request, chip)}")
     return "\n".join(lines)
 
 
 def _untried(listed: Shortlist, compiles: Compiles) -> str:
     """Return how many layouts may fit and were not compiled, as the end of a sentence."""
-    done = [compiled.estimate.overrides for compiled in compiles.done]
-    untried = len([other for other in listed.doubtful if other.overrides not in done])
+    done = {compiled.estimate.candidate for compiled in compiles.done}
+    untried = len([other for other in listed.doubtful if other.candidate not in done])
     return f"; {untried:,} may fit by the errors of estimates, and were not compiled" if untried else ""
 
 
-def _none_is_legal(question: Question, space: Space) -> str:
+def _none_is_legal(request: SearchRequest, space: Space) -> str:
     """Return that no layout is legal, and what to change where it is what meshes must divide."""
-    config, model = question.run.config, question.run.model.name
+    config, model = request.run.config, request.run.model.name
     if not all(" not divide" in reason for reason in space.refused):
         return "no layout is legal. The reasons are above: change what they name, or leave it out and it varies."
-    parts = {"microbatches": question.microbatches, "device_batch": config.device_batch}
+    parts = {"microbatches": request.microbatches, "device_batch": config.device_batch}
     given = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)
     return (
         f"no layout is legal: batch={config.batch}{given} or an axis of {model} is divided by none of the meshes. The "
@@ -230,23 +241,23 @@ def _none_is_legal(question: Question, space: Space) -> str:
     )
 
 
-def _enough_chips(question: Question, chip: str) -> str:
+def _enough_chips(request: SearchRequest, chip: str) -> str:
     """Return how many chips of a kind would do, by estimates of slices that are ever larger than the largest."""
-    of_chip = [target for target in question.targets if target.chip is not None and target.chip.name == chip]
+    of_chip = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
     target = max(of_chip, key=lambda target: target.devices or 1)
     for factor in (2, 4, 8, 16, 32):
         larger = target.resized((target.devices or 1) * factor)
         if larger is not None:
-            other = replace(question, targets=(larger,))
-            if shortlist(rank(question.run, other.space())).fitting:
+            other = replace(request, targets=(larger,))
+            if shortlist(rank(request.run, other.space())).fitting:
                 return f"{larger.chips} chips would do: target={larger.name}."
     return f"No slice up to {32 * (target.chips or 1)} chips would do: make the model or the batch smaller."
 
 
-def _no_compiler(question: Question) -> dict[str, str]:
+def _no_compiler(request: SearchRequest) -> dict[str, str]:
     """Return why nothing can be compiled here for slices asked for, by their name; none of those that can."""
     missing = {}
-    for target in question.targets:
+    for target in request.targets:
         if target.platform is not Platform.tpu:
             missing[target.name] = "only TPU slices are compiled for without the devices"
         elif (why := libtpu_missing(target)) is not None:
@@ -254,9 +265,9 @@ def _no_compiler(question: Question) -> dict[str, str]:
     return missing
 
 
-def _tell_missing(missing: dict[str, str], question: Question, console: Console) -> None:
+def _tell_missing(missing: dict[str, str], request: SearchRequest, console: Console) -> None:
     """Print for which slices there are estimates alone, and why."""
     for why in dict.fromkeys(missing.values()):
         names = [name for name, reason in missing.items() if reason == why]
-        which = "" if len(names) == len(question.targets) else f" of {', '.join(names)}"
+        which = "" if len(names) == len(request.targets) else f" of {', '.join(names)}"
         console.print(f"estimates alone{which}: {why}", style="yellow", markup=False)

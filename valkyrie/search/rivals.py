@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import Platform, TargetConfig
+from valkyrie.search.answer import RankedLayout, Stage
 from valkyrie.search.compiling import Compiles
 from valkyrie.search.estimate.rank import Estimated, Ranking
-from valkyrie.search.question import Question
+from valkyrie.search.request import SearchRequest
 from valkyrie.units import duration
 
 RULE = "the TPU v4 paper's rule (MP1 and MP2 on an axis each, data on the third)"
@@ -26,9 +26,9 @@ class Rival:
     why: str = ""
 
 
-def rivals_on(question: Question, ranked: Ranking, target: TargetConfig) -> list[Rival]:
+def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
     """Return the rivals on a slice: of the partitions that were looked at, the rule on a torus of three axes alone."""
-    partitions, here = {partition.name for partition in question.partitions}, ranked.on(target.name)
+    partitions, here = {partition.name for partition in request.partitions}, ranked.on(target.name)
     rivals = []
     if "2d_tp" in partitions and target.platform is Platform.tpu and len(parse_shape(target.topology) or ()) == 3:
         rivals.append(_fastest(RULE, (one for one in here.under("2d_tp") if _is_the_torus(one))))
@@ -57,7 +57,7 @@ def layouts_of(rivals: Sequence[Rival]) -> list[Estimated]:
     return [rival.layout for rival in rivals if rival.layout is not None]
 
 
-def compared(rival: Rival, compiles: Compiles, best: dict[str, Any], measured_s: float | None = None) -> str:
+def format_comparison(rival: Rival, compiles: Compiles, best: RankedLayout, measured_s: float | None = None) -> str:
     """Return how many times faster the best layout, `best`, is than a rival, in a line.
 
     Measured steps are compared with measured ones, compiled with compiled, and otherwise estimates: of the same kind
@@ -66,15 +66,15 @@ def compared(rival: Rival, compiles: Compiles, best: dict[str, Any], measured_s:
     name, one = rival.name, rival.layout
     if one is None:
         return f"{name}: {rival.why}"
-    layout = " ".join(one.overrides[1:])
-    if measured_s is not None and best["stage"] == "measure":
-        return f"{name}: {duration(measured_s)} (measured), {measured_s / best['step_s']:.2f} times the best; {layout}"
-    compiled = next((c for c in compiles.done if c.estimate.overrides == one.overrides), None)
+    layout = " ".join(one.candidate.overrides[1:])
+    if measured_s is not None and best.stage is Stage.measure:
+        return f"{name}: {duration(measured_s)} (measured), {measured_s / best.step_s:.2f} times the best; {layout}"
+    compiled = next((c for c in compiles.done if c.estimate.candidate == one.candidate), None)
     if compiled is not None and compiled.step_s is None:
         return f"{name}: {layout}: {compiled.trial.status.value.replace('_', ' ')}"
-    of_best = next((c.step_s for c in compiles.done if c.estimate.overrides == best["overrides"]), None)
+    of_best = next((c.step_s for c in compiles.done if c.estimate.candidate == best.candidate), None)
     if compiled is not None and compiled.step_s is not None and of_best is not None:
         times = compiled.step_s / of_best
         return f"{name}: {duration(compiled.step_s)} (by compile), {times:.2f} times the best; {layout}"
-    times = one.step_s / sum(best["parts_s"].values())
+    times = one.step_s / sum(best.parts_s.values())
     return f"{name}: {duration(one.step_s)} (by estimate), {times:.2f} times the best by estimate; {layout}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.search.estimate import rank as ranking
 from valkyrie.search.estimate.rank import Estimated
+from valkyrie.search.estimate.space import Candidate
 
 FILE = Path(ranking.__file__).with_name("errors.json")
 """How far estimates were from compiled steps; experiments/search/table.py writes it."""
@@ -43,10 +44,9 @@ def chip_of(one: Estimated) -> str:
     return one.group.target.chip.name if one.group.target.chip else one.group.target.name
 
 
-def elsewhere(one: Estimated) -> str:
-    """Return a name that a layout has on every torus of as many chips."""
-    changing = ("target=", "mesh.placement=")
-    return " ".join([chips_of(one.group.target), *(o for o in one.overrides if not o.startswith(changing))])
+def on_any_torus(one: Estimated) -> Candidate:
+    """The candidate without its torus: equal for the same layout on every torus of as many chips."""
+    return replace(one.candidate, target=chips_of(one.group.target), placement=None)
 
 
 @cache
@@ -80,22 +80,22 @@ class Shortlist:
         A layout is listed on the torus where it is fastest alone.
         """
         taken: dict[Place, int] = {}
-        best: dict[str, Estimated] = {}
+        best: dict[Candidate, Estimated] = {}
         for one in (e for e in self.fitting if chips_of(e.group.target) == chips):
             place = place_of(one)
-            if elsewhere(one) in best:
+            if on_any_torus(one) in best:
                 continue
             taken[place] = taken.get(place, 0) + 1
             if taken[place] <= VARIANTS:
-                best[elsewhere(one)] = one
+                best[on_any_torus(one)] = one
             if len(best) == count:
                 break
         return list(best.values())
 
     def as_fast_on(self, one: Estimated) -> list[str]:
         """Return the other slices of as many chips on which the same layout is estimated as fast."""
-        name, longest = elsewhere(one), AS_FAST * one.step_s
-        alike = (e for e in self.fitting if e.step_s <= longest and elsewhere(e) == name)
+        layout, longest = on_any_torus(one), AS_FAST * one.step_s
+        alike = (e for e in self.fitting if e.step_s <= longest and on_any_torus(e) == layout)
         return [
             target for target in dict.fromkeys(e.group.target.name for e in alike) if target != one.group.target.name
         ]

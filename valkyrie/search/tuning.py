@@ -8,20 +8,20 @@ from rich.console import Console
 
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.search.compiling import Compiled
-from valkyrie.search.question import Question
+from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import row
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Tuned
 from valkyrie.units import duration
 
 
-def tune_best(question: Question, best: Compiled, budget_s: float, console: Console) -> tuple[int, list[str]]:
+def tune_best(request: SearchRequest, best: Compiled, budget_s: float, console: Console) -> tuple[int, list[str]]:
     """Return the exit status, and the overrides with which the best layout's step is shortest.
 
     Ctrl-C, and the end of the budget in seconds, leave the best so far.
     """
-    mode = question.run.config.mode
-    run = best.estimate.run(question.run).changed(mode=replace(mode, name="compile", budget=None))
+    mode = request.run.config.mode
+    run = best.estimate.run(request.run).changed(mode=replace(mode, name="compile", budget=None))
     known: list[Tuned] = []
 
     def tell(tuned: Tuned) -> None:
@@ -29,7 +29,7 @@ def tune_best(question: Question, best: Compiled, budget_s: float, console: Cons
         console.print("  ".join(row(tuned.attempts[-1])), markup=False, soft_wrap=True)
 
     console.print(
-        f"trying compiler options and implementations on {' '.join(best.estimate.overrides[1:])}",
+        f"trying compiler options and implementations on {' '.join(best.estimate.candidate.overrides[1:])}",
         markup=False,
         soft_wrap=True,
     )

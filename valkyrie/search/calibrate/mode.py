@@ -17,13 +17,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import CALIBRATED
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import write_whole
 from valkyrie.report.records import Row, find_sweeps, read_rows
-from valkyrie.runs.folder import run_folder, write_about
+from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
 from valkyrie.search.calibrate.replay_fit import ReplayFit, off, replay_fit, rounded
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import FITTED, fitted, known_of, without_family
@@ -67,10 +66,16 @@ def calibrate_mode(run: Run) -> int:
         _check(path)
     rows = [row for row in read_rows(paths) if row.ok and not row.group.simulated and not row.is_training]
     by_chip: dict[str, list[tuple[Row, Run]]] = defaultdict(list)
+    without_settings = 0
     for row in rows:
-        made = run_of([*row.trial.flags, *row.trial.overrides])
-        if made.config.target.chip is not None:
-            by_chip[made.config.target.chip.name].append((row, made))
+        trial_run = _saved_run(row)
+        if trial_run is None:
+            without_settings += 1
+        elif (chip := trial_run.config.target.chip) is not None:
+            by_chip[chip.name].append((row, trial_run))
+    if without_settings:
+        left_out = f"left out {without_settings} of {len(rows)} trials: their folders no longer have a {RUN}"
+        console.print(left_out, style="yellow", markup=False, soft_wrap=True)
     if not by_chip:
         raise ValueError(
             f"{', '.join(map(str, paths))}: no trial there was compiled or measured for a chip whose figures are known."
@@ -90,6 +95,16 @@ def calibrate_mode(run: Run) -> int:
         show(one, file, console)
     write_whole(folder / "calibrate.json", json.dumps([as_json(one) for one in made], indent=1) + "\n")
     return 0
+
+
+def _saved_run(row: Row) -> Run | None:
+    """The run of a trial as its own `run.yaml` has it, or None if its folder is gone.
+
+    The overrides alone would not do: composed again, they would take today's defaults for everything they do not name.
+    """
+    if row.folder is None or not (row.folder / RUN).is_file():
+        return None
+    return Run.from_config(saved_config(row.folder))
 
 
 def _check(path: Path) -> None:

@@ -14,7 +14,7 @@ from valkyrie.parallel.remat import RematConfig
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.memory import ExpectedBytes, Need
 from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.space import Group, Space
+from valkyrie.search.estimate.space import Candidate, Group, Space
 from valkyrie.search.estimate.times import Step, Times
 from valkyrie.search.estimate.work import work_of
 
@@ -50,10 +50,10 @@ class Estimated:
         usable = usable_hbm(self.group.target.chip)
         return usable is None or self.bytes <= usable
 
-    @property
-    def overrides(self) -> list[str]:
-        """What asks for it on the command line."""
-        return self.group.overrides(self.number, self.remat)
+    @cached_property
+    def candidate(self) -> Candidate:
+        """The layout itself, without its estimate: equal for equal layouts of any two rankings."""
+        return self.group.candidate(self.number, self.remat)
 
     def run(self, run: Run) -> Run:
         """Return a run of this layout that asks for the rest as another does."""

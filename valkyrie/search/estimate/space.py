@@ -34,6 +34,45 @@ ROUNDS = (2, 4)
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One layout on one slice: what a search identifies it by, and the command line asks for it with."""
+
+    target: str
+    slices: int
+    mesh: str
+    placement: tuple[str, ...] | None
+    partition: str
+    schedule: PipelineSchedule
+    rounds: int
+    zero1: bool
+    remat: str
+    microbatches: int
+
+    @property
+    def layout_overrides(self) -> list[str]:
+        """Command-line overrides that select the layout, without those that select the slice."""
+        overrides = [f"mesh={self.mesh}", f"partition={self.partition}"]
+        if self.schedule is not PipelineSchedule.gpipe:
+            overrides.append(f"partition.schedule={self.schedule.value}")
+        if self.rounds > 1:
+            overrides.append(f"partition.rounds={self.rounds}")
+        if self.zero1:
+            overrides.append("partition.zero1=true")
+        if self.placement is not None:
+            overrides.append(f"mesh.placement=[{','.join(self.placement)}]")
+        overrides.append(f"remat={self.remat}")
+        if self.microbatches > 1:
+            overrides.append(f"microbatches={self.microbatches}")
+        return overrides
+
+    @property
+    def overrides(self) -> list[str]:
+        """Command-line overrides that select the slice and the layout."""
+        slices = [f"target.slices={self.slices}"] if self.slices > 1 else []
+        return [f"target={self.target}", *slices, *self.layout_overrides]
+
+
+@dataclass(frozen=True)
 class Group:
     """Candidates on one target, each under every remat policy, and how each is asked for: mesh and placement.
 
@@ -47,24 +86,21 @@ class Group:
     meshes: list[str]
     placements: list[list[str] | None]
 
-    def overrides(self, number: int, remat: RematConfig) -> list[str]:
-        """Return the overrides that ask for a candidate."""
-        c = self.candidates
-        given = [f"target={self.target.name}", f"mesh={self.meshes[number]}", f"partition={c.partition.name}"]
-        if self.target.slices > 1:
-            given.insert(1, f"target.slices={self.target.slices}")
-        if c.partition.schedule is not PipelineSchedule.gpipe:
-            given.append(f"partition.schedule={c.partition.schedule.value}")
-        if c.partition.rounds > 1:
-            given.append(f"partition.rounds={c.partition.rounds}")
-        if c.partition.zero1:
-            given.append("partition.zero1=true")
-        if (placement := self.placements[number]) is not None:
-            given.append(f"mesh.placement=[{','.join(placement)}]")
-        given.append(f"remat={remat.name}")
-        if (count := int(c.microbatches[number])) > 1:
-            given.append(f"microbatches={count}")
-        return given
+    def candidate(self, number: int, remat: RematConfig) -> Candidate:
+        """Candidate `number` of the group under a remat policy."""
+        c, placement = self.candidates, self.placements[number]
+        return Candidate(
+            target=self.target.name,
+            slices=self.target.slices,
+            mesh=self.meshes[number],
+            placement=None if placement is None else tuple(placement),
+            partition=c.partition.name,
+            schedule=c.partition.schedule,
+            rounds=c.partition.rounds,
+            zero1=c.partition.zero1,
+            remat=remat.name,
+            microbatches=int(c.microbatches[number]),
+        )
 
     def run(self, number: int, remat: RematConfig, run: Run) -> Run:
         """Return a run of a candidate that asks for the rest as another does."""

@@ -23,7 +23,7 @@ _OF_ANY_PARTITION = ("zero1", "gradient_sum", "parameter_memory", "optimizer_mem
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchRequest:
     """A search as it was asked: the run that says model, batch and precision, and the rest of the command.
 
     What the command names of partition, remat and microbatches (or `device_batch`) stays; the rest varies. A setting
@@ -64,8 +64,8 @@ class Question:
         return [*flags, *(override for override, key in keys if key not in own and not key.startswith("mode."))]
 
 
-def asked(run: Run) -> Question:
-    """Return the question of a run with `mode=search`; ValueError where it makes none."""
+def parse_request(run: Run) -> SearchRequest:
+    """Read the request of a run with `mode=search`. Raises ValueError for keys that a search cannot take."""
     config, given = run.config, {key_value(o)[0] for o in parts_of(run.arguments)[1]}
     if wrong := sorted(key for key in given if key.partition(".")[0] == "mesh"):
         raise ValueError(
@@ -75,7 +75,7 @@ def asked(run: Run) -> Question:
         raise ValueError(f"{wrong[0]}=: which of several slices is meant? Search one at a time: target=SLICE.")
     budget = config.mode.budget
     remat_given = any(key.partition(".")[0] == "remat" for key in given)
-    return Question(
+    return SearchRequest(
         run=run,
         targets=tuple(_targets(run)),
         partitions=tuple(_partitions(config.partition, given)),
