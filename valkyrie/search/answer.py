@@ -78,7 +78,7 @@ class RankedLayout:
     low_s: float
     high_s: float
     memory: int | None
-    usable: float | None
+    usable: int | None
     tokens_per_second_per_chip: float
     mfu: float | None
     usd_per_million_tokens: float | None
