@@ -80,6 +80,7 @@ def saved_sweep(folder: Path, made: Sequence[Trial]) -> Path:
     """Return the folder of a sweep with these trials, each with the `run.yaml` of its overrides."""
     named = [replace(one, name=f"trial-{i}", folder=f"trial-{i}") for i, one in enumerate(made)]
     for one in named:
+        (folder / one.name).mkdir(parents=True)
         run_of(one.overrides).save(folder / one.name / RUN)
     return sweep_folder(folder, named)
 

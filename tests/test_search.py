@@ -16,11 +16,12 @@ from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.shorthand import written_out
 from valkyrie.paths import DiskError
-from valkyrie.records import read_record
+from valkyrie.records import decode, encode, read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import (
     MeasuredLayout,
     MeasureReport,
+    RankedLayout,
     SearchAnswer,
     command_of,
     rank_layout,
@@ -220,7 +221,7 @@ def test_without_a_price_a_layout_is_chosen_by_its_step(price: str) -> None:
     assert not of.by_price and of.cost(of.targets[0], 2.0) == 2.0
     rows = rank_layouts(of, listed_of(of), Compiles(), 10)
     assert [row.step_s for row in rows] == sorted(row.step_s for row in rows)
-    assert json.loads(json.dumps(rows, allow_nan=False)), "a number of tokens is finite or none"
+    assert json.loads(json.dumps(encode(rows), allow_nan=False)), "a number of tokens is finite or none"
 
 
 def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compiler, tmp_path: Path) -> None:
@@ -424,7 +425,7 @@ def test_estimates_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     best = answer["best"][0]
     assert best["low_s"] < best["step_s"] == min(steps) < best["high_s"]
     assert best["hours"] > 0 and best["dollars"] == pytest.approx(8 * 1.2 * best["hours"], rel=1e-6)
-    assert f"train it: {command_of(parse_request(run), best)}" in printed
+    assert f"train it: {command_of(parse_request(run), decode(RankedLayout, best, ANSWER))}" in printed
     assert "plain FSDP: " in printed and "the TPU v4 paper's rule" not in printed, "v5e has a torus of two axes"
 
 
