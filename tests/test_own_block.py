@@ -16,7 +16,7 @@ import pytest
 from helpers import PARTITIONS, assembly_of, compose_run, make_batch, make_program, run_steps
 from machines import needs_libtpu
 from valkyrie.config.run import Run
-from valkyrie.models import let_import
+from valkyrie.models import add_import_path
 from valkyrie.sweep.trial import Status, TrialLog
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def train(folder: Path, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
     """A run of the block's model, composed in this process."""
-    let_import([folder])
+    add_import_path([folder])
     return compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "mesh=1x1x1", "partition=dp")
 
 

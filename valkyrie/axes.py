@@ -1,7 +1,7 @@
-"""Logical axes: the named dimensions of a model's arrays, and how single-device model code asks for a placement.
+"""Logical axes: the named dimensions of a model's arrays, and the `Shard` that places arrays by them.
 
-A block declares its axes, and its parameters with them (`Parameter`). A model never names a mesh axis: it names the
-logical axes of an array and calls the `Shard` it was given. `UNSHARDED` does nothing: every model runs without a mesh.
+Blocks declare logical axes and parameters (`Parameter`). A model never names a mesh axis: it passes the logical axes of
+an array to its `shard` argument. `UNSHARDED` does nothing, so that every model also runs without a mesh.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SHARED_AXES: dict[str, str] = {
 """The logical axes of every model, with what each counts; the others are declared by blocks and models."""
 
 Axis = str | tuple[str, ...] | None
-"""What splits one dimension: a logical axis, several of them in turn, or nothing."""
+"""The logical axis or axes that split one dimension, or None."""
 
 Axes = tuple[str | None, ...]
-"""One entry per array dimension: a logical axis, or None for a dimension that is never split."""
+"""One logical axis per array dimension, or None for a dimension that is never split."""
 
 Repeated = Callable[[Any, Any, Any, "Shard"], Any]
-"""What a stack repeats: (stream, one of its layers, what stands beside the stream's rows, a Shard) -> the stream."""
+"""One step of a stack: (stream, one layer, per-row arrays such as document boundaries, Shard) -> stream."""
 
 
-class End(NamedTuple):
-    """What becomes of a stream after the last layer: `f(parameters, stream, rows, shard)` -> (sums, values by row).
+class Head(NamedTuple):
+    """The loss head, applied to the last stream: `f(parameters, stream, rows, shard)` -> (sums, per-row values).
 
-    The first of the sums is the objective. `rows` is a tree of arrays whose first dimension is the batch.
+    The first leaf of `sums` is the objective. `rows` is a tree of arrays whose first dimension is the batch.
     """
 
     f: Callable[[Any, Any, Any, Shard], tuple[Any, Any]]
@@ -44,11 +44,11 @@ class End(NamedTuple):
 
 
 Placed = tuple[Axis, ...]
-"""The same where one dimension may be split over several logical axes."""
+"""Like `Axes`, but a dimension may be split over several logical axes."""
 
 
 UNATTRIBUTED = "unattributed"
-"""What stands in the place of mesh axes for bytes that go between devices whose groups no axes make."""
+"""Label for traffic whose device groups match no mesh axes."""
 
 
 class Size(NamedTuple):
@@ -107,11 +107,15 @@ class Parameter(Tensor):
 
 @dataclass(frozen=True)
 class Arrays:
-    """What a layout splits of a model.
+    """The arrays of a model that a layout splits.
 
-    `axes`: every logical axis, with what it counts; `follows`: axes that are split like another one as far as their
-    length divides. `parameters` and `activations` (those whose placement is asked for): every different tensor with
-    the names that messages use for it. `stacked`: how often each stack of equal layers repeats, first to last.
+    Args:
+        axes: Every logical axis, with what it counts.
+        parameters: Every distinct parameter tensor, with its names in messages.
+        activations: The same for activations whose placement the model requests.
+        follows: Axes that are split like another one as far as their length divides.
+        stacked: Repetitions of each stack of equal layers, first to last.
+        dispatched: Axes whose shards receive data from other devices instead of being gathered (`experts`).
     """
 
     axes: dict[str, str]
@@ -119,31 +123,32 @@ class Arrays:
     activations: dict[Tensor, list[str]]
     follows: dict[str, str] = field(default_factory=dict)
     stacked: tuple[int, ...] = ()
+    dispatched: frozenset[str] = frozenset()
 
 
 @runtime_checkable
 class Shard(Protocol):
-    """How a model asks for a placement; implemented by `valkyrie.parallel` for a mesh, by `Unsharded` without one."""
+    """Places a model's arrays: on a mesh (`valkyrie.parallel.sharding.MeshShard`), or nowhere (`Unsharded`)."""
 
     @property
     def backend(self) -> str | None:
-        """The platform the program will run on (cpu, gpu, tpu); None is where JAX runs now."""
+        """Platform the program will run on (cpu, gpu or tpu), or None for JAX's default backend."""
         ...
 
     def __call__(self, x: jax.Array, *axes: Axis) -> jax.Array:
-        """Return `x` constrained to lie as the partition puts these logical axes (one per dimension)."""
+        """Constrain an activation to the partition's placement of these logical axes, one per dimension."""
         ...
 
-    def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter as it lies while it is used: gathered over the mesh axes that split data."""
+    def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Gather a parameter over the mesh axes that split data, as products use it (`Layout.computed`)."""
         ...
 
-    def looked_up(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter as it lies while rows of it are looked up."""
+    def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Gather a table for a look-up of its rows."""
         ...
 
-    def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Return a parameter, or its gradient, as it rests between steps."""
+    def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Shard a parameter, or its gradient, as it is stored between steps."""
         ...
 
     def gradient(
@@ -154,27 +159,27 @@ class Shard(Protocol):
         reduction: str,
         whole: bool = False,
     ) -> jax.Array:
-        """Return the gradient of a parameter with these logical axes, summed over devices and laid as it rests.
+        """Return the gradient of a parameter with these logical axes, summed over devices and sharded for storage.
 
-        `f` makes it of operands whose first two dimensions are batch and seq. What devices send of their sums is in the
-        dtype `reduction`. `whole`: no compiler is to move operands to where their part of the gradient rests.
+        `f` computes it from operands whose first two dimensions are batch and seq. Devices exchange partial sums in the
+        dtype `reduction`. `whole` keeps the compiler from moving operands to the shards of the gradient instead.
         """
         ...
 
-    def mesh_axes(self, axis: str) -> tuple[str, ...]:
-        """Return the mesh axes, of size above 1, over which the partition splits a logical axis of activations."""
+    def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
+        """Return the mesh axes larger than 1 that split a logical axis of activations."""
         ...
 
     def size(self, axis: str) -> int:
-        """Return into how many shards a logical axis of activations is split."""
+        """Return the number of shards of a logical axis of activations."""
         ...
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, end: End | None = None) -> Any:
-        """Return the stream after `f` for each of `layers`, stacked on their leading axis, or what `end` makes of it.
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: Head | None = None) -> Any:
+        """Apply `f` to the stream `x` once per layer, then `head`, if any.
 
-        `x` and `rows` are trees of arrays whose first dimension is the batch; so is the stream. Where the partition
-        splits `layers`, the devices along that axis are stages that each hold some of them, and parts of the batch
-        pass from one to the next. Of what `end` makes, only the objective may be differentiated.
+        `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays whose first dimension is
+        the batch. If the partition splits `layers`, the devices along that mesh axis are pipeline stages. Only the
+        objective of `head` may be differentiated.
         """
         ...
 
@@ -188,16 +193,15 @@ class Shard(Protocol):
     ) -> Callable[..., Any]:
         """Return `f` run once per device on its local shards (`jax.shard_map`).
 
-        `in_axes` gives the logical axes of each argument (None: replicated), `out_axes` those of the result
-        (a tuple of axes for one array, a list of such tuples for several). `checked`: whether JAX follows along which
-        mesh axes values vary, without which gradients are summed over those along which they do not
-        (None: wherever every kernel can be followed).
+        `in_axes` are the logical axes of each argument (None: replicated), `out_axes` those of the result: a tuple for
+        one array, a list of tuples for several. `checked` is `check_vma` of `jax.shard_map`; without it gradients of
+        replicated arguments are summed over the mesh. None: on wherever every kernel supports it.
         """
         ...
 
 
 class Unsharded:
-    """The `Shard` of a single device: every request is granted by doing nothing."""
+    """The `Shard` of a single device: returns arrays unchanged."""
 
     backend: str | None = None
 
@@ -205,15 +209,15 @@ class Unsharded:
         """Return `x` itself."""
         return x
 
-    def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""
         return x
 
-    def looked_up(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""
         return x
 
-    def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return `x` itself."""
         return x
 
@@ -228,7 +232,7 @@ class Unsharded:
         """Return the value of `f`."""
         return f(*operands)
 
-    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+    def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
         """Return no axes: nothing is split."""
         return ()
 
@@ -236,9 +240,9 @@ class Unsharded:
         """Return 1: nothing is split."""
         return 1
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, end: End | None = None) -> Any:
-        """Return the stream after `f` for each of `layers` in turn, by one scan, or what `end` makes of it."""
-        return ended(end, in_turn(f, layers, x, rows, self), self)
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: Head | None = None) -> Any:
+        """Apply `f` once per layer in one scan, then `head`, if any."""
+        return apply_head(head, scan_layers(f, layers, x, rows, self), self)
 
     def map(
         self,
@@ -255,8 +259,8 @@ class Unsharded:
 UNSHARDED = Unsharded()
 
 
-def in_turn(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
-    """Return the stream after `f` for each of `layers`, stacked on their leading axis, by one scan."""
+def scan_layers(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
+    """Apply `f` to the stream once per layer, in one scan over the leading axis of `layers`."""
     import jax
 
     def body(x: Any, layer: Any) -> tuple[Any, None]:
@@ -265,6 +269,6 @@ def in_turn(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> Any:
     return jax.lax.scan(body, x, layers)[0]
 
 
-def ended(end: End | None, x: Any, shard: Shard) -> Any:
-    """Return what an end makes of the stream; the stream itself without one."""
-    return x if end is None else end.f(end.parameters, x, end.rows, shard)
+def apply_head(head: Head | None, x: Any, shard: Shard) -> Any:
+    """Apply the loss head, if any, to the stream."""
+    return x if head is None else head.f(head.parameters, x, head.rows, shard)

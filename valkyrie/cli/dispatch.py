@@ -25,7 +25,7 @@ from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
-from valkyrie.models import let_import
+from valkyrie.models import add_import_path
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes
@@ -47,7 +47,7 @@ def dispatch() -> None:
         os.getcwd()
     except OSError:
         fail("the current folder is gone: somebody deleted it. cd to another.")
-    let_import(config_dirs(arguments))
+    add_import_path(config_dirs(arguments))
     try:
         if "--version" in arguments:
             print(version_text())

@@ -21,7 +21,7 @@ from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
 from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
-from valkyrie.models import let_import
+from valkyrie.models import add_import_path
 from valkyrie.runs.folder import key_value, parts_of
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"
@@ -92,7 +92,7 @@ def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
     if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
         raise ValueError(f"{unknown[0]} is a flag of valkyrie-train: here only KEY=VALUE is read.")
     folders = config_dirs(flags)
-    let_import(folders)
+    add_import_path(folders)
     primary = primary_of(arguments, folder=folder)
     with composing(folders, primary.folder):
         with refuses_keys_of_null(arguments):

@@ -25,10 +25,10 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import (
     Model,
     activation_names,
+    add_import_path,
     config_class,
     folder_of,
     known_axes,
-    let_import,
 )
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import Batches, batches_of
@@ -207,7 +207,7 @@ class Run:
     def from_config(config: DictConfig) -> Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        let_import(OmegaConf.select(composed, "modules") or [])
+        add_import_path(OmegaConf.select(composed, "modules") or [])
         family = OmegaConf.select(composed, "model.family")
         if family is None:
             raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")

@@ -21,7 +21,7 @@ from valkyrie.checkpoint import latest_step
 from valkyrie.config.compose import AS_SAVED, SCHEMAS, saved_groups
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import HEADER, Run, RunConfig
-from valkyrie.models import let_import
+from valkyrie.models import add_import_path
 from valkyrie.paths import conf_dir, unused
 from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
 
@@ -154,7 +154,7 @@ def _whole(values: DictConfig, file: Path) -> DictConfig:
 
 def _offer(values: DictConfig, file: Path | None) -> None:
     """Let Hydra compose these settings; `file` is what another process finds them by."""
-    let_import(values.modules)
+    add_import_path(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
     for group in _GROUPS:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import valkyrie.models.families as own
 from valkyrie.axes import Arrays, Parameter
-from valkyrie.models.block import Kept
+from valkyrie.models.block import SavedActivation
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -71,11 +71,11 @@ class Model(Protocol):
         """Return FLOPs per token of a training step, forward and backward, over sequences of `seq` tokens."""
         ...
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SavedActivation]:
         """Return what the backward pass needs from the forward pass, by name where it has one; an estimate."""
         ...
 
-    def working(self) -> list[Kept]:
+    def working(self) -> list[SavedActivation]:
         """Return what exists beside that while a part of the model is worked on; an estimate."""
         ...
 
@@ -84,7 +84,7 @@ class Model(Protocol):
         ...
 
 
-def let_import(folders: Iterable[str | Path]) -> None:
+def add_import_path(folders: Iterable[str | Path]) -> None:
     """Let modules in these folders be imported, after all others: families and tasks of the user's own."""
     for folder in map(str, folders):
         if folder not in sys.path:

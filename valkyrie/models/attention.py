@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, Kept, Saved, Site, Weight, saved, weight
+from valkyrie.models.block import Block, Saved, SavedActivation, Site, Weight, saved, weight
 from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Attention(Block):
             saved("kv_heads", "head_dim", count=int(self.qk_norm), float32=True),
         ]
 
-    def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
+    def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
         """Return keys and values: those of a window before the token, or all."""
         window = self.window(site)
         positions = None if window is None else (window - 1) * self.dilation(site)

@@ -137,7 +137,7 @@ class AttentionLayer(nnx.Module):
 
     def _local(self, segmented: bool, shard: Shard):
         """Return what each device does with its heads, rows and, under a sequence split, positions."""
-        c, sequence_axes, (_, split_further) = self.config, shard.mesh_axes("seq"), _key_heads(shard)
+        c, sequence_axes, (_, split_further) = self.config, shard.mesh_axes_of("seq"), _key_heads(shard)
         group = c.heads // c.kv_heads
 
         def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
@@ -200,7 +200,7 @@ def _rows(shard: Shard, batch: int) -> Axis:
     Products over a split residual stream leave sums over its axes: each of their devices then takes its own rows of the
     sum, where otherwise all of them would take all rows and attend to the same.
     """
-    free = not set(shard.mesh_axes("embed")) & {*shard.mesh_axes("heads"), *shard.mesh_axes("kv_heads")}
+    free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
     split = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
     return ("batch", "embed") if split else "batch"
 
@@ -211,7 +211,7 @@ def _key_heads(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
     Heads and key heads are split by rules of their own. Where key heads lie on the first of the axes that heads lie on
     (or on none), each device picks those of its queries; where they lie otherwise, they are gathered.
     """
-    heads, key_heads = shard.mesh_axes("heads"), shard.mesh_axes("kv_heads")
+    heads, key_heads = shard.mesh_axes_of("heads"), shard.mesh_axes_of("kv_heads")
     if heads[: len(key_heads)] == key_heads:
         return "kv_heads", heads[len(key_heads) :]
     return None, heads

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 BLOCK_INPUT = "block_input"
-"""The name of the residual stream as it enters a block."""
+"""The residual stream where it enters a block. That of the first block of a group is saved under every policy."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivation:
     """`count` arrays alike that exist at once on behalf of a backward pass: float32, or in the compute dtype.
 
     `positions` bounds how many positions of each shard of the sequence exist at a time (None: all of them). `name` is
@@ -169,15 +169,15 @@ class Block(ABC):
         """Return how many numbers per token it makes of pairs of positions, as attention's logits are."""
         return 0.0
 
-    def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
+    def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
         """Return what it reads of other devices where the sequence is split, and of how many positions (None: all)."""
         return []
 
-    def kept(self, site: Site, remakes: str | None = None) -> list[Kept]:
+    def kept(self, site: Site, remakes: str | None = None) -> list[SavedActivation]:
         """Return what its backward pass needs; its own output only for making `remakes` again (None: for more)."""
         sizes = self._sizes(site)
         return [
-            Kept(
+            SavedActivation(
                 tensor(s.dims, sizes),
                 s.count,
                 s.float32,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, End, Shard
+from valkyrie.axes import UNSHARDED, Head, Shard
 from valkyrie.models.language_model import Checkpoint, LanguageModel, ResidualBlock
 from valkyrie.models.layers import Boundaries, LayerNorm, normal, parameter
 from valkyrie.ops.linear import Numerics
@@ -44,17 +44,17 @@ class GPT2Model(LanguageModel):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
-        end: End | None = None,
+        head: Head | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or what `end` makes of it.
+        """Return the residual stream after the last block, or what `head` makes of it.
 
         Positions, added before it all, begin anew in documents.
         """
         axes = (None, "embed")
-        table = shard.computed(shard.stored(self.positions[...], *axes).astype(jnp.float32), *axes)
+        table = shard.gather_for_use(shard.shard_for_storage(self.positions[...], *axes).astype(jnp.float32), *axes)
         added = table[: x.shape[1]] if boundaries.keep is None else table[_since_start(boundaries.keep)]
         x = shard((x.astype(jnp.float32) + added).astype(x.dtype), "batch", "seq", "embed")
-        return super().blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, end=end)
+        return super().blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the state of generation before the first token: that of the blocks, and the position."""

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Axis, End, Shard
+from valkyrie.axes import UNSHARDED, Axis, Head, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.layers import Boundaries, Checkpoint, LayerNorm, PlainRMSNorm, RMSNorm, dropout, normal, parameter
 from valkyrie.models.stack import Boundary, Layer, Residual, Stack
@@ -161,9 +161,9 @@ class LanguageModel(nnx.Module):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
-        end: End | None = None,
+        head: Head | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or what `end` makes of it; `key` turns dropout on."""
+        """Return the residual stream after the last block, or what `head` makes of it; `key` turns dropout on."""
 
         def run(x: Array, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Array:
             def blocks(x: Array, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Array:
@@ -174,7 +174,7 @@ class LanguageModel(nnx.Module):
             return checkpoint(blocks)(x, layer[0], boundaries, layer[1])
 
         for i, group in enumerate(self.segments):
-            last = end if i == self.count - 1 else None
+            last = head if i == self.count - 1 else None
             x = shard.repeat(run, (group, repeat_keys(key, i, group)), x, boundaries, last)
         return x
 
@@ -197,8 +197,8 @@ class LanguageModel(nnx.Module):
             losses = model.head_loss(model.leaving(x), *rows, shard=shard)
             return losses[:-1], losses.per_token
 
-        end = End(f, own, (targets, weights))
-        sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, end=end)
+        head = Head(f, own, (targets, weights))
+        sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
         objective, loss, weight = sums
         return Losses(objective, loss, weight, per_token)
 
@@ -224,7 +224,7 @@ class LanguageModel(nnx.Module):
         positions, shards, width = _loss_positions(shard, hidden.shape[1])
         sums = cross_entropy(
             shard(hidden, "batch", positions, width),
-            shard.stored(self._table, "vocab", "embed"),
+            shard.shard_for_storage(self._table, "vocab", "embed"),
             targets,
             weights,
             vocab_size=self.config.vocab_size,
@@ -234,7 +234,7 @@ class LanguageModel(nnx.Module):
             shards=shards,
             batch_shards=shard.size("batch"),
             constrain=lambda logits: shard(logits, "batch", positions, "vocab"),
-            place=lambda table: shard.computed(table, "vocab", width),
+            place=lambda table: shard.gather_for_use(table, "vocab", width),
             total=self._summed(shard),
         )
         return Losses(sums.loss_sum + sums.z_sum, sums.loss_sum, sums.weight_sum, sums.per_token)
@@ -310,7 +310,7 @@ def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:
     Where the residual stream lies split over axes that split no vocabulary, positions take those axes: logits are then
     whole where they are made, not sums of float32 parts of the vocabulary's size over those axes.
     """
-    width, free = shard.mesh_axes("embed"), not set(shard.mesh_axes("embed")) & set(shard.mesh_axes("vocab"))
+    width, free = shard.mesh_axes_of("embed"), not set(shard.mesh_axes_of("embed")) & set(shard.mesh_axes_of("vocab"))
     shards = shard.size("seq") * shard.size("embed")
     if width and free and seq % shards == 0:
         return ("seq", "embed"), shards, None

@@ -81,7 +81,7 @@ def biased(x: Float[Array, "..."], bias: nnx.Param, shard: Shard) -> Float[Array
     The sum is float32, and so is the gradient of the bias, a sum over all positions.
     """
     axes = bias.get_metadata()["logical_axes"]
-    added = shard.computed(shard.stored(bias[...], *axes).astype(jnp.float32), *axes)
+    added = shard.gather_for_use(shard.shard_for_storage(bias[...], *axes).astype(jnp.float32), *axes)
     return (x.astype(jnp.float32) + added).astype(x.dtype)
 
 

@@ -78,7 +78,7 @@ class NanochatAttentionLayer(AttentionLayer):
         assert tokens is not None, "a model with value embeddings hands its blocks the tokens"
         with jax.named_scope("value_embedding"):
             axes = ("vocab", "embed")
-            table = shard.stored(self.value_embedding[...], *axes)
+            table = shard.shard_for_storage(self.value_embedding[...], *axes)
             looked_up = lookup(table, tokens, axes=axes, shard=shard, numerics=self.numerics).reshape(v.shape)
             channels = shard(x[..., : self.channels], "batch", "seq", None)
             gate = linear(

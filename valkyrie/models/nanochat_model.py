@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, End, Shard
+from valkyrie.axes import UNSHARDED, Head, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, repeat_keys
 from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
@@ -104,9 +104,9 @@ class NanochatModel(LanguageModel):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
-        end: End | None = None,
+        head: Head | None = None,
     ) -> Any:
-        """Return the residual stream after the last block and the backout, or what `end` makes of it."""
+        """Return the residual stream after the last block and the backout, or what `head` makes of it."""
         first = shard(self._smeared(x, _before(x, boundaries), shard), "batch", "seq", "embed")
 
         def run(
@@ -135,9 +135,9 @@ class NanochatModel(LanguageModel):
                 return x, middle if new is None else jnp.where(repeat == at.repeat, new, middle)
 
             layers = (group, keys, jnp.arange(at.repeats))
-            last = end if i == self.count - 1 else None
+            last = head if i == self.count - 1 else None
             stream = shard.repeat(body, layers, stream, (boundaries, first), last)
-        return stream if end is not None else self.leaving(stream)
+        return stream if head is not None else self.leaving(stream)
 
     def leaving(self, stream: tuple[Array, Array]) -> Float[Array, "batch seq embed"]:
         """Return what the head reads: the last residual stream without some of that of the middle."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Parameter, Shard
 from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.families.trm import Config, Mixer
+from valkyrie.models.families.trm import Config, MixerKind
 from valkyrie.models.layers import Checkpoint, parameter, project
 from valkyrie.ops.choices import CONTEXT
 from valkyrie.ops.linear import Numerics, lookup
@@ -51,7 +51,7 @@ class RecursiveLayer(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the positions after this layer."""
         x = checkpoint_name(x, BLOCK_INPUT)
-        if self.config.mixer is Mixer.attention:
+        if self.config.mixer is MixerKind.attention:
             x = self._normalised(x + self._attention(x, shard), -1)
         else:
             mixed = self._gated(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Size
-from valkyrie.models.block import Block, Kept, Saved, Site, Weight, saved, weight
+from valkyrie.models.block import Block, Saved, SavedActivation, Site, Weight, saved, weight
 from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class S5(Block):
             saved("embed", count=2),
         ]
 
-    def neighbours(self, site: Site) -> list[tuple[Kept, int | None]]:
+    def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
         """Return the state after the positions before."""
         return [(kept, 1) for kept in self.kept(site) if kept.name == STATES]
 

@@ -113,7 +113,7 @@ class S5Layer(nnx.Module):
         *,
         reverse: bool,
     ) -> States:
-        c, axis_names = self.config, shard.mesh_axes("seq")
+        c, axis_names = self.config, shard.mesh_axes_of("seq")
 
         def local(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
             chosen = {"keep": keep, "reverse": reverse, "impl": c.scan, "block": c.scan_block, "backend": shard.backend}

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
-from valkyrie.models.block import BLOCK_INPUT, Block, Kept, Site, tensor
+from valkyrie.models.block import BLOCK_INPUT, Block, SavedActivation, Site, tensor
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ class Layer:
         after = 0.0 if self.feed_forward is None else self.feed_forward.flops(self.feed_forward_site, seq)
         return self.mixer.flops(self.site, seq) + after
 
-    def kept(self, *, first: bool) -> list[Kept]:
+    def kept(self, *, first: bool) -> list[SavedActivation]:
         """Return its input and what its backward pass needs beside that. An estimate.
 
         Counted from the operations: norms keep their input in float32, products their input, gates both factors. The
         input of the `first` layer of a group is never made again. A layer's result serves to make the next one's input.
         """
         embed = {"embed": Size(self.site.embed, "model.embed")}
-        of_input = Kept(tensor(("batch", "seq", "embed"), embed), 1, name=BLOCK_INPUT, always=first)
+        of_input = SavedActivation(tensor(("batch", "seq", "embed"), embed), 1, name=BLOCK_INPUT, always=first)
         if self.feed_forward is None:
             return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT)]
         after = self.feed_forward.kept(self.feed_forward_site, BLOCK_INPUT)
@@ -273,7 +273,7 @@ class Stack:
         """Return FLOPs per token of a training step; a backward pass takes twice its forward pass."""
         return 3.0 * self.flops_per_token(seq)
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SavedActivation]:
         """Return what the backward passes of all blocks need from the forward pass, by name where it has one."""
         return [
             replace(kept, count=0 if kept.remakes == BLOCK_INPUT and layer is group[-1] else kept.count * repeats)
@@ -282,10 +282,10 @@ class Stack:
             for kept in layer.kept(first=i == 0)
         ]
 
-    def working(self) -> list[Kept]:
+    def working(self) -> list[SavedActivation]:
         """Return what exists while one group of blocks is worked on, and the logits of a part of the loss."""
         vocab = {"vocab": Size(self.vocab_rows, "model.vocab_multiple")}
-        logits = Kept(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
+        logits = SavedActivation(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
         return [*(kept for layer in self.segments()[0][0] for kept in layer.kept(first=False)), logits]
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:

@@ -59,12 +59,12 @@ def linear(
     of_x, of_w = operands.split(",")
 
     def cast(w: Array) -> Array:
-        return shard.computed(w.astype(numerics.compute), *axes)
+        return shard.gather_for_use(w.astype(numerics.compute), *axes)
 
     def multiplied(equation: str, x: Array, w: Array) -> Array:
         if numerics.products is None:
             return jnp.einsum(equation, x, cast(w))
-        return narrow_einsum(equation, x, w, numerics.products, lambda narrow: shard.computed(narrow, *axes))
+        return narrow_einsum(equation, x, w, numerics.products, lambda narrow: shard.gather_for_use(narrow, *axes))
 
     @jax.custom_vjp
     def product(x: Array, w: Array) -> Array:
@@ -85,7 +85,7 @@ def linear(
 
     product.defvjp(forward, backward)
     # A slice of a parameter has no placement of its own: without this one, it would be kept as it was gathered.
-    return product(x.astype(numerics.compute), shard.stored(w, *axes))
+    return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes))
 
 
 def lookup(
@@ -99,7 +99,7 @@ def lookup(
 
     @jax.custom_vjp
     def rows(table: Array, tokens: Array) -> Array:
-        return shard.looked_up(table.astype(numerics.compute), *axes)[tokens]
+        return shard.gather_table(table.astype(numerics.compute), *axes)[tokens]
 
     def forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
         return rows(table, tokens), (table, tokens)

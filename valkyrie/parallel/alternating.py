@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from valkyrie.axes import BATCH, End, Repeated, Shard
+from valkyrie.axes import BATCH, Head, Repeated, Shard
 from valkyrie.parallel.pipeline import (
     SENT_ON,
     InStage,
@@ -38,24 +38,24 @@ def alternating(
     layers: Any,
     x: Any,
     rows: Any,
-    end: End,
+    head: Head,
 ) -> Any:
-    """Return what `end` makes of the stream after `f` for each of `layers`, as `Shard.repeat` does.
+    """Return what `head` makes of the stream after `f` for each of `layers`, as `Shard.repeat` does.
 
     Its gradient is that of the first of its sums, whatever the cotangents of the others. Where nothing is
     differentiated it is what a GPipe pipeline returns.
     """
-    leaves, structure = jax.tree.flatten((layers, x, rows, end.parameters, end.rows))
+    leaves, structure = jax.tree.flatten((layers, x, rows, head.parameters, head.rows))
 
     @jax.custom_vjp
-    def ended(*leaves: Any) -> Any:
-        layers, x, rows, parameters, of_end = jax.tree.unflatten(structure, leaves)
-        return end.f(parameters, pipelined(pipeline, mesh, in_stage, f, layers, x, rows), of_end, shard)
+    def apply(*leaves: Any) -> Any:
+        layers, x, rows, parameters, head_rows = jax.tree.unflatten(structure, leaves)
+        return head.f(parameters, pipelined(pipeline, mesh, in_stage, f, layers, x, rows), head_rows, shard)
 
     def forward(*primals: Any) -> tuple[Any, Any]:
         moves = jax.tree.unflatten(structure, [primal.perturbed for primal in primals])
         arguments = jax.tree.unflatten(structure, [primal.value for primal in primals])
-        stage = _Stage(pipeline, in_stage, f, end, jax.tree.leaves(moves[2]))
+        stage = _Stage(pipeline, in_stage, f, head, jax.tree.leaves(moves[2]))
         along, everywhere = PartitionSpec(pipeline.axis), PartitionSpec()
         run = jax.shard_map(
             stage.run,
@@ -69,12 +69,12 @@ def alternating(
 
     def backward(gradients: Any, cotangents: Any) -> Any:
         by = jax.tree.leaves(cotangents)[0]
-        of_all = [g for tree in gradients for g in tree] + [None] * len(jax.tree.leaves(end.rows))
+        of_all = [g for tree in gradients for g in tree] + [None] * len(jax.tree.leaves(head.rows))
         scaled = zip(of_all, leaves, strict=True)
         return tuple(None if g is None else (by.astype(g.dtype) * g).astype(leaf.dtype) for g, leaf in scaled)
 
-    ended.defvjp(forward, backward, symbolic_zeros=True)
-    return ended(*leaves)
+    apply.defvjp(forward, backward, symbolic_zeros=True)
+    return apply(*leaves)
 
 
 class _Turns(NamedTuple):
@@ -90,7 +90,7 @@ class _Turns(NamedTuple):
     kept: Any
     layers: list[jax.Array]
     rows: list[jax.Array]
-    end: Any
+    head: Any
     sums: Any
 
 
@@ -101,17 +101,17 @@ class _Stage:
     nothing can go back and in the last as many nothing is left to go forward: those are half turns.
     """
 
-    def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, end: End, moves: list[bool]) -> None:
+    def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, head: Head, moves: list[bool]) -> None:
         """`moves` says which leaves of the rows have a gradient."""
-        self._pipeline, self._in_stage, self._f, self._end, self._moves = pipeline, in_stage, f, end, moves
+        self._pipeline, self._in_stage, self._f, self._head, self._moves = pipeline, in_stage, f, head, moves
 
-    def run(self, layers: Any, x: Any, rows: Any, parameters: Any, of_end: Any) -> tuple[Any, Any]:
-        """Return the values of `end`, and the gradients of layers, stream, rows and the parameters of `end`."""
+    def run(self, layers: Any, x: Any, rows: Any, parameters: Any, head_rows: Any) -> tuple[Any, Any]:
+        """Return the values of `head`, and the gradients of layers, stream, rows and the parameters of `head`."""
         pipeline = self._pipeline
         stages, count, axis = pipeline.stages, pipeline.microbatches, pipeline.axis
         self._shard, self._place = self._in_stage(), jax.lax.axis_index(axis)
         self._layers, self._parameters = layers, parameters
-        self._of_end = jax.tree.map(self._apart, of_end)
+        self._head_rows = jax.tree.map(self._apart, head_rows)
         self._rows = jax.tree.map(self._gathered, jax.tree.map(self._apart, rows))
         turns = self._start(jax.tree.map(self._gathered, jax.tree.map(self._apart, x)))
         turns, _ = jax.lax.scan(lambda turns, t: (self._forward(turns, t)[0], None), turns, jnp.arange(stages - 1))
@@ -124,7 +124,7 @@ class _Stage:
         of_rows = [self._scattered(next(moved)) if moves else None for moves in self._moves]
         grown = iter(turns.layers)
         of_layers = [next(grown) if _is_learned(leaf) else None for leaf in jax.tree.leaves(layers)]
-        of_parameters = jax.lax.psum(jax.tree.leaves(turns.end), axis)
+        of_parameters = jax.lax.psum(jax.tree.leaves(turns.head), axis)
         values = jax.lax.psum(turns.sums, axis), jax.tree.map(self._joined, by_row)
         return values, (of_layers, of_stream, of_rows, of_parameters)
 
@@ -133,8 +133,8 @@ class _Stage:
         pipeline, stream = self._pipeline, _zeros(at(waiting, 0))
         repeats = jax.tree.leaves(self._layers)[0].shape[0]
         kept = jax.tree.map(lambda x: jnp.zeros((pipeline.kept, repeats, *x.shape), x.dtype), stream)
-        own, shapes = jax.tree.map(self._split, stream), jax.eval_shape
-        sums, _ = shapes(lambda p, h, r: self._end.f(p, h, r, self._shard), self._parameters, own, at(self._of_end, 0))
+        own, head_rows = jax.tree.map(self._split, stream), at(self._head_rows, 0)
+        sums, _ = jax.eval_shape(lambda *args: self._head.f(*args, self._shard), self._parameters, own, head_rows)
         learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_learned(leaf)]
         return _Turns(
             waiting,
@@ -148,19 +148,19 @@ class _Stage:
         )
 
     def _turn(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
-        """Return what there is after a whole turn, and what `end` says of each row of its microbatch."""
+        """Return what there is after a whole turn, and what `head` says of each row of its microbatch."""
         turns, leaving = self._forward(turns, t)
         number = t - (self._pipeline.stages - 1)
         last = self._place == self._pipeline.stages - 1
         own = jax.tree.map(lambda x: self._split(jnp.where(last, x, 0)), leaving)
 
-        def end(parameters: Any, x: Any) -> Any:
-            return self._end.f(parameters, x, at(self._of_end, number), self._shard)
+        def head(parameters: Any, x: Any) -> Any:
+            return self._head.f(parameters, x, at(self._head_rows, number), self._shard)
 
-        (sums, by_row), back = jax.vjp(end, self._parameters, own)
+        (sums, by_row), back = jax.vjp(head, self._parameters, own)
         (first, *others), structure = jax.tree.flatten((sums, by_row))
         of_parameters, g = back(jax.tree.unflatten(structure, [jnp.ones_like(first), *map(jnp.zeros_like, others)]))
-        turns = turns._replace(end=_added(turns.end, of_parameters), sums=_added(turns.sums, sums))
+        turns = turns._replace(head=_added(turns.head, of_parameters), sums=_added(turns.sums, sums))
         return self._backward(turns, jax.tree.map(self._merged, g), t), by_row
 
     def _forward(self, turns: _Turns, t: jax.Array) -> tuple[_Turns, Any]:
@@ -177,8 +177,8 @@ class _Stage:
         kept = put(turns.kept, inputs, microbatch % self._pipeline.kept, valid)
         return turns._replace(kept=kept, received=self._sent(leaving, 1)), leaving
 
-    def _backward(self, turns: _Turns, ended: Any, t: jax.Array) -> _Turns:
-        """Return what there is after a microbatch went back; `ended` is its gradient at the end, on the last stage."""
+    def _backward(self, turns: _Turns, head_gradient: Any, t: jax.Array) -> _Turns:
+        """Return what there is after a microbatch went back; `head_gradient` is used on the last stage."""
         stages = self._pipeline.stages
         number = t - 2 * (stages - 1) + self._place
         microbatch, valid = self._clipped(number)
@@ -198,7 +198,7 @@ class _Stage:
             g, of_layer, more = back(g)
             return (g, _added(of_rows, more)), of_layer
 
-        g = chosen(self._place == stages - 1, ended, turns.returned)
+        g = chosen(self._place == stages - 1, head_gradient, turns.returned)
         kept = at(turns.kept, microbatch % self._pipeline.kept)
         start, scanned = (g, _sums_of(moving)), (drawn(self._layers, microbatch), kept)
         (g, of_rows), of_layers = jax.lax.scan(body, start, scanned, reverse=True)

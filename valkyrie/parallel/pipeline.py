@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, Repeated, Shard, in_turn
+from valkyrie.axes import BATCH, Repeated, Shard, scan_layers
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.precision import ACCUMULATED
 
@@ -55,7 +55,7 @@ def pipelined(pipeline: Pipeline, mesh: Any, in_stage: InStage, f: Repeated, lay
             microbatch, stretch = number % pipeline.microbatches, number // pipeline.microbatches
             entering = chosen(place == 0, at(waiting, microbatch), received)
             own = stretches if pipeline.rounds == 1 else at(stretches, stretch)
-            leaving = in_turn(of_layer, drawn(own, microbatch), entering, at(rows, microbatch), shard)
+            leaving = scan_layers(of_layer, drawn(own, microbatch), entering, at(rows, microbatch), shard)
             return (waiting, _sent(pipeline, leaving)), None
 
         waiting = _microbatches(pipeline, shard, x)
@@ -188,7 +188,7 @@ def put(waiting: Any, new: Any, slot: Any, valid: Any) -> Any:
 def placed(shard: Shard, x: jax.Array, dimension: int) -> jax.Array:
     """Return an array whose rows, in this dimension, lie on the axes of the batch. Inside a stage."""
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - dimension - 1)
-    spec = PartitionSpec(*[None] * dimension, shard.mesh_axes(BATCH) or None, *free)
+    spec = PartitionSpec(*[None] * dimension, shard.mesh_axes_of(BATCH) or None, *free)
     return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), spec))
 
 

@@ -15,8 +15,6 @@ from valkyrie.paths import config_names, read_config
 
 ALL, PRODUCTS = "all", "products"
 """Words of `save`: every activation; the results of all matrix products but those of attention's kernel."""
-BLOCK_INPUT = "block_input"
-"""The residual stream as it enters a block. That of the first block of a group is kept under every policy."""
 _LONGEST = 40
 
 

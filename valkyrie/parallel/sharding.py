@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, SEQ, Axis, End, Placed, Repeated, ended, in_turn
+from valkyrie.axes import BATCH, SEQ, Axis, Head, Placed, Repeated, apply_head, scan_layers
 from valkyrie.parallel.alternating import alternating
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
@@ -45,21 +45,21 @@ class MeshShard:
         """Return `x` constrained to lie as the partition puts activations with these logical axes."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.activation(axes)))
 
-    def computed(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def gather_for_use(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter as it lies during its product: gathered over the axes that split data."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.computed(axes)))
 
-    def looked_up(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def gather_table(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter as it lies while rows of it are looked up: whole within a stage of a pipeline.
 
         XLA's partitioner ends the process (`partition_group_list.num_replica_groups()`) where a look-up in a split
         table stands in a region that is manual over another axis, and the table is split over two (JAX 0.10.2).
         """
         if not _manual_axes(self.mesh):
-            return self.computed(x, *axes)
+            return self.gather_for_use(x, *axes)
         return jax.lax.with_sharding_constraint(x, self.sharding([()] * x.ndim))
 
-    def stored(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    def shard_for_storage(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Return a parameter, or its gradient, as it rests between steps."""
         return jax.lax.with_sharding_constraint(x, self.sharding(self.layout.stored(axes)))
 
@@ -77,14 +77,14 @@ class MeshShard:
         unlike a reduce-scatter, the TPU compiler runs that beside products (experiments/LOG.md). Not where an axis of
         tensor parallelism splits the parameter too: the compiler then gathers what was sent over that axis.
         """
-        data = {*self.mesh_axes(BATCH), *self.mesh_axes(SEQ)}
+        data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
         split = [tuple(m for m in entry if m in data) for entry in self.layout.stored(axes)]
         in_parts = self._sends_parts and any(split)
         if not in_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.computed(axes) for m in entry):
             total = f(*operands)
-            return self.stored(self.computed(total, *axes) if whole else total, *axes)
+            return self.shard_for_storage(self.gather_for_use(total, *axes) if whole else total, *axes)
         summed = tuple(m for m in self.layout.mesh.axes if m in data and not any(m in entry for entry in split))
-        rows = to_spec((self.mesh_axes(BATCH), self.mesh_axes(SEQ)))
+        rows = to_spec((self.mesh_axes_of(BATCH), self.mesh_axes_of(SEQ)))
 
         def own_part(*local: jax.Array) -> jax.Array:
             total = f(*local)
@@ -101,9 +101,9 @@ class MeshShard:
             axis_names=data,
             check_vma=False,
         )(*operands)
-        return self.stored(parts, *axes)
+        return self.shard_for_storage(parts, *axes)
 
-    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+    def mesh_axes_of(self, axis: str) -> tuple[str, ...]:
         """Return the mesh axes, of size above 1, over which a logical axis of activations is split."""
         return tuple(m for m in self.layout.activations[axis] if self.layout.mesh.axes[m] > 1)
 
@@ -111,16 +111,16 @@ class MeshShard:
         """Return into how many shards a logical axis of activations is split."""
         return self.layout.shards(axis)
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, end: End | None = None) -> Any:
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: Head | None = None) -> Any:
         """Return the stream after `f` for each of `layers`: by one scan, or by a pipeline where they lie on an axis."""
         pipeline = self.layout.pipeline
         if pipeline is None:
-            return ended(end, in_turn(f, layers, x, rows, self), self)
-        if end is not None and pipeline.alternates:
-            return alternating(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, end)
+            return apply_head(head, scan_layers(f, layers, x, rows, self), self)
+        if head is not None and pipeline.alternates:
+            return alternating(pipeline, self.mesh, self._in_stage, self, f, layers, x, rows, head)
         if self.layout.remat.keeps_everything:
             f = without_copies(f)
-        return ended(end, pipelined(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
+        return apply_head(head, pipelined(pipeline, self.mesh, self._in_stage, f, layers, x, rows), self)
 
     def _in_stage(self) -> MeshShard:
         """Return the `Shard` of one stage: of the other axes alone. Inside `jax.shard_map` over the pipeline's axis."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.axes import Shard
-from valkyrie.models.families.trm import Mixer
+from valkyrie.models.families.trm import MixerKind
 from valkyrie.tasks import Array, BatchLoss
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Batch = dict[str, jax.Array]
 
 
-class Losses(NamedTuple):
+class PuzzleLosses(NamedTuple):
     """What the answers to a batch come to, for each puzzle: nats a cell, those of halting, and what is right."""
 
     answer: jax.Array
@@ -36,7 +36,7 @@ class Losses(NamedTuple):
     labelled: jax.Array
 
 
-def puzzle_losses(answers: Answers, labels: jax.Array) -> Losses:
+def puzzle_losses(answers: Answers, labels: jax.Array) -> PuzzleLosses:
     """Return the losses of each puzzle: the mean over its cells, and of halting just where all cells are right."""
     import jax
     import jax.numpy as jnp
@@ -49,7 +49,7 @@ def puzzle_losses(answers: Answers, labels: jax.Array) -> Losses:
     exact, least = right == labelled, jnp.maximum(labelled, 1)
     nats = stablemax_cross_entropy(answers.logits, labels).sum(-1) / least
     halt = jax.nn.softplus(answers.halt) - answers.halt * exact
-    return Losses(nats, halt, exact, right / least, labelled)
+    return PuzzleLosses(nats, halt, exact, right / least, labelled)
 
 
 class Task:
@@ -69,7 +69,7 @@ class Task:
 
     def problems(self, model: Any, seq: int) -> list[str]:
         """Return why puzzles of `seq` cells are none for the model."""
-        if model.mixer is Mixer.attention or seq == model.context:
+        if model.mixer is MixerKind.attention or seq == model.context:
             return []
         return [
             f"seq={seq}: model.mixer=mlp has weights for puzzles of model.context={model.context} cells. "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from valkyrie.config.run import Run
-from valkyrie.models.block import Kept
+from valkyrie.models.block import SavedActivation
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.remat import Place, RematConfig, remat_named, shipped_remats
 from valkyrie.precision import DType
@@ -85,7 +85,7 @@ def by_policy(run: Run) -> dict[str, KeptBytes]:
     return dict(sorted(kept.items(), key=lambda item: (-item[1].on_device, item[1].on_host)))
 
 
-def bytes_of(kept: Kept, run: Run, layout: Layout) -> float:
+def bytes_of(kept: SavedActivation, run: Run, layout: Layout) -> float:
     """Return the bytes of activations on one device, in float32 or in the compute dtype.
 
     Of all layers, a stage has its own for the rows of all stages, which is as much as its rows of all layers.
@@ -100,7 +100,7 @@ def bytes_of(kept: Kept, run: Run, layout: Layout) -> float:
     return kept.count * numbers * (4 if kept.float32 else compute)
 
 
-def place_of(kept: Kept, remat: RematConfig) -> Place:
+def place_of(kept: SavedActivation, remat: RematConfig) -> Place:
     """Return where activations wait; what only serves to make something again does not where that is kept."""
     place = remat.place(kept.name, product=kept.product)
     if place is Place.nowhere and kept.always:
@@ -108,5 +108,5 @@ def place_of(kept: Kept, remat: RematConfig) -> Place:
     return Place.nowhere if _is_spared(kept, remat) else place
 
 
-def _is_spared(kept: Kept, remat: RematConfig) -> bool:
+def _is_spared(kept: SavedActivation, remat: RematConfig) -> bool:
     return kept.remakes is not None and remat.place(kept.remakes) is not Place.nowhere

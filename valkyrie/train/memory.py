@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import Platform
+from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
-from valkyrie.parallel.remat import BLOCK_INPUT
 from valkyrie.precision import ACCUMULATED
 from valkyrie.train.kept import OF_GROUP, OF_LOSS, OF_UNNAMED, UNNAMED, KeptBytes, bytes_of, kept_bytes
 

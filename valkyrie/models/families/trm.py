@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import SHARED_AXES, Arrays, Parameter, Size, Tensor
-from valkyrie.models.block import BLOCK_INPUT, Kept, tensor
+from valkyrie.models.block import BLOCK_INPUT, SavedActivation, tensor
 from valkyrie.ops.choices import CONTEXT
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from valkyrie.ops.linear import Numerics
 
 
-class Mixer(Enum):
+class MixerKind(Enum):
     """What mixes positions: attention of all of them (with rotary positions), or a gated product over the length."""
 
     attention = "attention"
@@ -48,7 +48,7 @@ class Config:
     vocab_size: int = 11
     embed: int = 512
     layers: int = 2
-    mixer: Mixer = Mixer.attention
+    mixer: MixerKind = MixerKind.attention
     heads: int = 8
     head_dim: int = 64
     mlp: int = 1536
@@ -88,13 +88,13 @@ class Config:
         """Return every reason why it cannot be built, in the words of the command line."""
         least = dict.fromkeys(("context", "embed", "layers", "mlp", "puzzles", "high_cycles", "low_cycles"), 1)
         least |= {"max_steps": 1, "vocab_size": 2, "puzzle_tokens": 1, "puzzle_embed": 1}
-        least |= {"heads": 1, "head_dim": 1} if self.mixer is Mixer.attention else {"length_mlp": 1}
+        least |= {"heads": 1, "head_dim": 1} if self.mixer is MixerKind.attention else {"length_mlp": 1}
         problems = [
             f"model.{key}={getattr(self, key)}: at least {number} is needed."
             for key, number in least.items()
             if getattr(self, key) < number
         ]
-        if self.mixer is Mixer.attention and self.head_dim % 2:
+        if self.mixer is MixerKind.attention and self.head_dim % 2:
             problems.append(f"model.head_dim={self.head_dim} is odd: rotary positions need pairs.")
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
             room = self.puzzle_tokens * self.embed
@@ -139,7 +139,7 @@ class Config:
                 parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.keys), []).append(where)
         axes = {**SHARED_AXES, "embed": "the width of a position", "mlp": "the hidden side of a gated product"}
         asked: list[tuple[str, ...]] = [("embed",), ("mlp",)]
-        if self.mixer is Mixer.attention:
+        if self.mixer is MixerKind.attention:
             axes |= {"heads": "attention heads", "head_dim": "the width of one head"}
             asked.append(("heads", "head_dim"))
         activations = {}
@@ -164,14 +164,14 @@ class Config:
         backward = (self.low_cycles + 1) * self._network_flops(seq + self.puzzle_tokens) * self._share(seq)
         return self.flops_per_token(seq) + 2.0 * (backward + 2.0 * self.embed * self.vocab_size)
 
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[SavedActivation]:
         """Return what the backward pass needs of the last cycle, by name where it has one; an estimate."""
         count = (self.low_cycles + 1) * self.layers
         return [replace(kept, count=kept.count * count) for kept in self._kept_of_layer()]
 
-    def working(self) -> list[Kept]:
+    def working(self) -> list[SavedActivation]:
         """Return what exists while one layer is worked on, and the logits; an estimate."""
-        logits = Kept(tensor(("batch", "seq", self.vocab_size), self._sizes), 4, float32=True)
+        logits = SavedActivation(tensor(("batch", "seq", self.vocab_size), self._sizes), 4, float32=True)
         return [*self._kept_of_layer(), logits]
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
@@ -188,7 +188,7 @@ class Config:
     def _of_layer(self) -> dict[str, tuple[str | int, ...]]:
         """Return the dimensions of a layer's matrices."""
         gated = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
-        if self.mixer is Mixer.attention:
+        if self.mixer is MixerKind.attention:
             return {**gated, **dict.fromkeys(("key", "out", "query", "value"), ("embed", "heads", "head_dim"))}
         over_length = (self.positions, self.length_mlp)
         return {**gated, **{f"length_{name}": over_length for name in ("down", "gate", "up")}}
@@ -199,22 +199,23 @@ class Config:
         heads = self.heads * self.head_dim
         attention = 8.0 * self.embed * heads + 4.0 * heads * positions
         over_length = 6.0 * self.embed * self.length_mlp
-        return self.layers * (feed_forward + (attention if self.mixer is Mixer.attention else over_length))
+        return self.layers * (feed_forward + (attention if self.mixer is MixerKind.attention else over_length))
 
     def _share(self, seq: int) -> float:
         """Return how many positions there are for each cell."""
         return (seq + self.puzzle_tokens) / seq
 
-    def _kept_of_layer(self) -> list[Kept]:
+    def _kept_of_layer(self) -> list[SavedActivation]:
         """Return what the backward pass of one layer needs; norms keep their input in float32."""
 
-        def saved(*dims: str | int, count: int = 1, float32: bool = False, name: str | None = None) -> Kept:
+        def saved(*dims: str | int, count: int = 1, float32: bool = False, name: str | None = None) -> SavedActivation:
             named = name is not None and name not in (BLOCK_INPUT, CONTEXT)
-            return Kept(tensor(("batch", "seq", *dims), self._sizes), count, float32, name=name, product=named)
+            activation = tensor(("batch", "seq", *dims), self._sizes)
+            return SavedActivation(activation, count, float32, name=name, product=named)
 
         kept = [saved("embed", name=BLOCK_INPUT), saved("embed", count=4, float32=True), saved("embed", count=2)]
         kept += [saved("mlp", name="up"), saved("mlp", name="gate"), saved("mlp", count=2), saved("embed", name="down")]
-        if self.mixer is Mixer.attention:
+        if self.mixer is MixerKind.attention:
             kept += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
             kept += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
             return [*kept, saved("embed", name="out")]

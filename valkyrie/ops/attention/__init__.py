@@ -1,14 +1,12 @@
 """Softmax attention over a sliding window, dilated or full, with segments and global tokens.
 
 `reference.py` is the whole mask written out, which the others equal to float32 rounding; `local.py` takes chunks of
-queries or the platform's kernel (`splash.py` for a TPU, `triton.py` where cuDNN has none for a GPU); `sharded.py` is
-for a sequence split over devices, and `streaming.py` for one token at a time. What a window, a segment and a global
-token mean is in `pattern.py`.
+queries or the platform's kernel (`splash.py` on a TPU, cuDNN's on a GPU); `sharded.py` is for a sequence split over
+devices, and `streaming.py` for one token at a time. `pattern.py` defines windows, segments and global tokens.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -39,8 +37,6 @@ __all__ = [
 
 ALWAYS_DENSE = 128
 """The length up to which the whole mask is the fastest."""
-HEAD_DIMS = (16, 32, 64, 128)
-"""What the kernel in `triton.py` takes: tiles are as wide as powers of two, and products need 16."""
 
 
 def attention(
@@ -100,10 +96,11 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     `auto` is dense where one chunk would be the whole sequence, and otherwise the kernel before chunks.
     Raises ValueError for `kernel` where the backend's kernel does not support the request, with the reason.
     """
-    problem = _kernel_problem(backend, request, asked=impl is AttentionImpl.kernel)
+    problem = _kernel_problem(backend, request)
     if impl is AttentionImpl.kernel and problem is not None:
         raise ValueError(
-            f"attention=kernel was asked for, but {problem}. Use attention=chunked (memory linear in length), or auto."
+            f"attention impl=kernel is not possible here: {problem}. "
+            "Use model.attention.impl=chunked (memory linear in length), or auto."
         )
     if impl is not AttentionImpl.auto:
         return impl
@@ -115,21 +112,14 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
 
 
-def _kernel_problem(platform: str, request: Request, asked: bool) -> str | None:
-    """Return why the kernel of a platform does not support a request, or None when it does.
+def _kernel_problem(platform: str, request: Request) -> str | None:
+    """Return why the platform's kernel does not support a request, or None if it does.
 
-    TPU: splash attention, always. GPU: cuDNN's, and where it has none this package's own, that only where it is `asked`
-    for: it has been run in Pallas' interpreter and lowered for CUDA, and timed nowhere.
+    Splash attention on a TPU supports every request; cuDNN on a GPU supports some.
     """
     if platform == "tpu":
         return None
-    if platform != "gpu":
-        return f"there is no attention kernel for {platform}"
-    problem = _cudnn_problem(request)
-    if problem is None or not asked:
-        return problem
-    own = _triton_problem(request)
-    return own and f"{problem}, and {own}"
+    return _cudnn_problem(request) if platform == "gpu" else f"there is no attention kernel for {platform}"
 
 
 def _cudnn_problem(request: Request) -> str | None:
@@ -146,19 +136,6 @@ def _cudnn_problem(request: Request) -> str | None:
         return "cuDNN has no soft cap of logits"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"cuDNN takes a head_dim that is a multiple of 8 up to 128, not {request.head_dim}"
-    return None
-
-
-def _triton_problem(request: Request) -> str | None:
-    """Return why the kernel in `triton.py` does not support a request, or this JAX not the kernel."""
-    if find_spec("jax.experimental.pallas.triton") is None:  # deprecated since JAX 0.12
-        return "this JAX no longer has Pallas for Triton, which the other kernel is written in"
-    if not request.pattern.causal:
-        return "the other kernel is causal"
-    if request.global_tokens or request.pattern.soft_cap is not None:
-        return "the other kernel has neither global tokens nor a soft cap"
-    if request.head_dim not in HEAD_DIMS:
-        return f"the other kernel takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, not {request.head_dim}"
     return None
 
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from valkyrie.ops.attention.pattern import (
     Columns,
     GlobalTokens,
+    KeyBlock,
     Keys,
     Pattern,
-    Piece,
     Queries,
     Stretch,
     heads_first,
@@ -93,7 +93,7 @@ def _global_rows(
     if pattern.causal:
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
     mask = jnp.broadcast_to(mask, (mask.shape[0], tokens.q.shape[1], tokens.k.shape[1]))
-    piece = Piece(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
+    piece = KeyBlock(tokens.k.swapaxes(1, 2), tokens.v.swapaxes(1, 2), mask)
     return heads_last(joint_softmax(heads_first(tokens.q, tokens.k.shape[2]), [piece], axis_names, pattern.soft_cap))
 
 

@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from valkyrie.ops.attention.pattern import (
     Columns,
+    KeyBlock,
     Keys,
     Pattern,
-    Piece,
     Queries,
     Stretch,
     heads_first,
@@ -55,10 +55,6 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
         return splash_window(q, k, v, pattern=pattern, stretch=stretch, interpret=method.interpret)
     if method.platform == "gpu":
         assert stretch.before == 0 and stretch.columns is None
-        if stretch.query_segments is not None or q.dtype == jnp.float32:
-            from valkyrie.ops.attention.triton import triton_window
-
-            return triton_window(q, k, v, pattern=pattern, stretch=stretch, interpret=method.interpret)
         window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=pattern.causal, local_window_size=window, implementation="cudnn"
@@ -119,7 +115,7 @@ def chunked_attention(
         pieces = [piece_of(rows, of_chunk)]
         if stretch.columns is not None and rows.sees_columns is not None:
             columns = stretch.columns
-            pieces.append(Piece(columns.k.swapaxes(1, 2), columns.v.swapaxes(1, 2), rows.sees_columns))
+            pieces.append(KeyBlock(columns.k.swapaxes(1, 2), columns.v.swapaxes(1, 2), rows.sees_columns))
         return carry, heads_last(joint_softmax(heads_first(rows.q, k.shape[2]), pieces, (), pattern.soft_cap))
 
     _, out = jax.lax.scan(one_chunk, None, (_queries(q, stretch, chunk), scanned))
@@ -148,12 +144,12 @@ def _all_keys(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int,
     """Return the positions of each chunk's queries, to be scanned, and the piece of all keys that a chunk sees."""
     keys, values, positions = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(k.shape[1])
 
-    def piece_of(rows: _Chunk, row_positions: Int[Array, " chunk"]) -> Piece:
+    def piece_of(rows: _Chunk, row_positions: Int[Array, " chunk"]) -> KeyBlock:
         mask = pattern.sees(row_positions[:, None], positions)[None]
         mask = mask & same_segment(rows.query_segments, stretch.key_segments)
         if stretch.key_valid is not None:
             mask = mask & stretch.key_valid[:, None, :]
-        return Piece(keys, values, mask)
+        return KeyBlock(keys, values, mask)
 
     return stretch.before + jnp.arange(chunks * chunk).reshape(chunks, chunk), piece_of
 
@@ -168,9 +164,9 @@ def _windows(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, 
     cut = functools.partial(_shifted, chunks=chunks, chunk=chunk, width=width, front=left - stretch.before)
     in_window = pattern.sees(left + jnp.arange(chunk)[:, None], jnp.arange(width)[None, :])
 
-    def piece_of(rows: _Chunk, keys: _Window) -> Piece:
+    def piece_of(rows: _Chunk, keys: _Window) -> KeyBlock:
         mask = in_window & keys.exists[:, None, :] & same_segment(rows.query_segments, keys.segments)
-        return Piece(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2), mask)
+        return KeyBlock(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2), mask)
 
     return _Window(cut(k), cut(v), cut(valid), None if segments is None else cut(segments)), piece_of
 

@@ -69,7 +69,7 @@ class Pattern:
         return visible
 
 
-class Piece(NamedTuple):
+class KeyBlock(NamedTuple):
     """Some keys with their values, and which rows see them; `mask` broadcasts to (batch, rows, keys)."""
 
     k: Float[Array, "batch kv_heads keys head_dim"]
@@ -114,7 +114,7 @@ def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Ar
 
 def joint_softmax(
     q: Float[Array, "batch kv_heads group rows head_dim"],
-    pieces: Sequence[Piece],
+    pieces: Sequence[KeyBlock],
     axis_names: tuple[str, ...] = (),
     soft_cap: float | None = None,
 ) -> Float[Array, "batch kv_heads group rows head_dim"]:

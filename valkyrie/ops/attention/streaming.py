@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from valkyrie.ops.attention.pattern import Piece, heads_first, heads_last, joint_softmax
+from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, joint_softmax
 
 
 class GlobalCache(NamedTuple):
@@ -88,7 +88,7 @@ def attention_step(
     keys = jax.lax.dynamic_update_slice(cache.k, k[:, None, None].astype(cache.k.dtype), index)
     values = jax.lax.dynamic_update_slice(cache.v, v[:, None, None].astype(cache.v.dtype), index)
     age = (step - jnp.arange(slots)) % slots
-    ring = Piece(_slots_of(keys, residue), _slots_of(values, residue), (age <= step)[None, None, :])
+    ring = KeyBlock(_slots_of(keys, residue), _slots_of(values, residue), (age <= step)[None, None, :])
     query = heads_first(q[:, None], k.shape[1])
     first = cache.first
     if first is None:
@@ -99,9 +99,9 @@ def attention_step(
     first = _remember(first, position, k, v, global_step)
     ages = position - jnp.arange(first.k.shape[1])
     in_ring = (ages % dilation == 0) & (ages // dilation < slots)
-    beside = Piece(first.k.swapaxes(1, 2), first.v.swapaxes(1, 2), ((ages >= 0) & ~in_ring)[None, None, :])
+    beside = KeyBlock(first.k.swapaxes(1, 2), first.v.swapaxes(1, 2), ((ages >= 0) & ~in_ring)[None, None, :])
     local = joint_softmax(query, [ring, beside], (), soft_cap)
-    seen = Piece(first.global_k.swapaxes(1, 2), first.global_v.swapaxes(1, 2), (ages >= 0)[None, None, :])
+    seen = KeyBlock(first.global_k.swapaxes(1, 2), first.global_v.swapaxes(1, 2), (ages >= 0)[None, None, :])
     whole = joint_softmax(heads_first(global_step.q[:, None], k.shape[1]), [seen], (), soft_cap)
     out = jnp.where(position < first.k.shape[1], whole, local)
     return heads_last(out)[:, 0], KVCache(keys, values, position + 1, first)

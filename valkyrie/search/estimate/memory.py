@@ -9,7 +9,7 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import Platform
-from valkyrie.models.block import BLOCK_INPUT, Kept
+from valkyrie.models.block import BLOCK_INPUT, SavedActivation
 from valkyrie.optim import Kind
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.remat import Place, RematConfig
@@ -86,7 +86,7 @@ class Need:
         return kept + OF_UNNAMED * unnamed + np.maximum(OF_LOSS * loss, backward) - gradients
 
     @cached_property
-    def _kept(self) -> list[tuple[Kept, np.ndarray]]:
+    def _kept(self) -> list[tuple[SavedActivation, np.ndarray]]:
         """What backward passes may find, with the bytes of all microbatches that wait for theirs at once."""
         layouts = self.layouts
         waiting = layouts.in_flight / layouts.stages
@@ -118,7 +118,7 @@ class Need:
         return total
 
 
-def _bytes(kept: Kept, work: Work, layouts: Candidates) -> np.ndarray:
+def _bytes(kept: SavedActivation, work: Work, layouts: Candidates) -> np.ndarray:
     """Return the bytes of activations of a microbatch on one device."""
     config = work.run.config
     rows = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
-from valkyrie.models.block import Block, Kept, Site
+from valkyrie.models.block import Block, SavedActivation, Site
 from valkyrie.models.stack import Layer, Stack
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.precision import DType
@@ -64,7 +64,7 @@ class Mixing:
     count: int
     name: str | None
     over_rows: bool
-    neighbours: tuple[tuple[Kept, int | None], ...]
+    neighbours: tuple[tuple[SavedActivation, int | None], ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Work:
     run: Run
     products: tuple[Product, ...]
     mixing: tuple[Mixing, ...]
-    moved: tuple[tuple[Kept, int], ...]
+    moved: tuple[tuple[SavedActivation, int], ...]
     parameters: dict[str, Parameter]
     passes: float
 
