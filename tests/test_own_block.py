@@ -15,6 +15,8 @@ import pytest
 
 from helpers import PARTITIONS, assembly_of, compose_run, make_batch, make_program, run_steps
 from machines import needs_libtpu
+from own_feed_forward import SMALL as OWN_FEED_FORWARD
+from own_feed_forward import write_folder
 from valkyrie.config.run import Run
 from valkyrie.models import add_import_path
 from valkyrie.sweep.trial import Status, TrialLog
@@ -117,6 +119,22 @@ def test_it_sweeps(folder):
     train(folder, "-m", "name=swept", "mode=compile", "target=cpu4", "mesh=2x2x1", "partition=fsdp,mine")
     trials = TrialLog(folder.parent / "runs" / "swept").read()
     assert [trial.status for trial in trials] == [Status.ok] * 2
+
+
+def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
+    folder = write_folder(tmp_path)
+    command = [sys.executable, "-m", "valkyrie.cli.train", "--config-dir", str(folder), *OWN_FEED_FORWARD]
+    asked = ("steps=2", "sample_tokens=3", "mesh=2x2x1", "partition=units", "name=own")
+    done = subprocess.run([*command, *asked], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stdout
+    (metrics,) = (tmp_path / "runs" / "own").glob("metrics.jsonl")
+    assert {"unit/size", "unit/largest"} <= set(json.loads(metrics.read_text().splitlines()[-1]))
+    asked = ("model.unit.units=0", "model.feed_forward_pattern=[unit,none]")
+    refused = [subprocess.run([*command, a], cwd=tmp_path, capture_output=True, text=True, timeout=60) for a in asked]
+    assert [done.returncode for done in refused] == [2, 2]
+    assert "model.unit.units=0: at least 1 is needed" in refused[0].stderr
+    assert "has the feed-forwards feed_forward, unit" in refused[1].stderr
 
 
 def test_a_mistake_in_it_is_refused_by_its_own_words(folder):

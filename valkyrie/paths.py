@@ -6,12 +6,13 @@ import contextlib
 import errno
 import hashlib
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Schema = TypeVar("Schema")
 
@@ -145,11 +146,29 @@ def config_names(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
 
 
+def config_files(group: str) -> dict[str, Path]:
+    """Return the YAMLs of a config group by name: those of the user's folders on `sys.path`, then the package's."""
+    folders = [Path(entry) for entry in reversed(sys.path) if entry]
+    return {path.stem: path for folder in (*folders, conf_dir()) for path in sorted((folder / group).glob("*.yaml"))}
+
+
+def defaults_of(path: Path) -> list[Any]:
+    """Return the defaults list of a YAML: names, and one-key mappings of groups. ValueError if it is no YAML."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from None
+    return list(values.get("defaults") or []) if isinstance(values, dict) else []
+
+
 def read_config(group: str, name: str, schema: type[Schema]) -> Schema:
     """Return a config of a group as its dataclass, without what its defaults list adds to the schema."""
     from omegaconf import DictConfig, OmegaConf
 
     path = conf_dir() / group / f"{name}.yaml"
+    path = path if path.is_file() else config_files(group)[name]
     values = OmegaConf.load(path)
     assert isinstance(values, DictConfig), path
     values.pop("defaults", None)

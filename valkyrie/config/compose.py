@@ -29,6 +29,7 @@ from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.paths import config_files, defaults_of
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.tracking import TrackingConfig
@@ -239,9 +240,9 @@ def ids_of(tokenizer: str | None, default: str) -> int:
 
 
 def tiny_of(experiment: str | None) -> str:
-    """Return the tiny model that stands for an experiment's: of its first word, or of its family.
+    """Return the tiny model of the kind of an experiment's model: `WORD_tiny` of its first word, or of its family.
 
-    ValueError where the experiment is not of this package, or nothing of its kind is tiny.
+    ValueError if the experiment is unknown, or there is no such model.
     """
     if experiment is None:
         return "valkyrie_tiny"
@@ -249,7 +250,7 @@ def tiny_of(experiment: str | None) -> str:
     family = _chosen("model", model, "").removesuffix("_schema") if model else ""
     names = [f"{word}_tiny" for word in (model.split("_")[0], family) if word]
     for name in names:
-        if (conf_dir_checked() / "model" / f"{name}.yaml").is_file():
+        if name in config_files("model"):
             return name
     raise ValueError(
         f"size=tiny has no model for experiment={experiment}. Name a small one: model=NAME, without size=tiny."
@@ -258,10 +259,8 @@ def tiny_of(experiment: str | None) -> str:
 
 def _chosen(group: str, name: str, key: str) -> str:
     """Return what the defaults list of a YAML chooses under a key, or its first entry; empty where there is none."""
-    path = conf_dir_checked() / group / f"{name}.yaml"
-    if not path.is_file():
-        return ""
-    for entry in OmegaConf.select(OmegaConf.load(path), "defaults") or []:
+    path = config_files(group).get(name)
+    for entry in [] if path is None else defaults_of(path):
         if isinstance(entry, str) and not key:
             return entry
         if not isinstance(entry, str) and key in entry:

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import valkyrie.models.families as own
 from valkyrie.axes import Arrays, Parameter
 from valkyrie.models.block import SavedActivation
+from valkyrie.paths import defaults_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
+    from valkyrie.models.stack import Layer
     from valkyrie.ops.linear import Numerics
 
 
@@ -84,8 +86,19 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class Layered(Model, Protocol):
+    """A model whose layers run one after another, each declared by its blocks, as `Stack` has them."""
+
+    embed: int
+
+    def segments(self) -> list[tuple[list[Layer], int]]:
+        """Return groups of layers, each with its repetitions, first to last."""
+        ...
+
+
 def add_import_path(folders: Iterable[str | Path]) -> None:
-    """Let modules in these folders be imported, after all others: families and tasks of the user's own."""
+    """Append folders to `sys.path`: user's families and tasks are imported from there."""
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -100,6 +113,19 @@ def folder_of(family: str) -> Path | None:
 def family_names() -> list[str]:
     """Return the names of the families of this package."""
     return sorted(module.name for module in iter_modules(own.__path__))
+
+
+def user_family_names() -> list[str]:
+    """Return the names of the user's families: modules beside a folder `model` with a YAML of their schema."""
+    return _families_on(tuple(sys.path))
+
+
+@cache
+def _families_on(path: tuple[str, ...]) -> list[str]:
+    own_files = [file for folder in path if folder for file in sorted((Path(folder) / "model").glob("*.yaml"))]
+    schemas = [entry for file in own_files for entry in defaults_of(file) if isinstance(entry, str)]
+    names = {entry.removesuffix("_schema") for entry in schemas if entry.endswith("_schema")}
+    return sorted(name for name in names if name not in family_names() and is_family(name))
 
 
 def is_family(name: str) -> bool:
@@ -127,10 +153,11 @@ def activation_names(model: Model) -> list[str]:
     return list(dict.fromkeys(kept.name for kept in model.kept() if kept.name is not None))
 
 
-@cache
 def known_axes() -> dict[str, str]:
-    """Return the logical axes of all families of this package, with what each counts."""
-    axes: dict[str, str] = {}
-    for family in family_names():
-        axes |= config_class(family)().arrays().axes
-    return axes
+    """Return the logical axes of all families, the user's included, with what each counts."""
+    return _axes_of((*family_names(), *user_family_names()))
+
+
+@cache
+def _axes_of(families: tuple[str, ...]) -> dict[str, str]:
+    return {axis: counts for family in families for axis, counts in config_class(family)().arrays().axes.items()}

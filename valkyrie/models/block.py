@@ -108,24 +108,41 @@ def saved(
 
 @dataclass
 class Block(ABC):
-    """A kind of block. The fields of a subclass are its configuration keys.
+    """A kind of block: a mixer of positions, or a feed-forward. The fields of a subclass are its configuration keys.
 
-    `axes`: the logical axes it declares beside `embed`, with what each counts. `activations`: the axes of those of its
-    activations whose placement it asks for. `follows`: axes that are split like another one as far as their length
-    divides (key heads like heads). `norm_group`: the optimizer group of the norm before it. `over_rows`: mesh axes that
-    split the residual stream and none of its `activations` split rows while it mixes.
+    Args:
+        axes: Logical axes it declares in addition to `embed`, with what each counts.
+        activations: Axes of the activations whose placement its module requests.
+        follows: Axes that are split like another one as far as their length divides (key heads like heads).
+        dispatches: Axes of its parameters whose shards receive tokens from other devices (experts), instead of being
+            gathered on every device.
+        norm_group: Optimizer group of the norm before it.
+        over_rows: Mesh axes that split the residual stream and none of its `activations` split rows while it mixes.
+        pointwise: Each position is computed from itself alone. Such a block is a feed-forward; others are mixers.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[tuple[tuple[str, ...], ...]] = ()
     follows: ClassVar[Mapping[str, str]] = {}
+    dispatches: ClassVar[tuple[str, ...]] = ()
     norm_group: ClassVar[str] = "vector"
     over_rows: ClassVar[bool] = False
+    pointwise: ClassVar[bool] = False
 
     @property
     def is_causal(self) -> bool:
         """Whether no position sees one after it, as a next-token loss needs."""
         return True
+
+    @property
+    def auxiliary(self) -> dict[str, float]:
+        """Weights in the objective of the values that its module returns beside its output, by name.
+
+        The module then returns `(output, values)` with a float32 value per sequence for every name. A value is averaged
+        over sequences, each weighted by its targets, and its weighted sum over layers is added to the objective.
+        Every value is logged as `KIND/NAME`, averaged over layers too; the weight 0 is for values that are only logged.
+        """
+        return {}
 
     def problems(self, key: str) -> list[str]:
         """Return every reason why it cannot be built; `key` is where its configuration stands, such as `model.s5`."""
@@ -149,7 +166,7 @@ class Block(ABC):
 
     @abstractmethod
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
-        """Return the module that computes it (`valkyrie.models.layers.Mixer`)."""
+        """Return the module that computes it (`valkyrie.models.layers.BlockModule`)."""
 
     def variant(self, site: Site) -> Hashable:
         """Return what tells this block from others of its kind: only equal ones are scanned together."""

@@ -43,6 +43,7 @@ class FeedForward(Block):
 
     axes = {"mlp": "the hidden side of a feed-forward or gating product"}
     activations = (("batch", "seq", "mlp"),)
+    pointwise = True
 
     def problems(self, key: str) -> list[str]:
         """Return why it cannot be built."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from valkyrie.axes import Shard
 from valkyrie.models.block import Site
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
-from valkyrie.models.layers import biased, normal, parameter, project
+from valkyrie.models.layers import Boundaries, biased, normal, parameter, project
 from valkyrie.ops.linear import Numerics, made_once
 
 _NONLINEAR = {
@@ -41,7 +41,9 @@ class FeedForwardLayer(nnx.Module):
         for name in [name for name in specs if name.endswith("_bias")]:
             setattr(self, name, parameter(specs[name], jnp.zeros(specs[name].shape), numerics))
 
-    def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
         """Return the product of each position."""
         up = self._biased(
             project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard

@@ -18,23 +18,48 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, Head, Shard
 from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.layers import Boundaries, Checkpoint, LayerNorm, PlainRMSNorm, RMSNorm, dropout, normal, parameter
-from valkyrie.models.stack import Boundary, Layer, Residual, Stack
+from valkyrie.models.layers import (
+    Boundaries,
+    Checkpoint,
+    LayerNorm,
+    PlainRMSNorm,
+    RMSNorm,
+    Values,
+    dropout,
+    normal,
+    parameter,
+)
+from valkyrie.models.stack import AuxiliaryTerm, Boundary, Layer, Residual, Stack
 from valkyrie.ops.attention.pattern import capped
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup
 
 
 class Losses(NamedTuple):
-    """Sums over the tokens of a batch, in nats; `objective_sum` includes the z-loss, `loss_sum` does not.
+    """Sums over the tokens of a batch, in nats.
 
-    `per_token` is every token's own loss, unweighted, for bits per byte.
+    `objective_sum` includes z-loss and auxiliary losses, `loss_sum` does not. `per_token` is every token's own loss,
+    unweighted, for bits per byte. `auxiliary` has the values that blocks return, averaged over layers.
     """
 
     objective_sum: Float[Array, ""]
     loss_sum: Float[Array, ""]
     weight_sum: Float[Array, ""]
     per_token: Float[Array, "batch seq"]
+    auxiliary: dict[str, Float[Array, ""]] = {}
+
+
+class Stream(NamedTuple):
+    """What layers pass on: the residual stream, sums of the values that they return, and more if a family needs it."""
+
+    x: Float[Array, "batch seq embed"]
+    auxiliary: Values
+    middle: Float[Array, "batch seq embed"] | None = None
+
+    def plus(self, x: Float[Array, "batch seq embed"], values: Values) -> Stream:
+        """Return the stream after a block that returns these values."""
+        added = {name: self.auxiliary[name] + value for name, value in values.items()}
+        return self._replace(x=x, auxiliary=self.auxiliary | added)
 
 
 class ResidualBlock(nnx.Module):
@@ -48,6 +73,7 @@ class ResidualBlock(nnx.Module):
         self.norm = self.norm_kind(config.embed, config.norm_epsilon, numerics=numerics)
         self.mixer = layer.mixer.build(layer.site, numerics=numerics, key=keys[0])
         self.has_feed_forward = layer.feed_forward is not None
+        self.kinds, self.auxiliary = (layer.kind, layer.feed_forward_kind), tuple(layer.auxiliary)
         self.parallel = layer.residual is Residual.parallel
         if layer.feed_forward is not None:
             site = layer.feed_forward_site
@@ -57,25 +83,43 @@ class ResidualBlock(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
-    ) -> Float[Array, "batch seq embed"]:
-        """Return the residual stream after this block."""
+    ) -> tuple[Float[Array, "batch seq embed"], Values]:
+        """Return the residual stream after this block, and the values that its mixer and feed-forward return."""
         return self.after(checkpoint_name(x, BLOCK_INPUT), boundaries, shard, key)
 
     def after(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard, key: Array | None
-    ) -> Float[Array, "batch seq embed"]:
-        """Return the residual stream after its norms, mixer and feed-forward."""
+    ) -> tuple[Float[Array, "batch seq embed"], Values]:
+        """Return the residual stream after its norms, mixer and feed-forward, and their values."""
         keys = (None, None) if key is None else jax.random.split(key)
-        normed = self.norm(x)
-        y = self.mixer(normed, boundaries, shard)
+        normed, values = self.norm(x), {}
+        y = self._output(self.mixer(normed, boundaries, shard), self.kinds[0], values)
         if self.has_feed_forward and self.parallel:
-            y = dropout(y, self.rate, keys[0]) + dropout(self.feed_forward(normed, shard), self.rate, keys[1])
-            return shard(x + y, "batch", "seq", "embed")
+            z = self._output(self.feed_forward(normed, boundaries, shard), self.kinds[1], values)
+            y = dropout(y, self.rate, keys[0]) + dropout(z, self.rate, keys[1])
+            return shard(x + y, "batch", "seq", "embed"), self._checked(values)
         x = shard(x + dropout(y, self.rate, keys[0]), "batch", "seq", "embed")
-        if not self.has_feed_forward:
-            return x
-        y = self.feed_forward(self.feed_forward_norm(x), shard)
-        return shard(x + dropout(y, self.rate, keys[1]), "batch", "seq", "embed")
+        if self.has_feed_forward:
+            z = self.feed_forward(self.feed_forward_norm(x), boundaries, shard)
+            z = self._output(z, self.kinds[1], values)
+            x = shard(x + dropout(z, self.rate, keys[1]), "batch", "seq", "embed")
+        return x, self._checked(values)
+
+    def _output(self, returned: Any, kind: str, values: Values) -> Float[Array, "batch seq embed"]:
+        """Return a module's output, and add the values returned with it to `values`."""
+        if not isinstance(returned, tuple):
+            return returned
+        output, own = returned
+        values |= {f"{kind}/{name}": value for name, value in own.items()}
+        return output
+
+    def _checked(self, values: Values) -> Values:
+        if set(values) != set(self.auxiliary):
+            raise ValueError(
+                f"the blocks {' and '.join(self.kinds)} return the values {sorted(values)} and declare "
+                f"{sorted(self.auxiliary)}. Return what `auxiliary` declares."
+            )
+        return values
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the mixer's state before the first token."""
@@ -86,11 +130,15 @@ class ResidualBlock(nnx.Module):
         normed = self.norm(x)
         y, state = self.mixer.step(normed, state)
         if self.has_feed_forward and self.parallel:
-            return x + y + self.feed_forward(normed[:, None], UNSHARDED)[:, 0], state
+            return x + y + self.feed_forward_step(normed), state
         x = x + y
         if self.has_feed_forward:
-            x = x + self.feed_forward(self.feed_forward_norm(x)[:, None], UNSHARDED)[:, 0]
+            x = x + self.feed_forward_step(self.feed_forward_norm(x))
         return x, state
+
+    def feed_forward_step(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        """Return the output of the feed-forward for one position."""
+        return self._output(self.feed_forward(x[:, None], Boundaries(), UNSHARDED), self.kinds[1], {})[:, 0]
 
 
 class BlockGroup(nnx.Module):
@@ -163,20 +211,26 @@ class LanguageModel(nnx.Module):
         key: Array | None = None,
         head: Head | None = None,
     ) -> Any:
-        """Return the residual stream after the last block, or what `head` makes of it; `key` turns dropout on."""
+        """Return the residual stream after the last block, or the result of `head`; `key` turns dropout on."""
 
-        def run(x: Array, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Array:
-            def blocks(x: Array, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Array:
+        def run(stream: Any, layer: tuple[BlockGroup, Array | None], boundaries: Boundaries, shard: Shard) -> Any:
+            def blocks(stream: Any, group: BlockGroup, boundaries: Boundaries, key: Array | None) -> Any:
                 for i, block in enumerate(group.blocks):
-                    x = block(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
-                return x
+                    of_block = None if key is None else jax.random.fold_in(key, i)
+                    stream = stream.plus(*block(stream.x, boundaries, shard, of_block))
+                return stream
 
-            return checkpoint(blocks)(x, layer[0], boundaries, layer[1])
+            return checkpoint(blocks)(stream, layer[0], boundaries, layer[1])
 
+        stream: Any = Stream(x, self.no_values(x, shard))
         for i, group in enumerate(self.segments):
             last = head if i == self.count - 1 else None
-            x = shard.repeat(run, (group, repeat_keys(key, i, group)), x, boundaries, last)
-        return x
+            stream = shard.repeat(run, (group, repeat_keys(key, i, group)), stream, boundaries, last)
+        return stream if head is not None else self.leaving(stream)
+
+    def no_values(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Values:
+        """Return zeros for the values that layers return."""
+        return {name: shard(jnp.zeros(x.shape[0], jnp.float32), "batch") for name in self.config.auxiliary}
 
     def losses(
         self,
@@ -192,19 +246,20 @@ class LanguageModel(nnx.Module):
         """Return the loss sums of what `embed` returned: `head_loss` after `blocks`."""
         graph, own, others = nnx.split(self, lambda path, _: path[0] in self.head_parameters, ...)
 
-        def f(own: Any, x: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[tuple[Array, ...], Array]:
+        def f(own: Any, stream: Any, rows: tuple[Array, Array], shard: Shard) -> tuple[Any, Array]:
             model = nnx.merge(graph, own, others)
-            losses = model.head_loss(model.leaving(x), *rows, shard=shard)
-            return losses[:-1], losses.per_token
+            losses = model.head_loss(model.leaving(stream), *rows, shard=shard)
+            losses = _with_auxiliary(losses, stream.auxiliary, rows[1], self.config.auxiliary)
+            return (losses.objective_sum, losses.loss_sum, losses.weight_sum, losses.auxiliary), losses.per_token
 
         head = Head(f, own, (targets, weights))
         sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
-        objective, loss, weight = sums
-        return Losses(objective, loss, weight, per_token)
+        objective, loss, weight, auxiliary = sums
+        return Losses(objective, loss, weight, per_token, auxiliary)
 
-    def leaving(self, stream: Any) -> Float[Array, "batch seq embed"]:
-        """Return what the head reads of what leaves the last block."""
-        return stream
+    def leaving(self, stream: Stream) -> Float[Array, "batch seq embed"]:
+        """Return what the head reads of the last stream."""
+        return stream.x
 
     @property
     def head_parameters(self) -> set[str]:
@@ -302,6 +357,19 @@ def _stack(
     """Return `repeats` groups as one, every parameter stacked on a leading `layers` axis."""
     group = partial(BlockGroup, kind, config, layers, numerics=numerics)
     return jax.vmap(lambda k: group(key=k))(jax.random.split(key, repeats))
+
+
+def _with_auxiliary(
+    losses: Losses, values: Values, weights: Float[Array, "batch seq"], terms: dict[str, AuxiliaryTerm]
+) -> Losses:
+    """Add the values of layers to the losses. Each sequence counts with the weight of its targets, as in the loss."""
+    for name, term in terms.items():
+        total = jnp.sum(values[name] * jnp.sum(weights, axis=1))
+        losses = losses._replace(
+            objective_sum=losses.objective_sum + term.weight * total,
+            auxiliary=losses.auxiliary | {name: total / term.layers},
+        )
+    return losses
 
 
 def _loss_positions(shard: Shard, seq: int) -> tuple[Axis, int, str | None]:

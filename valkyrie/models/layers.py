@@ -29,15 +29,24 @@ class Boundaries(NamedTuple):
     tokens: Int[Array, "batch seq"] | None = None
 
 
+Values = dict[str, Float[Array, " batch"]]
+"""Auxiliary losses and metrics by name: a float32 number per sequence."""
+
+
 @runtime_checkable
-class Mixer(Protocol):
-    """The module of a kind of block. It mixes along the sequence; norm and residual sum around it are not its own."""
+class FeedForwardModule(Protocol):
+    """The module of a pointwise block. Norm and residual sum around it are the stack's."""
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
-    ) -> Float[Array, "batch seq embed"]:
-        """Return the block's output for all positions."""
+    ) -> Float[Array, "batch seq embed"] | tuple[Float[Array, "batch seq embed"], Values]:
+        """Return the output for all positions; with values if the block declares any (`Block.auxiliary`)."""
         ...
+
+
+@runtime_checkable
+class BlockModule(FeedForwardModule, Protocol):
+    """The module of a block that mixes positions."""
 
     def init_state(self, batch: int, max_len: int) -> Any:
         """Return the state of generation before the first token, for sequences of at most `max_len`."""

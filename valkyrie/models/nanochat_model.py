@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Head, Shard
 from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, repeat_keys
+from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, Stream, repeat_keys
 from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
 from valkyrie.models.stack import Layer, Stack
 from valkyrie.ops.linear import Numerics
@@ -61,7 +61,7 @@ class NanochatBlock(ResidualBlock):
         x = self.mixed_in(x, first)
         y, state = self.mixer.step(self.norm(x), state, tokens)
         x = x + y
-        return x + self.feed_forward(self.feed_forward_norm(x)[:, None], UNSHARDED)[:, 0], state
+        return x + self.feed_forward_step(self.feed_forward_norm(x)), state
 
 
 class NanochatModel(LanguageModel):
@@ -110,38 +110,40 @@ class NanochatModel(LanguageModel):
         first = shard(self._smeared(x, _before(x, boundaries), shard), "batch", "seq", "embed")
 
         def run(
-            shard: Shard, at: int | None, x: Array, first: Array, group: Any, boundaries: Boundaries, key: Array | None
-        ) -> tuple[Array, Array | None]:
+            shard: Shard, at: int | None, stream: Any, first: Array, group: Any, boundaries: Boundaries, key: Any
+        ) -> tuple[Any, Array | None]:
             middle = None
             for i, block in enumerate(group.blocks):
-                x = block.mixed_in(checkpoint_name(x, BLOCK_INPUT), first)
-                x = block.after(x, boundaries, shard, None if key is None else jax.random.fold_in(key, i))
-                middle = x if i == at else middle
-            return x, middle
+                x = block.mixed_in(checkpoint_name(stream.x, BLOCK_INPUT), first)
+                of_block = None if key is None else jax.random.fold_in(key, i)
+                stream = stream.plus(*block.after(x, boundaries, shard, of_block))
+                middle = stream.x if i == at else middle
+            return stream, middle
 
-        stream: Any = first, jnp.zeros_like(first)
+        stream: Any = Stream(first, self.no_values(first, shard), jnp.zeros_like(first))
         for i, group in enumerate(self.segments):
             at, keys = self._middle(i), repeat_keys(key, i, group)
 
             def body(
-                carry: tuple[Array, Array],
+                stream: Any,
                 layer: tuple[BlockGroup, Array | None, Array],
                 rows: tuple[Boundaries, Array],
                 shard: Shard,
                 at: _Middle = at,
-            ) -> tuple[Array, Array]:
-                (x, middle), (group, key, repeat), (boundaries, first) = carry, layer, rows
-                x, new = checkpoint(partial(run, shard, at.block))(x, first, group, boundaries, key)
-                return x, middle if new is None else jnp.where(repeat == at.repeat, new, middle)
+            ) -> Any:
+                middle, (group, key, repeat), (boundaries, first) = stream.middle, layer, rows
+                before = stream._replace(middle=None)
+                stream, new = checkpoint(partial(run, shard, at.block))(before, first, group, boundaries, key)
+                return stream._replace(middle=middle if new is None else jnp.where(repeat == at.repeat, new, middle))
 
             layers = (group, keys, jnp.arange(at.repeats))
             last = head if i == self.count - 1 else None
             stream = shard.repeat(body, layers, stream, (boundaries, first), last)
         return stream if head is not None else self.leaving(stream)
 
-    def leaving(self, stream: tuple[Array, Array]) -> Float[Array, "batch seq embed"]:
+    def leaving(self, stream: Stream) -> Float[Array, "batch seq embed"]:
         """Return what the head reads: the last residual stream without some of that of the middle."""
-        return self._backed_out(*stream)
+        return self._backed_out(stream.x, stream.middle)
 
     @property
     def head_parameters(self) -> set[str]:
@@ -188,7 +190,7 @@ class NanochatModel(LanguageModel):
             gate = jax.nn.sigmoid(channels @ self.smear_gate[...].astype(x.dtype))
             return x + (self.smear_scale[...].astype(x.dtype) * gate)[..., None] * before
 
-    def _backed_out(self, x: Array, middle: Array) -> Array:
+    def _backed_out(self, x: Array, middle: Array | None) -> Array:
         return x if self.own.backout is None else x - self.backout_scale[...].astype(x.dtype) * middle
 
     def _middle(self, segment: int) -> _Middle:

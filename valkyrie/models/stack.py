@@ -5,12 +5,13 @@ A family derives from `Stack` and gives each kind of block it knows a field; `bl
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
 from valkyrie.models.block import BLOCK_INPUT, Block, SavedActivation, Site, tensor
@@ -30,31 +31,45 @@ class Boundary(Enum):
 
 
 class Residual(Enum):
-    """How a block's feed-forward stands to its mixer: after it, or beside it, of one norm and summed (`parallel`)."""
+    """Feed-forward after the mixer (`sequential`), or both on one norm and summed (`parallel`)."""
 
     sequential = "sequential"
     parallel = "parallel"
 
 
+DENSE = "feed_forward"
+"""The feed-forward that `Stack.feed_forward` and `Stack.mlp` describe, as `feed_forward_pattern` names it."""
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One block of a stack between its norm and its residual sum, and the feed-forward it has, if any."""
+    """A mixer and the feed-forward after it, if any, each between a norm and a residual sum."""
 
     kind: str
     site: Site
     mixer: Block
-    feed_forward: FeedForward | None
+    feed_forward: Block | None
     residual: Residual = Residual.sequential
+    feed_forward_kind: str = DENSE
 
     @property
     def variant(self) -> Hashable:
-        """What tells it from other layers: only equal ones are scanned together."""
-        return self.kind, self.mixer.variant(self.site), self.feed_forward is not None
+        """Key under which layers are scanned together."""
+        after = self.feed_forward and (self.feed_forward_kind, self.feed_forward.variant(self.feed_forward_site))
+        return self.kind, self.mixer.variant(self.site), after
 
     @property
     def feed_forward_site(self) -> Site:
-        """Where the feed-forward stands: its keys are the model's own."""
-        return replace(self.site, key="model")
+        """The site of the feed-forward. The keys of the dense one are the model's own."""
+        return replace(self.site, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}")
+
+    @property
+    def blocks(self) -> dict[str, tuple[Block, Site]]:
+        """Its blocks by kind: the mixer, then the feed-forward."""
+        blocks = {self.kind: (self.mixer, self.site)}
+        if self.feed_forward is not None:
+            blocks[self.feed_forward_kind] = self.feed_forward, self.feed_forward_site
+        return blocks
 
     def parameters(self) -> dict[str, Parameter]:
         """Return its parameters by dotted name."""
@@ -68,14 +83,21 @@ class Layer:
         return parameters
 
     def activations(self) -> list[Tensor]:
-        """Return the activations whose placement it asks for."""
-        after = [] if self.feed_forward is None else self.feed_forward.asked_activations(self.feed_forward_site)
-        return self.mixer.asked_activations(self.site) + after
+        """Return the activations whose placement it requests."""
+        return [t for block, site in self.blocks.values() for t in block.asked_activations(site)]
 
     def flops(self, seq: int) -> float:
         """Return forward FLOPs per token."""
-        after = 0.0 if self.feed_forward is None else self.feed_forward.flops(self.feed_forward_site, seq)
-        return self.mixer.flops(self.site, seq) + after
+        return sum(block.flops(site, seq) for block, site in self.blocks.values())
+
+    @property
+    def auxiliary(self) -> dict[str, float]:
+        """Weights of the values that its blocks return, by `KIND/NAME` (`Block.auxiliary`)."""
+        return {
+            f"{kind}/{name}": weight
+            for kind, (block, _) in self.blocks.items()
+            for name, weight in block.auxiliary.items()
+        }
 
     def kept(self, *, first: bool) -> list[SavedActivation]:
         """Return its input and what its backward pass needs beside that. An estimate.
@@ -95,19 +117,32 @@ class Layer:
         return [of_input, *self.mixer.kept(self.site), *after]
 
 
+class AuxiliaryTerm(NamedTuple):
+    """The weight in the objective of a value that blocks return, and the number of layers that return it."""
+
+    weight: float
+    layers: int
+
+
 MAX_LAYERS = 4096
 """More layers than any model has: each is an object before anything is refused."""
 
 
 @dataclass
 class Stack:
-    """Token embedding, blocks each followed by a feed-forward where `feed_forward_after` names their kind, and a head.
+    """Token embedding, layers of a mixer and a feed-forward, and a head.
 
-    `block_pattern` repeats until `layers` blocks are made; `feed_forward_after` null means every kind. `vocab_size`
-    counts real tokens; the embedding has that rounded up to `vocab_multiple` rows, so that it splits evenly. `context`
-    is the length it is trained on unless `seq` says otherwise. `residual: parallel` sums attention and feed-forward of
-    one norm (GPT-J, PaLM); `embedding_scale` multiplies embeddings (Gemma: the square root of `embed`);
-    `logits_soft_cap` c replaces the last logits l by c * tanh(l / c) (Gemma 2: 30).
+    Args:
+        context: Sequence length it is trained on, unless `seq` is set.
+        vocab_size: Number of tokens. The embedding has this rounded up to `vocab_multiple` rows, to split evenly.
+        block_pattern: Names of the mixers, which are fields of the family's config; repeated for `layers` layers.
+        feed_forward: Nonlinearity of the dense feed-forward, whose hidden side is `mlp` wide.
+        feed_forward_after: Mixers that a feed-forward follows; null: all of them.
+        feed_forward_pattern: Names of the feed-forwards, repeated like `block_pattern`: `feed_forward` for the dense
+            one, others are fields of the family's config.
+        residual: `parallel` sums mixer and feed-forward of one norm (GPT-J, PaLM).
+        embedding_scale: Factor of the embeddings (Gemma: the square root of `embed`).
+        logits_soft_cap: c, which replaces the logits l by c * tanh(l / c) (Gemma 2: 30).
     """
 
     task: ClassVar[str] = "next_token"
@@ -122,6 +157,7 @@ class Stack:
     block_pattern: list[str] = field(default_factory=list)
     feed_forward: Nonlinearity = Nonlinearity.swiglu
     feed_forward_after: list[str] | None = None
+    feed_forward_pattern: list[str] = field(default_factory=lambda: [DENSE])
     mlp: int = 512
     norm_epsilon: float = 1e-5
     residual: Residual = Residual.sequential
@@ -141,25 +177,35 @@ class Stack:
 
     @property
     def known_blocks(self) -> dict[str, Block]:
-        """The kinds of blocks that `block_pattern` may name."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Block)}
+        """The mixers that `block_pattern` may name."""
+        return {name: block for name, block in self._block_fields().items() if not block.pointwise}
+
+    @property
+    def known_feed_forwards(self) -> dict[str, Block]:
+        """The feed-forwards that `feed_forward_pattern` may name."""
+        return {DENSE: self._dense} | {name: block for name, block in self._block_fields().items() if block.pointwise}
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of every block, first to last."""
+        """The kind of every mixer, first to last."""
         return [self.block_pattern[i % len(self.block_pattern)] for i in range(self.layers) if self.block_pattern]
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The kinds of blocks that it has."""
+        """The mixers that it has, by kind."""
         known = self.known_blocks
         return {kind: known[kind] for kind in self.block_pattern[: max(self.layers, 0)] if kind in known}
 
     @property
+    def feed_forwards(self) -> dict[str, Block]:
+        """The feed-forwards that it has, by kind."""
+        known = self.known_feed_forwards
+        return {kind: known[kind] for kind in self.feed_forward_pattern[: max(self.layers, 0)] if kind in known}
+
+    @property
     def period(self) -> int:
-        """After how many blocks the stack may repeat itself: one pass over `block_pattern`."""
-        return len(self.block_pattern)
+        """Number of layers after which the stack may repeat itself."""
+        return math.lcm(len(self.block_pattern), len(self.feed_forward_pattern))
 
     @property
     def causal(self) -> bool:
@@ -183,6 +229,12 @@ class Stack:
                 refusals.append(
                     f"model.{key} names {', '.join(unknown)}, and model.family={self.family} has the blocks {known}."
                 )
+        unknown = [kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.known_feed_forwards]
+        if unknown or not self.feed_forward_pattern:
+            refusals.append(
+                f"model.feed_forward_pattern={self.feed_forward_pattern}: model.family={self.family} has the "
+                f"feed-forwards {', '.join(self.known_feed_forwards)}."
+            )
         if not 0 <= self.dropout < 1:
             refusals.append(f"model.dropout={self.dropout}: must be in [0, 1).")
         for key in ("norm_epsilon", "z_loss"):
@@ -195,19 +247,22 @@ class Stack:
         if not refusals:
             for kind, block in self.blocks.items():
                 refusals += block.problems(f"model.{kind}")
-            if any(layer.feed_forward for layer in self.stack()):
-                refusals += self._feed_forward.problems("model")
+            stack = self.stack()
+            for kind, block in self.feed_forwards.items():
+                if any(kind in layer.blocks for layer in stack):
+                    refusals += block.problems("model" if kind == DENSE else f"model.{kind}")
         return refusals
 
     def stack(self) -> list[Layer]:
-        """Return the layers first to last; blocks of a kind are numbered, and take windows and the like in turn."""
-        known, numbers, after = self.known_blocks, Counter[str](), self.feed_forward_after
-        layers = []
-        for kind in self.kinds:
+        """Return the layers first to last; mixers of a kind are numbered, and take windows and the like in turn."""
+        known, feed_forwards, numbers = self.known_blocks, self.known_feed_forwards, Counter[str]()
+        pattern, layers = self.feed_forward_pattern, []
+        for i, kind in enumerate(self.kinds):
             site = Site(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
-            has_feed_forward = after is None or kind in after
-            after_it = self._feed_forward if has_feed_forward else None
-            layers.append(Layer(kind, site, known[kind], after_it, self.residual))
+            after = pattern[i % len(pattern)]
+            followed = self.feed_forward_after is None or kind in self.feed_forward_after
+            feed_forward = feed_forwards[after] if followed else None
+            layers.append(Layer(kind, site, known[kind], feed_forward, self.residual, after))
             numbers[kind] += 1
         return layers
 
@@ -239,7 +294,7 @@ class Stack:
 
     def arrays(self) -> Arrays:
         """Return what a layout splits; parameters are named by their kind of block: `s5.B`, `attention.out`."""
-        blocks: list[Block] = [*self.blocks.values(), self._feed_forward]
+        blocks: list[Block] = [*self.blocks.values(), *self.feed_forwards.values()]
         own = {"embed": Size(self.embed, "model.embed"), "vocab": Size(self.vocab_rows, "model.vocab_multiple")}
         parameters: dict[Tensor, list[str]] = {_tensor_of(self._table()): ["embedding"]}
         activations = {tensor(("batch", "seq", axis), own): [f"activation (batch, seq, {axis})"] for axis in own}
@@ -247,7 +302,8 @@ class Stack:
             for layer in group:
                 for name, parameter in layer.parameters().items():
                     names = parameters.setdefault(_tensor_of(_stacked(parameter, repeats)), [])
-                    named = name.replace("mixer", layer.kind, 1)
+                    named = name.replace("mixer.", f"{layer.kind}.", 1)
+                    named = named.replace("feed_forward.", f"{layer.feed_forward_kind}.", 1)
                     names += [] if named in names else [named]
                 for t in layer.activations():
                     activations.setdefault(t, [f"activation ({', '.join(map(str, t.axes))})"])
@@ -255,7 +311,9 @@ class Stack:
         for block in blocks:
             axes |= block.axes
         follows = {a: b for block in blocks for a, b in block.follows.items()}
-        return Arrays(axes, parameters, activations, follows, tuple(repeats for _, repeats in self.segments()))
+        stacked = tuple(repeats for _, repeats in self.segments())
+        dispatched = frozenset(axis for block in blocks for axis in block.dispatches)
+        return Arrays(axes, parameters, activations, follows, stacked, dispatched)
 
     def parameter_count(self) -> int:
         """Return how many numbers the model learns."""
@@ -288,6 +346,13 @@ class Stack:
         logits = SavedActivation(tensor(("batch", "seq", "vocab"), vocab), 2, float32=True, positions=self.loss_chunk)
         return [*(kept for layer in self.segments()[0][0] for kept in layer.kept(first=False)), logits]
 
+    @property
+    def auxiliary(self) -> dict[str, AuxiliaryTerm]:
+        """The values that its layers return beside the residual stream, by `KIND/NAME`."""
+        layers = [layer.auxiliary for layer in self.stack()]
+        counts = Counter(name for values in layers for name in values)
+        return {name: AuxiliaryTerm(values[name], counts[name]) for values in layers for name in values}
+
     def build(self, *, numerics: Numerics, key: Array) -> Any:
         """Return the module (`valkyrie.models.language_model.LanguageModel`); imports JAX."""
         from valkyrie.models.language_model import LanguageModel
@@ -295,8 +360,12 @@ class Stack:
         return LanguageModel(self, numerics=numerics, key=key)
 
     @property
-    def _feed_forward(self) -> FeedForward:
+    def _dense(self) -> FeedForward:
         return FeedForward(self.feed_forward, self.mlp)
+
+    def _block_fields(self) -> dict[str, Block]:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Block)}
 
     def _table(self) -> Parameter:
         axes, shape = ("vocab", "embed"), (self.vocab_rows, self.embed)

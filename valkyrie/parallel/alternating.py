@@ -134,7 +134,7 @@ class _Stage:
         repeats = jax.tree.leaves(self._layers)[0].shape[0]
         kept = jax.tree.map(lambda x: jnp.zeros((pipeline.kept, repeats, *x.shape), x.dtype), stream)
         own, head_rows = jax.tree.map(self._split, stream), at(self._head_rows, 0)
-        sums, _ = jax.eval_shape(lambda *args: self._head.f(*args, self._shard), self._parameters, own, head_rows)
+        sums, _ = jax.eval_shape(lambda p, x: self._head.f(p, x, head_rows, self._shard), self._parameters, own)
         learned = [leaf for leaf in jax.tree.leaves(self._layers) if _is_learned(leaf)]
         return _Turns(
             waiting,

@@ -30,6 +30,8 @@ class Layout:
     remat: RematConfig
     notes: tuple[str, ...] = ()
     """What lies otherwise than the partition's rules say, and why."""
+    dispatched: frozenset[str] = frozenset()
+    """Logical axes of parameters that are never gathered: tokens are sent to their shards (`Arrays.dispatched`)."""
 
     @property
     def name(self) -> str:
@@ -114,14 +116,15 @@ class Layout:
         """Return, per dimension, the mesh axes a parameter with these logical axes rests on."""
         return tuple(() if a is None else self.parameters[a] for a in axes)
 
-    def computed(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
-        """Return the mesh axes of a parameter while it is used: those it rests on, less the ones that split data.
+    def gathered(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+        """Return, per dimension, the mesh axes over which a parameter is gathered for use (`gathered_axes`)."""
+        rules = self.parameters, self.activations, self.dispatched
+        return tuple(gathered_axes(axis, *rules) for axis in axes)
 
-        A fully sharded parameter is thus gathered for its product, and its gradient scattered back. A stage keeps its
-        layers.
-        """
-        data = {*self.activations[BATCH], *self.activations[SEQ]} - {*self.parameters.get(LAYERS, ())}
-        return tuple(tuple(m for m in entry if m not in data) for entry in self.stored(axes))
+    def computed(self, axes: Sequence[str | None]) -> tuple[tuple[str, ...], ...]:
+        """Return, per dimension, the mesh axes that split a parameter while it is used."""
+        entries = zip(self.stored(axes), self.gathered(axes), strict=True)
+        return tuple(tuple(m for m in stored if m not in gathered) for stored, gathered in entries)
 
     def activation(self, axes: Sequence[Axis]) -> tuple[tuple[str, ...], ...]:
         """Return, per dimension, the mesh axes of an activation with these logical axes; those of a tuple in turn."""
@@ -150,6 +153,21 @@ class Layout:
     def sizes(self, mesh_axes: Sequence[str]) -> str:
         """Return mesh axes with their sizes, as messages print them: `x=4·y=2`."""
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
+
+
+def gathered_axes(
+    logical: str | None, parameters: Rules, activations: Rules, dispatched: Collection[str]
+) -> tuple[str, ...]:
+    """Return the mesh axes that split a parameter's logical axis in storage, but not while it is used.
+
+    Devices along a mesh axis that splits the batch or the sequence have different tokens, and each needs the whole
+    parameter: it is gathered for use, and its gradient is scattered back (FSDP). Two kinds of axes stay split: that of
+    a pipeline, where a stage has its own layers, and dispatched logical axes, where tokens travel to the parameter.
+    """
+    if logical is None or logical in dispatched:
+        return ()
+    data = {*activations[BATCH], *activations[SEQ]} - {*parameters.get(LAYERS, ())}
+    return tuple(axis for axis in parameters[logical] if axis in data)
 
 
 def make_layout(
@@ -224,7 +242,7 @@ def derive_layout(
     stages = parameters.get(LAYERS, ())
     if stages:  # outside the stacked layers, stages share the rows of the batch: each has those of its own
         activations[BATCH] = tuple(dict.fromkeys((*stages, *activations[BATCH])))
-    layout = Layout(mesh, partition, parameters, activations, microbatches, remat)
+    layout = Layout(mesh, partition, parameters, activations, microbatches, remat, dispatched=arrays.dispatched)
     return (layout if problems else _following(layout, arrays)), problems
 
 

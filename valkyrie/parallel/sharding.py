@@ -78,7 +78,7 @@ class MeshShard:
         tensor parallelism splits the parameter too: the compiler then gathers what was sent over that axis.
         """
         data = {*self.mesh_axes_of(BATCH), *self.mesh_axes_of(SEQ)}
-        split = [tuple(m for m in entry if m in data) for entry in self.layout.stored(axes)]
+        split = [tuple(m for m in entry if m in data) for entry in self.layout.gathered(axes)]
         in_parts = self._sends_parts and any(split)
         if not in_parts or any(self.layout.mesh.axes[m] > 1 for entry in self.layout.computed(axes) for m in entry):
             total = f(*operands)

@@ -103,15 +103,20 @@ class Task:
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return the objective (with z-loss), and the sums `loss` (nats, without it) and `weight` (targets)."""
+        """Return the objective (with z-loss and auxiliary losses), and sums.
+
+        The sums are `loss` (nats, without those), `weight` (targets) and every value that the model's blocks return.
+        """
         losses = token_losses(module, batch, shard=shard, checkpoint=checkpoint, key=key)
-        return BatchLoss(losses.objective_sum, {"loss": losses.loss_sum, "weight": losses.weight_sum}, carry)
+        sums = {"loss": losses.loss_sum, "weight": losses.weight_sum, **losses.auxiliary}
+        return BatchLoss(losses.objective_sum, sums, carry)
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """Return `loss` (nats per token) and `tokens`."""
+        """Return `loss` (nats per token), `tokens`, and the means of the values that the model's blocks return."""
         import jax.numpy as jnp
 
-        return {"loss": sums["loss"] / jnp.maximum(sums["weight"], 1.0), "tokens": sums["weight"]}
+        weight = jnp.maximum(sums["weight"], 1.0)
+        return {name: total / weight for name, total in sums.items() if name != "weight"} | {"tokens": sums["weight"]}
 
     def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> np.ndarray:
         """Return the length of each token in bytes, 0 for special tokens and padding."""

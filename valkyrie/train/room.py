@@ -11,7 +11,7 @@ from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
-from valkyrie.paths import conf_dir, config_names, read_config
+from valkyrie.paths import config_files, defaults_of, read_config
 from valkyrie.train.host import free_memory
 from valkyrie.units import gib, memory
 
@@ -143,9 +143,9 @@ def _smaller(run: Run, available: int, count: int, training: bool) -> str:
 
 
 def _family(run: Run) -> dict[str, int]:
-    """Return how many parameters each shipped model of the run's family has, by name."""
-    schema = f"defaults: [{run.model.family}_schema"
-    names = [name for name in config_names("model") if schema in (conf_dir() / "model" / f"{name}.yaml").read_text()]
+    """Return the parameter count of each model of the run's family, by name."""
+    schema = f"{run.model.family}_schema"
+    names = [name for name, path in sorted(config_files("model").items()) if schema in defaults_of(path)]
     return {name: read_config("model", name, type(run.model)).parameter_count() for name in names}
 
 

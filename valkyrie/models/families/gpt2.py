@@ -76,5 +76,5 @@ class Config(Stack):
         return Parameter((None, "embed"), (self.context, self.embed), keys, group="embedding")
 
     @property
-    def _feed_forward(self) -> FeedForward:
+    def _dense(self) -> FeedForward:
         return FeedForward(self.feed_forward, self.mlp, biases=True)

@@ -14,7 +14,7 @@ from valkyrie.axes import Arrays, Parameter, Tensor
 from valkyrie.models.block import Block
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.nanochat_attention import NanochatAttention
-from valkyrie.models.stack import Layer, Residual, Stack
+from valkyrie.models.stack import DENSE, Layer, Residual, Stack
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -103,6 +103,8 @@ class Config(Stack):
             refusals.append("model.residual=parallel: nanochat's feed-forward stands after its attention.")
         if self.feed_forward_after is not None and "attention" not in self.feed_forward_after:
             refusals.append("model.feed_forward_after: every block of nanochat has a feed-forward. Use null.")
+        if self.feed_forward_pattern != [DENSE]:
+            refusals.append(f"model.feed_forward_pattern={self.feed_forward_pattern}: nanochat has [{DENSE}] alone.")
         if self.feed_forward.gated:
             refusals.append(
                 f"model.feed_forward={self.feed_forward.value}: nanochat's has no gate. Use relu2, relu or gelu."

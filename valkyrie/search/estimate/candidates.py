@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
+from valkyrie.parallel.layout import gathered_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
 
 
@@ -100,8 +101,13 @@ class Candidates:
         return () if logical is None else self.parameters[logical]
 
     def used(self, logical: str | None) -> tuple[str, ...]:
-        """Return the mesh axes over which a parameter's axis is split while it is used: those that split no data."""
-        return tuple(axis for axis in self.stored(logical) if axis not in self.data)
+        """Return the mesh axes over which a parameter's axis is split while it is used."""
+        gathered = self.gathered(logical)
+        return tuple(axis for axis in self.stored(logical) if axis not in gathered)
+
+    def gathered(self, logical: str | None) -> tuple[str, ...]:
+        """Return the mesh axes over which a parameter's axis is gathered for use."""
+        return gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
 
     def spread(self, axes: Sequence[str | None]) -> tuple[str, ...]:
         """Return over which mesh axes ZeRO-1 spreads the moments of a parameter: data axes on none of which it rests.

@@ -111,7 +111,7 @@ class Need:
         layouts, total = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.itemsize + size_of(self.work.run.config.precision.reduction)
         for spec in self.work.parameters.values():
-            data = [m for axis in spec.axes for m in layouts.stored(axis) if m in layouts.data]
+            data = [m for axis in spec.axes for m in layouts.gathered(axis)]
             if LAYERS in spec.axes and data:
                 one = _shard(spec, layouts, "used") / (spec.shape[spec.axes.index(LAYERS)] / layouts.stages)
                 total = total + itemsize * one * (layouts.parts(data) > 1)

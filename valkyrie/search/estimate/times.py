@@ -127,7 +127,7 @@ class Step:
         model = self.work.run.model
         rows = self.rows / self._loss_rows() / (self.layouts.stages if self.layouts.shares_loss else 1)
         n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
-        k = np.full(len(self.layouts), float(_width(self.work)))
+        k = np.full(len(self.layouts), float(self.work.embed))
         logits = 4.0 * 2 * rows * n / self.hbm
         return (1 + BACKWARD) * self._matrix(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
 
@@ -268,7 +268,7 @@ class Step:
     def _table_collectives(self) -> np.ndarray:
         """The seconds of summing over the vocabulary: looked-up rows, and the gradient of the last hidden states."""
         layouts, vocab = self.layouts, self.layouts.used("vocab")
-        stream = self.rows * _width(self.work) * self.work.itemsize
+        stream = self.rows * self.work.embed * self.work.itemsize
         free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
         rows = stream / layouts.parts(free)
         return 2 * self.network.sum(layouts, vocab, rows)
@@ -278,7 +278,7 @@ class Step:
         """Return the seconds of gathering parameters that rest split over data, forward and backward."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
-            axes = self._data_axes(spec)
+            axes = self._gathered_axes(spec)
             if axes:
                 seconds += 2 * self.network.gather(self.layouts, axes, self._of_device(spec) * itemsize)
         return seconds
@@ -292,8 +292,8 @@ class Step:
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = size_of(self.work.run.config.precision.reduction)
         for spec in self.work.parameters.values():
-            split = self._data_axes(spec)
-            rest = tuple(axis for axis in layouts.data if axis not in split)
+            split, stored = self._gathered_axes(spec), [m for axis in spec.axes for m in layouts.stored(axis)]
+            rest = tuple(axis for axis in layouts.data if axis not in stored)  # a dispatched shard gets all its tokens
             bytes_ = self._of_device(spec) * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
@@ -312,7 +312,7 @@ class Step:
         parameters that are no layer's are summed over the stages.
         """
         layouts, axes = self.layouts, self.layouts.parameters.get(LAYERS, ())
-        width = _width(self.work) / layouts.split("embed", "active", _width(self.work))
+        width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         stream = self.rows * layouts.microbatches * width * self.work.itemsize
         seconds = 4 * (layouts.stages - 1) * self.network.exchange(layouts, axes, stream / layouts.stages)
         itemsize = size_of(self.work.run.config.precision.reduction)
@@ -325,13 +325,12 @@ class Step:
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
-                bytes_ = 4 * self._of_device(spec) / self.layouts.parts(self._data_axes(spec))
+                bytes_ = 4 * self._of_device(spec) / self.layouts.parts(self._gathered_axes(spec))
                 seconds += self.network.gather(self.layouts, self.layouts.spread(spec.axes), bytes_, one_ring=True)
         return seconds
 
-    def _data_axes(self, spec: Parameter) -> tuple[str, ...]:
-        data = self.layouts.data
-        return tuple(m for axis in spec.axes for m in self.layouts.stored(axis) if m in data)
+    def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
+        return tuple(m for axis in spec.axes for m in self.layouts.gathered(axis))
 
     def _of_device(self, spec: Parameter) -> np.ndarray:
         """Return how many numbers of a parameter a device uses."""
@@ -344,7 +343,7 @@ class Step:
     def _handed_on(self) -> np.ndarray:
         """Return the seconds in which a stage hands a microbatch on, forward and backward."""
         layouts = self.layouts
-        width = _width(self.work) / layouts.split("embed", "active", _width(self.work))
+        width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
         if layouts.sends_parts:
             split = (*axes, *layouts.data, *layouts.activations["embed"])
@@ -368,11 +367,6 @@ class Step:
 def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """Return the sum of arrays."""
     return functools.reduce(np.add, arrays)
-
-
-def _width(work: Work) -> int:
-    """Return the width of the residual stream."""
-    return next(spec.shape[1] for name, spec in work.parameters.items() if name == "embedding")
 
 
 def _exposed(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
+from valkyrie.models import Layered
 from valkyrie.models.block import Block, SavedActivation, Site
-from valkyrie.models.stack import Layer, Stack
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.precision import DType
 
@@ -69,12 +69,14 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of a model: its products, mixing, and parameters; `passes`: how often the stack is gone through.
+    """A step of a model: its products, mixing, and parameters.
 
-    `moved`: activations that are written and read again, with the number of layers that have each.
+    `embed` is the width of the residual stream, `passes` the number of passes through the stack. `moved` are
+    activations that are written and read again, with the number of layers that have each.
     """
 
     run: Run
+    embed: int
     products: tuple[Product, ...]
     mixing: tuple[Mixing, ...]
     moved: tuple[tuple[SavedActivation, int], ...]
@@ -98,12 +100,12 @@ def size_of(dtype: DType) -> int:
 
 
 def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
-    """Return what a step of a run has to do; ValueError for a model that is no stack of blocks.
+    """Return the work of a step of a run; ValueError for a model that does not declare its layers.
 
     `whole_blocks`: blocks are computed again to their last product, as by PyTorch; XLA leaves out what nothing reads.
     """
     model = run.model
-    if not isinstance(model, Stack):
+    if not isinstance(model, Layered):
         raise ValueError(
             f"model.family={model.family} goes through its blocks again and again, and estimates are of models whose "
             "blocks stand one after another. Compile its layouts: valkyrie-train -m mode=compile hydra/sweeper=layouts."
@@ -113,22 +115,16 @@ def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
     for group, repeats in model.segments():
         for i, layer in enumerate(group):
             total += repeats * layer.flops(run.config.seq)
-            for block, site, after in _blocks(layer):
-                last = i == len(group) - 1 and after and not whole_blocks
-                found = _products(block, site, repeats, (i, site.number, after), last)
+            blocks = list(layer.blocks.values())
+            for j, (block, site) in enumerate(blocks):
+                last = i == len(group) - 1 and j == len(blocks) - 1 and not whole_blocks
+                found = _products(block, site, repeats, (i, site.number, j), last)
                 products += found
                 own = sum(2.0 * p.k * p.n * p.numbers for p in found)
                 mixing.append(_mixing(block, site, repeats, run.config.seq, own))
                 moved += [(kept, repeats) for kept in block.kept(site)]
     passes = model.flops_per_token(run.config.seq) / total
-    return Work(run, tuple(products), tuple(mixing), tuple(moved), model.parameters(), passes)
-
-
-def _blocks(layer: Layer) -> list[tuple[Block, Site, bool]]:
-    """Return the blocks of a layer, and whether each is its last."""
-    if layer.feed_forward is None:
-        return [(layer.mixer, layer.site, True)]
-    return [(layer.mixer, layer.site, False), (layer.feed_forward, layer.feed_forward_site, True)]
+    return Work(run, model.embed, tuple(products), tuple(mixing), tuple(moved), model.parameters(), passes)
 
 
 def _products(block: Block, site: Site, count: int, place: tuple[object, ...], last: bool) -> list[Product]:

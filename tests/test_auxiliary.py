@@ -1,0 +1,84 @@
+"""Blocks may return auxiliary losses and metrics, on every layout; the block here is in a user's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import CALM, assembly_of, compose_run, make_batch, make_program, run_steps
+from own_feed_forward import SMALL, write_folder
+from valkyrie.config.run import Run
+from valkyrie.models import add_import_path, known_axes, user_family_names
+from valkyrie.tasks.next_token import token_losses
+
+VALUES = ("unit/size", "unit/largest")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_folder(tmp_path_factory.mktemp("own_feed_forward"))
+    add_import_path([folder])
+    return folder
+
+
+def run_of(folder: Path, *overrides: str) -> Run:
+    return compose_run(*SMALL, *CALM, f"hydra.searchpath=[valkyrie://groups,{folder}]", *overrides)
+
+
+def steps_of(folder: Path, *overrides: str) -> list[dict[str, np.ndarray]]:
+    return run_steps(make_program(run_of(folder, *overrides)), 2).metrics
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[dict[str, np.ndarray]]:
+    """Metrics of two steps on one device."""
+    return steps_of(folder, "mesh=1x1x1", "partition=dp")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("mesh=2x2x2", "partition=units"),
+        ("mesh=2x2x2", "partition=fsdp_tp", "microbatches=2", "remat=full"),
+        ("mesh=2x2x2", "partition=pp", "microbatches=2"),
+        ("mesh=2x2x2", "partition=pp", "microbatches=2", "partition.schedule=1f1b", "remat=full"),
+        pytest.param(("mesh=2x2x2", "partition=sp"), marks=pytest.mark.slow),
+        pytest.param(("mesh=2x2x1", "partition=pp_fsdp", "microbatches=4"), marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: "-".join(part.partition("=")[2] for part in layout),
+)
+def test_values_and_gradients_are_those_of_one_device(folder, alone, layout):
+    for new, old in zip(steps_of(folder, *layout), alone, strict=True):
+        for name in ("loss", *VALUES):
+            np.testing.assert_allclose(new[name], old[name], rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(np.sqrt(new["leaf_norms"]), np.sqrt(old["leaf_norms"]), rtol=2e-5, atol=1e-8)
+
+
+def test_the_objective_has_the_weighted_sum_over_layers(folder):
+    run = run_of(folder, "mesh=1x1x1", "partition=dp", "model.unit.penalty=0.5")
+    assembly, batch = assembly_of(run), make_batch(run)
+    shard = make_program(run).shard
+
+    def losses(parameters):
+        return token_losses(assembly.module(parameters), batch, shard=shard, checkpoint=lambda f: f, key=None)
+
+    found = jax.jit(losses)(assembly.init(jax.random.key(0)))
+    added = found.objective_sum - found.loss_sum
+    assert set(found.auxiliary) == set(VALUES)
+    np.testing.assert_allclose(added, 0.5 * 2 * found.auxiliary["unit/size"], rtol=1e-4)
+    assert found.auxiliary["unit/largest"] > found.auxiliary["unit/size"] > 0
+
+
+def test_undeclared_values_are_refused(folder, monkeypatch):
+    run = run_of(folder, "mesh=1x1x1", "partition=dp")
+    monkeypatch.setattr(type(run.model.unit), "auxiliary", {"size": 1.0})
+    with pytest.raises(ValueError, match=r"'unit/largest', 'unit/size'\] and declare \['unit/size'\]"):
+        make_program(run).lower_step()
+
+
+def test_axes_of_the_users_families_are_known(folder):
+    assert "gated_unit" in user_family_names()
+    assert known_axes()["units"] == "the hidden side of a gated unit"
