@@ -59,11 +59,11 @@ def test_values_and_gradients_are_those_of_one_device(folder, alone, layout):
 
 def test_the_objective_has_the_weighted_sum_over_layers(folder):
     run = run_of(folder, "mesh=1x1x1", "partition=dp", "model.unit.penalty=0.5")
-    assembly, batch = assembly_of(run), make_batch(run)
-    shard = make_program(run).shard
+    assembly, program = assembly_of(run), make_program(run)
+    batch = program.place(make_batch(run))
 
     def losses(parameters):
-        return token_losses(assembly.module(parameters), batch, shard=shard, checkpoint=lambda f: f, key=None)
+        return token_losses(assembly.module(parameters), batch, shard=program.shard, checkpoint=lambda f: f, key=None)
 
     found = jax.jit(losses)(assembly.init(jax.random.key(0)))
     added = found.objective_sum - found.loss_sum

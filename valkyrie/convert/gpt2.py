@@ -7,7 +7,7 @@ from typing import Any
 
 from valkyrie.models.families.gpt2 import Config
 from valkyrie.models.feed_forward import Nonlinearity
-from valkyrie.models.stack import Residual
+from valkyrie.models.layer import Residual
 from valkyrie.ops.choices import Bias
 
 ACTIVATIONS = {"gelu_new": Nonlinearity.gelu, "gelu_pytorch_tanh": Nonlinearity.gelu, "relu": Nonlinearity.relu}

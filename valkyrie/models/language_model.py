@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, Head, Shard
 from valkyrie.models.block import BLOCK_INPUT
+from valkyrie.models.layer import AuxiliaryTerm, Boundary, Layer, Residual
 from valkyrie.models.layers import (
     Boundaries,
     Checkpoint,
@@ -29,10 +30,12 @@ from valkyrie.models.layers import (
     normal,
     parameter,
 )
-from valkyrie.models.stack import AuxiliaryTerm, Boundary, Layer, Residual, Stack
 from valkyrie.ops.attention.pattern import capped
 from valkyrie.ops.cross_entropy import cross_entropy
 from valkyrie.ops.linear import Numerics, lookup
+
+if TYPE_CHECKING:
+    from valkyrie.models.stack import Stack
 
 
 class Losses(NamedTuple):

@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Int
 from valkyrie.axes import UNSHARDED, Head, Shard
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, Stream, repeat_keys
+from valkyrie.models.layer import Layer
 from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
-from valkyrie.models.stack import Layer, Stack
 from valkyrie.ops.linear import Numerics
 
 if TYPE_CHECKING:
     from valkyrie.models.families.nanochat import Config
+    from valkyrie.models.stack import Stack
 
 GATE_INIT = 0.02
 """The gate of the smear begins between 0 and this."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Parameter, Shard
 from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.families.trm import Config, MixerKind
 from valkyrie.models.layers import Checkpoint, parameter, project
 from valkyrie.ops.choices import CONTEXT
 from valkyrie.ops.linear import Numerics, lookup
 from valkyrie.ops.rotary import rotate
+
+if TYPE_CHECKING:
+    from valkyrie.models.families.trm import Config
 
 _TRUNCATED = 0.87962566103423978
 """The deviation of a normal number of deviation 1 that lies between -2 and 2."""
@@ -51,7 +53,7 @@ class RecursiveLayer(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
         """Return the positions after this layer."""
         x = checkpoint_name(x, BLOCK_INPUT)
-        if self.config.mixer is MixerKind.attention:
+        if self.config.has_attention:
             x = self._normalised(x + self._attention(x, shard), -1)
         else:
             mixed = self._gated(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.axes import Shard
-from valkyrie.models.families.trm import MixerKind
 from valkyrie.tasks import Array, BatchLoss
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Task:
 
     def problems(self, model: Any, seq: int) -> list[str]:
         """Return why puzzles of `seq` cells are none for the model."""
-        if model.mixer is MixerKind.attention or seq == model.context:
+        if model.has_attention or seq == model.context:
             return []
         return [
             f"seq={seq}: model.mixer=mlp has weights for puzzles of model.context={model.context} cells. "

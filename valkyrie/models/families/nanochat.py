@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.axes import Arrays, Parameter, Tensor
 from valkyrie.models.block import Block
 from valkyrie.models.feed_forward import Nonlinearity
+from valkyrie.models.layer import DENSE, Layer, Residual
 from valkyrie.models.nanochat_attention import NanochatAttention
-from valkyrie.models.stack import DENSE, Layer, Residual, Stack
+from valkyrie.models.stack import Stack
 
 if TYPE_CHECKING:
     from jaxtyping import Array

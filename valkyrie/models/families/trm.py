@@ -70,6 +70,11 @@ class Config:
         return self.vocab_size
 
     @property
+    def has_attention(self) -> bool:
+        """Whether attention mixes positions, so that puzzles may have any length."""
+        return self.mixer is MixerKind.attention
+
+    @property
     def causal(self) -> bool:
         """Whether a position sees none after it: never."""
         return False
@@ -88,13 +93,13 @@ class Config:
         """Return every reason why it cannot be built, in the words of the command line."""
         least = dict.fromkeys(("context", "embed", "layers", "mlp", "puzzles", "high_cycles", "low_cycles"), 1)
         least |= {"max_steps": 1, "vocab_size": 2, "puzzle_tokens": 1, "puzzle_embed": 1}
-        least |= {"heads": 1, "head_dim": 1} if self.mixer is MixerKind.attention else {"length_mlp": 1}
+        least |= {"heads": 1, "head_dim": 1} if self.has_attention else {"length_mlp": 1}
         problems = [
             f"model.{key}={getattr(self, key)}: at least {number} is needed."
             for key, number in least.items()
             if getattr(self, key) < number
         ]
-        if self.mixer is MixerKind.attention and self.head_dim % 2:
+        if self.has_attention and self.head_dim % 2:
             problems.append(f"model.head_dim={self.head_dim} is odd: rotary positions need pairs.")
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
             room = self.puzzle_tokens * self.embed
@@ -139,7 +144,7 @@ class Config:
                 parameters.setdefault(Tensor(parameter.axes, parameter.shape, parameter.keys), []).append(where)
         axes = {**SHARED_AXES, "embed": "the width of a position", "mlp": "the hidden side of a gated product"}
         asked: list[tuple[str, ...]] = [("embed",), ("mlp",)]
-        if self.mixer is MixerKind.attention:
+        if self.has_attention:
             axes |= {"heads": "attention heads", "head_dim": "the width of one head"}
             asked.append(("heads", "head_dim"))
         activations = {}
@@ -188,7 +193,7 @@ class Config:
     def _of_layer(self) -> dict[str, tuple[str | int, ...]]:
         """Return the dimensions of a layer's matrices."""
         gated = dict.fromkeys(("down", "gate", "up"), ("embed", "mlp"))
-        if self.mixer is MixerKind.attention:
+        if self.has_attention:
             return {**gated, **dict.fromkeys(("key", "out", "query", "value"), ("embed", "heads", "head_dim"))}
         over_length = (self.positions, self.length_mlp)
         return {**gated, **{f"length_{name}": over_length for name in ("down", "gate", "up")}}
@@ -199,7 +204,7 @@ class Config:
         heads = self.heads * self.head_dim
         attention = 8.0 * self.embed * heads + 4.0 * heads * positions
         over_length = 6.0 * self.embed * self.length_mlp
-        return self.layers * (feed_forward + (attention if self.mixer is MixerKind.attention else over_length))
+        return self.layers * (feed_forward + (attention if self.has_attention else over_length))
 
     def _share(self, seq: int) -> float:
         """Return how many positions there are for each cell."""
@@ -215,7 +220,7 @@ class Config:
 
         kept = [saved("embed", name=BLOCK_INPUT), saved("embed", count=4, float32=True), saved("embed", count=2)]
         kept += [saved("mlp", name="up"), saved("mlp", name="gate"), saved("mlp", count=2), saved("embed", name="down")]
-        if self.mixer is MixerKind.attention:
+        if self.has_attention:
             kept += [saved("heads", "head_dim", name=name) for name in ("query", "key", "value")]
             kept += [saved("heads", "head_dim", count=3), saved("heads", self.positions, count=2, float32=True)]
             return [*kept, saved("embed", name="out")]
