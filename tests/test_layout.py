@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import Memory, PartitionConfig
 from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import read_group
+from valkyrie.search.estimate.candidates import Candidates
 
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}
@@ -277,3 +279,23 @@ def test_microbatches_and_meshes_are_checked_first():
         "mesh.shape=[2, 2] with mesh.slices=1",
         "microbatches=0",
     ]
+
+
+def test_an_axis_that_dispatches_is_not_gathered_and_every_user_of_the_rule_agrees():
+    weights = Tensor(("layers", "experts", "embed", "mlp"), (2, 8, 64, 128), (None,) * 4)
+    partition = PartitionConfig(
+        "experts", {"experts": ["x"], "embed": ["y"], "mlp": ["z"]}, {"batch": ["x", "y"], "mlp": ["z"]}
+    )
+    gathered = listed(("experts", weights))
+    for arrays, used in (
+        (gathered, ((), (), (), ("z",))),
+        (replace(gathered, dispatched=frozenset({"experts"})), ((), ("x",), (), ("z",))),
+    ):
+        layout = legal("2x4x2", partition, arrays=arrays)
+        assert layout.stored(weights.axes) == ((), ("x",), ("y",), ("z",))
+        assert layout.computed(weights.axes) == used
+        sizes = {axis: np.array([size]) for axis, size in layout.mesh.axes.items()}
+        one = np.ones(1, np.int64)
+        candidates = Candidates(partition, layout.parameters, layout.activations, arrays, sizes, {}, one, one)
+        assert tuple(candidates.used(axis) for axis in weights.axes) == used
+        assert tuple(candidates.gathered(axis) for axis in weights.axes) == layout.gathered(weights.axes)
