@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.convert import gpt2
+from valkyrie.models.block import Residual
 from valkyrie.models.families.gpt import Config
 from valkyrie.models.feed_forward import Nonlinearity
-from valkyrie.models.layer import Residual
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias, RopeStretch
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from valkyrie.models.block import Residual
 from valkyrie.models.families.gpt2 import Config
 from valkyrie.models.feed_forward import Nonlinearity
-from valkyrie.models.layer import Residual
 from valkyrie.ops.choices import Bias
 
 ACTIVATIONS = {"gelu_new": Nonlinearity.gelu, "gelu_pytorch_tanh": Nonlinearity.gelu, "relu": Nonlinearity.relu}

@@ -23,7 +23,7 @@ from valkyrie.paths import defaults_of
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-    from valkyrie.models.layer import Layer
+    from valkyrie.models.block import Layer
     from valkyrie.ops.linear import Numerics
 
 

@@ -1,15 +1,17 @@
-"""What a kind of block is before it is built: its axes, parameters, FLOPs, and what its backward pass keeps.
+"""Declarations of blocks and of the layers made of them: axes, parameters, FLOPs and saved activations.
 
-A kind of block is one dataclass that derives from `Block`: its fields are keys of the configuration, and its methods
-are all that anything outside its file needs to know of it. Nothing here imports JAX, so that a layout is refused, and
-its memory estimated, without it; the module that computes is made by `Block.build`, which may.
+A block is a dataclass that derives from `Block`. Its fields are configuration keys, and its methods are everything that
+code outside its file knows about it. Nothing here imports JAX, so layouts are checked and their memory is estimated
+without it. Only `Block.build`, which makes the module that computes, imports JAX.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
@@ -25,10 +27,14 @@ BLOCK_INPUT = "block_input"
 
 @dataclass(frozen=True)
 class Site:
-    """Where a block stands: `embed` is the width of the residual stream, `layers` the blocks of the stack.
+    """Where a block is in a stack.
 
-    `number` counts the blocks of its kind before it; `key` is where its configuration stands, such as `model.s5`.
-    `vocab` is how many rows a table of tokens has.
+    Args:
+        embed: Width of the residual stream.
+        layers: Number of layers of the stack.
+        number: Number of earlier layers whose mixer is of the same kind.
+        key: Configuration key of the block, such as `model.s5`.
+        vocab: Rows of a table of tokens.
     """
 
     embed: int
@@ -39,7 +45,7 @@ class Site:
 
 
 class Weight(NamedTuple):
-    """A parameter as a block declares it; see `weight`."""
+    """A parameter as declared by `weight`."""
 
     dims: tuple[str | int, ...]
     group: str
@@ -48,7 +54,7 @@ class Weight(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Activations that a block's backward pass needs; see `saved`."""
+    """Activations that the backward pass needs, as declared by `saved`."""
 
     dims: tuple[str | int, ...]
     name: str | None
@@ -61,11 +67,16 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """`count` arrays alike that exist at once on behalf of a backward pass: float32, or in the compute dtype.
+    """`count` equal arrays that a backward pass holds at once.
 
-    `positions` bounds how many positions of each shard of the sequence exist at a time (None: all of them). `name` is
-    that by which `remat` may keep them, `product` says that a matrix product gives them. `always`: they are never made
-    again. `remakes`: they serve only to make the activation of this name again.
+    Args:
+        tensor: Shape and logical axes of one array.
+        float32: float32 instead of the compute dtype.
+        positions: Maximum positions of each sequence shard that exist at a time, or None for all.
+        name: Name by which `remat` saves or offloads them, or None.
+        product: They are results of a matrix product.
+        always: They are never recomputed.
+        remakes: They are needed only to recompute the activation of this name.
     """
 
     tensor: Tensor
@@ -79,10 +90,12 @@ class SavedActivation:
 
 
 def weight(*dims: str | int, group: str = "matrix", float32: bool = False, output_first: bool = False) -> Weight:
-    """Return a parameter with these dimensions: a logical axis each, or a number for one that is never split.
+    """Declare a parameter. A dimension is a logical axis, or a length for one that is never split.
 
-    `group` is the optimizer's (`valkyrie.axes.Parameter`); `float32` keeps it so under every precision policy.
-    `output_first`: its first dimension is that of what it makes, not of what it reads.
+    Args:
+        group: Optimizer group, one of `valkyrie.axes.GROUPS`.
+        float32: Keep it in float32 under every precision policy.
+        output_first: The first dimension is that of the product's output, not of its input.
     """
     return Weight(dims, group, float32, output_first)
 
@@ -96,12 +109,15 @@ def saved(
     result: bool = False,
     remakes: str | None = None,
 ) -> Saved:
-    """Return `count` activations of (batch, seq, *dims), in float32 or in the compute dtype.
+    """Declare `count` activations of shape (batch, seq, *dims).
 
-    `name` is what the block's module calls them by `jax.ad_checkpoint.checkpoint_name`: `remat` keeps or offloads them
-    by it; without one they are made again unless all is kept. `product` says that a matrix product with a parameter
-    gives them, so that `remat=dots` keeps them. `result`: the block's own output, which only what follows needs.
-    `remakes`: only making the activation of this name needs them.
+    Args:
+        name: Their `jax.ad_checkpoint.checkpoint_name` in the module, by which `remat` saves or offloads them. Without
+            a name they are recomputed unless everything is saved.
+        float32: float32 instead of the compute dtype.
+        product: They are results of a product with a parameter, which `remat=dots` saves.
+        result: They are the block's output, which only later blocks need.
+        remakes: They are needed only to recompute the activation of this name.
     """
     return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, remakes)
 
@@ -131,7 +147,7 @@ class Block(ABC):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no position sees one after it, as a next-token loss needs."""
+        """Whether no position depends on later ones, as a next-token loss needs."""
         return True
 
     @property
@@ -145,31 +161,31 @@ class Block(ABC):
         return {}
 
     def problems(self, key: str) -> list[str]:
-        """Return every reason why it cannot be built; `key` is where its configuration stands, such as `model.s5`."""
+        """Return every reason why it cannot be built. `key` is its configuration key, such as `model.s5`."""
         return []
 
     @abstractmethod
     def sizes(self, site: Site) -> dict[str, Size]:
-        """Return the length of each axis it declares, and the config key that sets it."""
+        """Return the length of each declared axis, with the configuration key that sets it."""
 
     @abstractmethod
     def weights(self, site: Site) -> dict[str, Weight]:
-        """Return its parameters by dotted name, as `weight` makes them."""
+        """Return its parameters by dotted name, each made by `weight`."""
 
     @abstractmethod
     def flops(self, site: Site, seq: int) -> float:
-        """Return forward FLOPs per token over sequences of `seq` tokens: two for every multiply-add."""
+        """Return forward FLOPs per token for sequences of `seq` tokens, counting two per multiply-add."""
 
     @abstractmethod
     def saves(self, site: Site) -> list[Saved]:
-        """Return what its backward pass needs beside the block's input where nothing is computed again. An estimate."""
+        """Return an estimate of what its backward pass needs in addition to its input, if nothing is recomputed."""
 
     @abstractmethod
     def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
         """Return the module that computes it (`valkyrie.models.layers.BlockModule`)."""
 
     def variant(self, site: Site) -> Hashable:
-        """Return what tells this block from others of its kind: only equal ones are scanned together."""
+        """Return a key that differs between blocks of a kind that cannot share a scan."""
         return None
 
     def parameters(self, site: Site) -> dict[str, Parameter]:
@@ -183,15 +199,15 @@ class Block(ABC):
         }
 
     def scores(self, site: Site, seq: int) -> float:
-        """Return how many numbers per token it makes of pairs of positions, as attention's logits are."""
+        """Return its numbers per token that belong to pairs of positions, such as attention's logits."""
         return 0.0
 
     def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
-        """Return what it reads of other devices where the sequence is split, and of how many positions (None: all)."""
+        """Return activations that it reads from other sequence shards, each with the positions read (None: all)."""
         return []
 
     def kept(self, site: Site, remakes: str | None = None) -> list[SavedActivation]:
-        """Return what its backward pass needs; its own output only for making `remakes` again (None: for more)."""
+        """Return what its backward pass needs. Its output only serves to recompute `remakes`, unless that is None."""
         sizes = self._sizes(site)
         return [
             SavedActivation(
@@ -206,7 +222,7 @@ class Block(ABC):
         ]
 
     def asked_activations(self, site: Site) -> list[Tensor]:
-        """Return the activations whose placement it asks for."""
+        """Return the activations whose placement it requests."""
         return [tensor(axes, self._sizes(site)) for axes in self.activations]
 
     def _sizes(self, site: Site) -> dict[str, Size]:
@@ -214,8 +230,118 @@ class Block(ABC):
 
 
 def tensor(dims: tuple[str | int, ...], sizes: Mapping[str, Size]) -> Tensor:
-    """Return the tensor of these dimensions; batch and seq have the length 0 of what only a run knows."""
+    """Return the tensor of these dimensions. `batch` and `seq` have length 0: only a run knows theirs."""
     known = {BATCH: Size(0), SEQ: Size(0), **sizes}
     dimensions = [Size(d) if isinstance(d, int) else known[d] for d in dims]
     axes = tuple(None if isinstance(d, int) else d for d in dims)
     return Tensor(axes, tuple(size.length for size in dimensions), tuple(size.key for size in dimensions))
+
+
+class Boundary(Enum):
+    """What a packed document sees of the one before it: nothing (`reset`) or everything (`cross`)."""
+
+    reset = "reset"
+    cross = "cross"
+
+
+class Residual(Enum):
+    """Feed-forward after the mixer (`sequential`), or both on one norm and summed (`parallel`)."""
+
+    sequential = "sequential"
+    parallel = "parallel"
+
+
+DENSE = "feed_forward"
+"""The feed-forward that `Stack.feed_forward` and `Stack.mlp` describe, as `feed_forward_pattern` names it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixer and the feed-forward after it, if any, each between a norm and a residual sum."""
+
+    kind: str
+    site: Site
+    mixer: Block
+    feed_forward: Block | None
+    residual: Residual = Residual.sequential
+    feed_forward_kind: str = DENSE
+
+    @property
+    def variant(self) -> Hashable:
+        """Key under which layers are scanned together."""
+        return tuple((kind, block.variant(site)) for kind, (block, site) in self.blocks.items())
+
+    @property
+    def feed_forward_site(self) -> Site:
+        """The site of the feed-forward. The keys of the dense one are the model's own."""
+        return replace(self.site, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}")
+
+    @property
+    def blocks(self) -> dict[str, tuple[Block, Site]]:
+        """Its blocks by kind: the mixer, then the feed-forward."""
+        blocks = {self.kind: (self.mixer, self.site)}
+        if self.feed_forward is not None:
+            blocks[self.feed_forward_kind] = self.feed_forward, self.feed_forward_site
+        return blocks
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return its parameters by dotted name."""
+        width = partial(vector, "embed", self.site.embed)
+        parameters = {"norm.scale": width(self.mixer.norm_group)}
+        parameters |= prefixed("mixer", self.mixer.parameters(self.site))
+        if self.feed_forward is not None:
+            if self.residual is Residual.sequential:
+                parameters["feed_forward_norm.scale"] = width("vector")
+            parameters |= prefixed("feed_forward", self.feed_forward.parameters(self.feed_forward_site))
+        return parameters
+
+    def activations(self) -> list[Tensor]:
+        """Return the activations whose placement it requests."""
+        return [t for block, site in self.blocks.values() for t in block.asked_activations(site)]
+
+    def flops(self, seq: int) -> float:
+        """Return forward FLOPs per token."""
+        return sum(block.flops(site, seq) for block, site in self.blocks.values())
+
+    @property
+    def auxiliary(self) -> dict[str, float]:
+        """Weights of the values that its blocks return, by `KIND/NAME` (`Block.auxiliary`)."""
+        return {
+            f"{kind}/{name}": weight
+            for kind, (block, _) in self.blocks.items()
+            for name, weight in block.auxiliary.items()
+        }
+
+    def kept(self, *, first: bool) -> list[SavedActivation]:
+        """Return its input and what its backward pass needs beside that. An estimate.
+
+        Counted from the operations: norms keep their input in float32, products their input, gates both factors. The
+        input of the `first` layer of a group is never made again. A layer's result serves to make the next one's input.
+        """
+        embed = {"embed": Size(self.site.embed, "model.embed")}
+        of_input = SavedActivation(tensor(("batch", "seq", "embed"), embed), 1, name=BLOCK_INPUT, always=first)
+        if self.feed_forward is None:
+            return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT)]
+        after = self.feed_forward.kept(self.feed_forward_site, BLOCK_INPUT)
+        if self.residual is Residual.parallel:  # of one norm, whose input and result the mixer counts
+            shared = of_input.tensor
+            after = [kept for kept in after if kept.name is not None or kept.tensor != shared]
+            return [of_input, *self.mixer.kept(self.site, BLOCK_INPUT), *after]
+        return [of_input, *self.mixer.kept(self.site), *after]
+
+
+class AuxiliaryTerm(NamedTuple):
+    """The weight in the objective of a value that blocks return, and the number of layers that return it."""
+
+    weight: float
+    layers: int
+
+
+def vector(axis: str, length: int, group: str) -> Parameter:
+    """Return a parameter with one logical axis, such as the scale of a norm."""
+    return Parameter((axis,), (length,), (f"model.{axis}",), group)
+
+
+def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with `prefix.` before their names."""
+    return {f"{prefix}.{name}": value for name, value in values.items()}

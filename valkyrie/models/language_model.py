@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Axis, Head, Shard
-from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.models.layer import AuxiliaryTerm, Boundary, Layer, Residual
+from valkyrie.models.block import BLOCK_INPUT, AuxiliaryTerm, Boundary, Layer, Residual
 from valkyrie.models.layers import (
     Boundaries,
     Checkpoint,

@@ -17,9 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from valkyrie.axes import UNSHARDED, Head, Shard
-from valkyrie.models.block import BLOCK_INPUT
+from valkyrie.models.block import BLOCK_INPUT, Layer
 from valkyrie.models.language_model import BlockGroup, LanguageModel, ResidualBlock, Stream, repeat_keys
-from valkyrie.models.layer import Layer
 from valkyrie.models.layers import Boundaries, Checkpoint, PlainRMSNorm, parameter, uniform
 from valkyrie.ops.linear import Numerics
 

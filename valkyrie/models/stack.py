@@ -1,6 +1,7 @@
-"""The configuration of a language model whose blocks stand one after another; its arithmetic is the sum of theirs.
+"""The configuration of a language model made of layers, whose costs are the sums of those of its blocks.
 
-A family derives from `Stack` and gives each kind of block it knows a field; `block_pattern` names those fields.
+A family derives from `Stack` and has a field for each of its blocks; `block_pattern` and `feed_forward_pattern` name
+those fields.
 """
 
 from __future__ import annotations
@@ -11,9 +12,21 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
-from valkyrie.models.block import BLOCK_INPUT, Block, SavedActivation, Site, tensor
+from valkyrie.models.block import (
+    BLOCK_INPUT,
+    DENSE,
+    AuxiliaryTerm,
+    Block,
+    Boundary,
+    Layer,
+    Residual,
+    SavedActivation,
+    Site,
+    prefixed,
+    tensor,
+    vector,
+)
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
-from valkyrie.models.layer import DENSE, AuxiliaryTerm, Boundary, Layer, Residual, prefixed, vector
 
 if TYPE_CHECKING:
     from jaxtyping import Array

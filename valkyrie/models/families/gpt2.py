@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Arrays, Parameter, Tensor
 from valkyrie.models.attention import Attention
+from valkyrie.models.block import Layer, Residual
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
-from valkyrie.models.layer import Layer, Residual
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias
 

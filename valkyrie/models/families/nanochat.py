@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Arrays, Parameter, Tensor
-from valkyrie.models.block import Block
+from valkyrie.models.block import DENSE, Block, Layer, Residual
 from valkyrie.models.feed_forward import Nonlinearity
-from valkyrie.models.layer import DENSE, Layer, Residual
 from valkyrie.models.nanochat_attention import NanochatAttention
 from valkyrie.models.stack import Stack
 
