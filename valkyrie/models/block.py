@@ -90,9 +90,10 @@ class SavedActivation:
 
 
 def weight(*dims: str | int, group: str = "matrix", float32: bool = False, output_first: bool = False) -> Weight:
-    """Declare a parameter. A dimension is a logical axis, or a length for one that is never split.
+    """Declare a parameter.
 
     Args:
+        *dims: A logical axis per dimension, or a length for one that is never split.
         group: Optimizer group, one of `valkyrie.axes.GROUPS`.
         float32: Keep it in float32 under every precision policy.
         output_first: The first dimension is that of the product's output, not of its input.
@@ -109,9 +110,11 @@ def saved(
     result: bool = False,
     remakes: str | None = None,
 ) -> Saved:
-    """Declare `count` activations of shape (batch, seq, *dims).
+    """Declare activations of shape (batch, seq, *dims).
 
     Args:
+        *dims: A logical axis per dimension, or a length for one that is never split.
+        count: Number of such arrays.
         name: Their `jax.ad_checkpoint.checkpoint_name` in the module, by which `remat` saves or offloads them. Without
             a name they are recomputed unless everything is saved.
         float32: float32 instead of the compute dtype.

@@ -115,7 +115,7 @@ class Stack:
     @property
     def period(self) -> int:
         """Number of layers after which the stack may repeat itself."""
-        return math.lcm(len(self.block_pattern), len(self.feed_forward_pattern))
+        return max(1, math.lcm(len(self.block_pattern), len(self.feed_forward_pattern)))
 
     @property
     def causal(self) -> bool:

@@ -58,7 +58,8 @@ def computed(run: Run) -> dict[str, str]:
 
 def _settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
     """Yield block, name and value of the settings that may be `auto`, which takes one of the others by the backend."""
-    for name, block in run.model.blocks.items() if isinstance(run.model, Stack) else ():
+    model = run.model
+    for name, block in (model.blocks | model.feed_forwards).items() if isinstance(model, Stack) else ():
         for setting in (field.name for field in fields(block)):
             now = getattr(block, setting)
             if isinstance(now, Enum) and "auto" in [value.value for value in type(now)]:
