@@ -50,9 +50,9 @@ def linear(
 ) -> Float[Array, "..."]:
     """Return the einsum of an activation and a parameter with these logical axes, in the compute dtype.
 
-    The parameter is cast, then gathered over the mesh axes that split data (`shard.computed`), here and again in the
-    backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, laid as the parameter
-    rests (`shard.stored`): under a fully sharded partition that is a reduce-scatter. Every index of `w` must appear in
+    The parameter is cast, then gathered over the mesh axes that split data (`shard.gather_for_use`), here and again in the
+    backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, sharded like the
+    stored parameter (`shard.shard_for_storage`): under a fully sharded partition that is a reduce-scatter. Every index of `w` must appear in
     `x` or in the result.
     """
     operands, out = equation.split("->")
