@@ -50,10 +50,10 @@ def linear(
 ) -> Float[Array, "..."]:
     """Return the einsum of an activation and a parameter with these logical axes, in the compute dtype.
 
-    The parameter is cast, then gathered over the mesh axes that split data (`shard.gather_for_use`), here and again in the
-    backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, sharded like the
-    stored parameter (`shard.shard_for_storage`): under a fully sharded partition that is a reduce-scatter. Every index of `w` must appear in
-    `x` or in the result.
+    The parameter is cast, then gathered over the mesh axes that split data (`shard.gather_for_use`), here and again in
+    the backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, sharded as the
+    parameter is stored: under a fully sharded partition that is a reduce-scatter. Every index of `w` must appear in `x`
+    or in the result.
     """
     operands, out = equation.split("->")
     of_x, of_w = operands.split(",")
