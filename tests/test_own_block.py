@@ -128,8 +128,8 @@ def test_a_gated_feed_forward_of_a_users_folder_trains(tmp_path):
     done = subprocess.run([*command, *asked], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stdout
-    (metrics,) = (tmp_path / "runs" / "own").glob("metrics.jsonl")
-    assert {"unit/size", "unit/largest"} <= set(json.loads(metrics.read_text().splitlines()[-1]))
+    first = json.loads((tmp_path / "runs" / "own" / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"unit/size", "unit/largest"} <= set(first)
     asked = ("model.unit.units=0", "model.feed_forward_pattern=[unit,none]")
     refused = [subprocess.run([*command, a], cwd=tmp_path, capture_output=True, text=True, timeout=60) for a in asked]
     assert [done.returncode for done in refused] == [2, 2]
