@@ -12,7 +12,7 @@ from flax import nnx
 
 from valkyrie.axes import UNSHARDED, Arrays, Shard, Tensor
 from valkyrie.models.attention import Attention
-from valkyrie.models.block import Site
+from valkyrie.models.block import BlockContext
 from valkyrie.models.layers import Boundaries
 from valkyrie.ops.choices import AttentionImpl
 from valkyrie.ops.linear import FLOAT32, Numerics
@@ -29,7 +29,7 @@ def layer(window: int | None, dilation: int = 1, numerics: Numerics = FLOAT32, *
     block = Attention(
         **{"heads": 4, "kv_heads": 2, "head_dim": 8, "windows": [window], "dilations": [dilation], **settings}
     )
-    return block.build(Site(EMBED, layers=2), numerics=numerics, key=jax.random.key(5))
+    return block.build(BlockContext(EMBED, layers=2), numerics=numerics, key=jax.random.key(5))
 
 
 def rotated(x: np.ndarray, theta: float) -> np.ndarray:
@@ -152,7 +152,7 @@ GROUPED_ONCE = [
 def test_queries_meet_their_key_heads_however_both_are_split(case, impl):
     mesh, rules, settings = GROUPED[case]
     block = Attention(**{"heads": 8, "kv_heads": 2, "head_dim": 8, "windows": [5], "impl": impl, **settings})
-    site = Site(EMBED, layers=1)
+    site = BlockContext(EMBED, layers=1)
     arrays = Arrays(
         axes=dict.fromkeys(["batch", "seq", "layers", "embed", *block.axes], ""),
         parameters={Tensor(p.axes, p.shape, p.keys): [name] for name, p in block.parameters(site).items()},

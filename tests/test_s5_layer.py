@@ -14,7 +14,7 @@ from flax import nnx
 
 from helpers import small_run, some_quick
 from valkyrie.axes import UNSHARDED
-from valkyrie.models.block import Site
+from valkyrie.models.block import BlockContext
 from valkyrie.models.layers import Boundaries
 from valkyrie.models.s5 import S5, Activation
 from valkyrie.ops.choices import CInit, Discretization, ScanImpl
@@ -24,7 +24,7 @@ from valkyrie.parallel.mesh import build_mesh
 from valkyrie.parallel.sharding import MeshShard
 
 EMBED, BATCH, SEQ = 6, 2, 23
-SITE = Site(EMBED, layers=1)
+SITE = BlockContext(EMBED, layers=1)
 STARTS = ((0, 5), (9,))
 """Where documents start in each row of the batch."""
 
@@ -130,7 +130,7 @@ def test_streaming_is_the_loop(settings):
 
 def test_parameters_at_the_start():
     block = S5(state_size=128, blocks=8, dt_min=1e-3, dt_max=1e-1)
-    module = block.build(Site(256, layers=1), numerics=FLOAT32, key=jax.random.key(0))
+    module = block.build(BlockContext(256, layers=1), numerics=FLOAT32, key=jax.random.key(0))
     p = values(module)
     eigenvalues, _ = hippo_n(16)
     np.testing.assert_array_equal(p["Lambda_re"], -0.5)
@@ -169,7 +169,7 @@ def test_activations_are_gathered_once_and_no_gradient_is_summed_where_it_is_ali
     run = small_run("s5_tiny", "mesh=2x2x2", f"partition={partition}")
     # A TPU's way of mapping, with a form that compiles on a CPU.
     shard = MeshShard(run.layout, build_mesh(run.config.mesh, jax.devices()), "tpu")
-    block, site = S5(state_size=32, blocks=4, scan=ScanImpl.sequential), Site(32, layers=1)
+    block, site = S5(state_size=32, blocks=4, scan=ScanImpl.sequential), BlockContext(32, layers=1)
     structure, parameters = nnx.split(block.build(site, numerics=FLOAT32, key=jax.random.key(0)))
     by_name = block.parameters(site)
     held = jax.tree_util.tree_map_with_path(

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard, Size
-from valkyrie.models.block import Block, Saved, SavedActivation, Site, Weight, saved, weight
+from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
 
 if TYPE_CHECKING:
@@ -89,11 +89,11 @@ class Attention(Block):
             refusals.append(f"{key}.soft_cap={self.soft_cap:g}: must be above 0, or null for none.")
         return refusals
 
-    def sizes(self, site: Site) -> dict[str, Size]:
+    def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return how many heads there are, and how wide they are."""
         return {name: Size(getattr(self, name), f"{site.key}.{name}") for name in self.axes}
 
-    def weights(self, site: Site) -> dict[str, Weight]:
+    def weights(self, site: BlockContext) -> dict[str, Weight]:
         """Return the projections, a second set of them where there are global tokens, and that of the output."""
         query, of_key = weight("embed", "heads", "head_dim"), weight("embed", "kv_heads", "head_dim")
         weights = {"out": weight("embed", "heads", "head_dim", output_first=True)}
@@ -111,29 +111,29 @@ class Attention(Block):
                 weights |= {f"{projections}.{name}_norm.scale": scale for name in ("query", "key")}
         return weights
 
-    def variant(self, site: Site) -> Hashable:
+    def variant(self, site: BlockContext) -> Hashable:
         """Return this layer's window and dilation."""
         return self.window(site), self.dilation(site)
 
-    def window(self, site: Site) -> int | None:
+    def window(self, site: BlockContext) -> int | None:
         """Return how many keys this layer sees, the token's own included; None for all."""
         return self.windows[site.number % len(self.windows)]
 
-    def dilation(self, site: Site) -> int:
+    def dilation(self, site: BlockContext) -> int:
         """Return how far apart the keys are that this layer sees."""
         return self.dilations[site.number % len(self.dilations)]
 
-    def flops(self, site: Site, seq: int) -> float:
+    def flops(self, site: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: its projections, and logits and values over the keys a query really sees."""
         keys = 4 * site.embed * self.head_dim * self.kv_heads
         projections = 4 * site.embed * self.head_dim * (self.heads + self.kv_heads) + keys * bool(self.global_tokens)
         return projections + 4.0 * self.head_dim * self.scores(site, seq)
 
-    def scores(self, site: Site, seq: int) -> float:
+    def scores(self, site: BlockContext, seq: int) -> float:
         """Return the logits of a token: the keys that it really sees, for every head."""
         return self.heads * self._mean_keys(site, seq)
 
-    def saves(self, site: Site) -> list[Saved]:
+    def saves(self, site: BlockContext) -> list[Saved]:
         """Return its products, what the kernel gives and its softmax's sums, and what rotation and norm need."""
         return [
             saved("heads", "head_dim", name="query", product=True),
@@ -150,17 +150,17 @@ class Attention(Block):
             saved("kv_heads", "head_dim", count=int(self.qk_norm), float32=True),
         ]
 
-    def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
+    def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return keys and values: those of a window before the token, or all."""
         window = self.window(site)
         positions = None if window is None else (window - 1) * self.dilation(site)
         return [(kept, positions) for kept in self.kept(site) if kept.name in ("key", "value")]
 
-    def build(self, site: Site, *, numerics: "Numerics", key: "Array") -> Any:
+    def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
         """Return the module."""
         return attention_layer()(self, site, numerics=numerics, key=key)
 
-    def _mean_keys(self, site: Site, seq: int) -> float:
+    def _mean_keys(self, site: BlockContext, seq: int) -> float:
         """Return how many keys a query sees on average: key n of a window lies n dilations back, if there at all.
 
         Keys of a causal window W of dilation d over `seq` positions average W - d W(W-1)/(2 seq).
@@ -246,7 +246,7 @@ def attention_layer() -> Any:
 
         projections: type[Projections] = Projections
 
-        def __init__(self, block: Attention, site: Site, *, numerics: Numerics, key: Array) -> None:
+        def __init__(self, block: Attention, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
             keys, specs = jax.random.split(key, 3), block.parameters(site)
             self.config, self.numerics = block, numerics
             self.window, self.dilation = block.window(site), block.dilation(site)

@@ -26,7 +26,7 @@ BLOCK_INPUT = "block_input"
 
 
 @dataclass(frozen=True)
-class Site:
+class BlockContext:
     """Where a block is in a stack.
 
     Args:
@@ -62,7 +62,7 @@ class Saved(NamedTuple):
     float32: bool
     product: bool
     result: bool
-    remakes: str | None
+    needed_for: str | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SavedActivation:
         name: Name by which `remat` saves or offloads them, or None.
         product: They are results of a matrix product.
         always: They are never recomputed.
-        remakes: They are needed only to recompute the activation of this name.
+        needed_for: They are needed only to recompute the activation of this name.
     """
 
     tensor: Tensor
@@ -86,7 +86,7 @@ class SavedActivation:
     name: str | None = None
     product: bool = False
     always: bool = False
-    remakes: str | None = None
+    needed_for: str | None = None
 
 
 def weight(*dims: str | int, group: str = "matrix", float32: bool = False, output_first: bool = False) -> Weight:
@@ -108,7 +108,7 @@ def saved(
     float32: bool = False,
     product: bool = False,
     result: bool = False,
-    remakes: str | None = None,
+    needed_for: str | None = None,
 ) -> Saved:
     """Declare activations of shape (batch, seq, *dims).
 
@@ -120,9 +120,9 @@ def saved(
         float32: float32 instead of the compute dtype.
         product: They are results of a product with a parameter, which `remat=dots` saves.
         result: They are the block's output, which only later blocks need.
-        remakes: They are needed only to recompute the activation of this name.
+        needed_for: They are needed only to recompute the activation of this name.
     """
-    return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, remakes)
+    return Saved((BATCH, SEQ, *dims), name, count, float32, product, result, needed_for)
 
 
 @dataclass
@@ -168,30 +168,30 @@ class Block(ABC):
         return []
 
     @abstractmethod
-    def sizes(self, site: Site) -> dict[str, Size]:
+    def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return the length of each declared axis, with the configuration key that sets it."""
 
     @abstractmethod
-    def weights(self, site: Site) -> dict[str, Weight]:
+    def weights(self, site: BlockContext) -> dict[str, Weight]:
         """Return its parameters by dotted name, each made by `weight`."""
 
     @abstractmethod
-    def flops(self, site: Site, seq: int) -> float:
+    def flops(self, site: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token for sequences of `seq` tokens, counting two per multiply-add."""
 
     @abstractmethod
-    def saves(self, site: Site) -> list[Saved]:
+    def saves(self, site: BlockContext) -> list[Saved]:
         """Return an estimate of what its backward pass needs in addition to its input, if nothing is recomputed."""
 
     @abstractmethod
-    def build(self, site: Site, *, numerics: Numerics, key: Array) -> Any:
+    def build(self, site: BlockContext, *, numerics: Numerics, key: Array) -> Any:
         """Return the module that computes it (`valkyrie.models.layers.BlockModule`)."""
 
-    def variant(self, site: Site) -> Hashable:
+    def variant(self, site: BlockContext) -> Hashable:
         """Return a key that differs between blocks of a kind that cannot share a scan."""
         return None
 
-    def parameters(self, site: Site) -> dict[str, Parameter]:
+    def parameters(self, site: BlockContext) -> dict[str, Parameter]:
         """Return its parameters by dotted name."""
         sizes = self._sizes(site)
         return {
@@ -201,16 +201,16 @@ class Block(ABC):
             for name, w in self.weights(site).items()
         }
 
-    def scores(self, site: Site, seq: int) -> float:
+    def scores(self, site: BlockContext, seq: int) -> float:
         """Return its numbers per token that belong to pairs of positions, such as attention's logits."""
         return 0.0
 
-    def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
+    def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return activations that it reads from other sequence shards, each with the positions read (None: all)."""
         return []
 
-    def kept(self, site: Site, remakes: str | None = None) -> list[SavedActivation]:
-        """Return what its backward pass needs. Its output only serves to recompute `remakes`, unless that is None."""
+    def kept(self, site: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
+        """Return what its backward pass needs. Its output only serves to recompute `needed_for`, unless that is None."""
         sizes = self._sizes(site)
         return [
             SavedActivation(
@@ -219,16 +219,16 @@ class Block(ABC):
                 s.float32,
                 name=s.name,
                 product=s.product,
-                remakes=remakes if s.result else s.remakes,
+                needed_for=needed_for if s.result else s.needed_for,
             )
             for s in self.saves(site)
         ]
 
-    def asked_activations(self, site: Site) -> list[Tensor]:
+    def asked_activations(self, site: BlockContext) -> list[Tensor]:
         """Return the activations whose placement it requests."""
         return [tensor(axes, self._sizes(site)) for axes in self.activations]
 
-    def _sizes(self, site: Site) -> dict[str, Size]:
+    def _sizes(self, site: BlockContext) -> dict[str, Size]:
         return {"embed": Size(site.embed, "model.embed"), **self.sizes(site)}
 
 
@@ -263,7 +263,7 @@ class Layer:
     """A mixer and the feed-forward after it, if any, each between a norm and a residual sum."""
 
     kind: str
-    site: Site
+    site: BlockContext
     mixer: Block
     feed_forward: Block | None
     residual: Residual = Residual.sequential
@@ -275,12 +275,12 @@ class Layer:
         return tuple((kind, block.variant(site)) for kind, (block, site) in self.blocks.items())
 
     @property
-    def feed_forward_site(self) -> Site:
+    def feed_forward_site(self) -> BlockContext:
         """The site of the feed-forward. The keys of the dense one are the model's own."""
         return replace(self.site, key="model" if self.feed_forward_kind == DENSE else f"model.{self.feed_forward_kind}")
 
     @property
-    def blocks(self) -> dict[str, tuple[Block, Site]]:
+    def blocks(self) -> dict[str, tuple[Block, BlockContext]]:
         """Its blocks by kind: the mixer, then the feed-forward."""
         blocks = {self.kind: (self.mixer, self.site)}
         if self.feed_forward is not None:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard, Size
-from valkyrie.models.block import Block, Saved, Site, Weight, saved, weight
+from valkyrie.models.block import Block, BlockContext, Saved, Weight, saved, weight
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -51,11 +51,11 @@ class FeedForward(Block):
         """Return why it cannot be built."""
         return [] if self.mlp >= 1 else [f"{key}.mlp={self.mlp}: at least 1 is needed."]
 
-    def sizes(self, site: Site) -> dict[str, Size]:
+    def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return the length of the hidden side."""
         return {"mlp": Size(self.mlp, f"{site.key}.mlp")}
 
-    def weights(self, site: Site) -> dict[str, Weight]:
+    def weights(self, site: BlockContext) -> dict[str, Weight]:
         """Return the matrices, embed first: what a fully sharded partition gathers is then contiguous."""
         names = ("up", "gate", "down") if self.kind.gated else ("up", "down")
         weights = {name: weight("embed", "mlp", output_first=name == "down") for name in names}
@@ -64,11 +64,11 @@ class FeedForward(Block):
             weights |= {f"{name}_bias": weight(side, group="vector") for name, side in sides.items()}
         return weights
 
-    def flops(self, site: Site, seq: int) -> float:
+    def flops(self, site: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token."""
         return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
 
-    def saves(self, site: Site) -> list[Saved]:
+    def saves(self, site: BlockContext) -> list[Saved]:
         """Return the products' results, the gate's factors and what the norm needs."""
         return [
             saved("mlp", name="up", product=True),
@@ -79,7 +79,7 @@ class FeedForward(Block):
             saved("embed", count=2, float32=True),
         ]
 
-    def build(self, site: Site, *, numerics: "Numerics", key: "Array") -> Any:
+    def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
         """Return the module."""
         return feed_forward_layer()(self, site, numerics=numerics, key=key)
 
@@ -107,7 +107,7 @@ def feed_forward_layer() -> Any:
     class FeedForwardLayer(nnx.Module):
         """A feed-forward product, gated or plain; the depth of the stack scales its last matrix at first."""
 
-        def __init__(self, block: FeedForward, site: Site, *, numerics: Numerics, key: Array) -> None:
+        def __init__(self, block: FeedForward, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
             keys, specs = jax.random.split(key, 3), block.parameters(site)
             self.kind, self.numerics = block.kind, numerics
             shape, deviation = (site.embed, block.mlp), site.embed**-0.5

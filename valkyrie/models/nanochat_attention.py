@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Parameter, Shard
 from valkyrie.models.attention import Attention, attention_layer
-from valkyrie.models.block import Saved, Site, Weight, saved, weight
+from valkyrie.models.block import BlockContext, Saved, Weight, saved, weight
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -48,20 +48,20 @@ class NanochatAttention(Attention):
                 refusals.append(f"{key}.{name}={getattr(self, name):g}: must be above 0.")
         return refusals
 
-    def has_value_embedding(self, site: Site) -> bool:
+    def has_value_embedding(self, site: BlockContext) -> bool:
         """Return whether this layer has a table of values."""
         return self.value_embeddings and site.number % 2 == (site.layers - 1) % 2
 
-    def variant(self, site: Site) -> Hashable:
+    def variant(self, site: BlockContext) -> Hashable:
         """Return this layer's window and dilation, and whether it has a table of values."""
         return super().variant(site), self.has_value_embedding(site)
 
-    def weights(self, site: Site) -> dict[str, Weight]:
+    def weights(self, site: BlockContext) -> dict[str, Weight]:
         """Return those of attention, and the gate of the value embedding."""
         gate = {"value_gate": weight("kv_heads", gate_channels(site), output_first=True)}
         return super().weights(site) | (gate if self.has_value_embedding(site) else {})
 
-    def parameters(self, site: Site) -> dict[str, Parameter]:
+    def parameters(self, site: BlockContext) -> dict[str, Parameter]:
         """Return its parameters; the rows of a table of values lie like those of the token embedding."""
         if not self.has_value_embedding(site):
             return super().parameters(site)
@@ -69,11 +69,11 @@ class NanochatAttention(Attention):
         table = Parameter(("vocab", "embed"), shape, keys, group="value_embedding")
         return super().parameters(site) | {"value_embedding": table}
 
-    def flops(self, site: Site, seq: int) -> float:
+    def flops(self, site: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: those of attention and of the gate."""
         return super().flops(site, seq) + 2.0 * gate_channels(site) * self.kv_heads * self.has_value_embedding(site)
 
-    def saves(self, site: Site) -> list[Saved]:
+    def saves(self, site: BlockContext) -> list[Saved]:
         """Return what attention keeps, the inputs of its norms, and the values added with their gate."""
         return [
             *super().saves(site),
@@ -82,12 +82,12 @@ class NanochatAttention(Attention):
             saved("kv_heads", "head_dim", count=int(self.has_value_embedding(site))),
         ]
 
-    def build(self, site: Site, *, numerics: "Numerics", key: "Array") -> Any:
+    def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
         """Return the module."""
         return nanochat_attention_layer()(self, site, numerics=numerics, key=key)
 
 
-def gate_channels(site: Site) -> int:
+def gate_channels(site: BlockContext) -> int:
     """Return how many channels the gate of a value embedding reads."""
     return min(GATE_CHANNELS, site.embed)
 
@@ -139,7 +139,7 @@ def nanochat_attention_layer() -> Any:
 
         projections = NanochatProjections
 
-        def __init__(self, block: NanochatAttention, site: Site, *, numerics: Numerics, key: Array) -> None:
+        def __init__(self, block: NanochatAttention, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
             super().__init__(block, site, numerics=numerics, key=key)
             self.out[...] = jnp.zeros_like(self.out[...])
             self.looks_up, self.channels = block.has_value_embedding(site), gate_channels(site)

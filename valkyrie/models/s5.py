@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import UNSHARDED, Axes, Shard, Size
-from valkyrie.models.block import Block, Saved, SavedActivation, Site, Weight, saved, weight
+from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ class S5(Block):
             refusals.append(f"{key}.scan_block={self.scan_block}: at least 1 is needed.")
         return refusals
 
-    def sizes(self, site: Site) -> dict[str, Size]:
+    def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return how many states it keeps, and the width of its gate."""
         return {"state": Size(self.states, f"{site.key}.state_size"), "mlp": Size(site.embed, "model.embed")}
 
-    def weights(self, site: Site) -> dict[str, Weight]:
+    def weights(self, site: BlockContext) -> dict[str, Weight]:
         """Return the state space, all of it in float32, and the matrices of the gate."""
         own = {"B": weight("state", "embed", 2, group="ssm", float32=True, output_first=True)}
         for name in ("C", "C_reverse")[: 1 + self.bidirectional]:
@@ -114,17 +114,17 @@ class S5(Block):
             own[name] = weight("state", group="ssm", float32=True)
         return own | {"D": weight("embed", float32=True)}
 
-    def flops(self, site: Site, seq: int) -> float:
+    def flops(self, site: BlockContext, seq: int) -> float:
         """Return forward FLOPs per token: the products with B and C, 8 a state for each scan, and the gate's."""
         directions = 1 + self.bidirectional
         projections = 4 * self.states * site.embed * (1 + directions)
         return float(projections + 8 * self.states * directions + 2 * self.activation.products * site.embed**2)
 
-    def saves(self, site: Site) -> list[Saved]:
+    def saves(self, site: BlockContext) -> list[Saved]:
         """Return the driven states and those of each scan, the products that read them, and the gate's factors."""
         directions, products = 1 + self.bidirectional, self.activation.products
         return [
-            saved("state", name="driven", count=2, float32=True, product=True, remakes=STATES),
+            saved("state", name="driven", count=2, float32=True, product=True, needed_for=STATES),
             saved("state", name=STATES, count=2 * directions, float32=True),
             saved("embed", count=2 * directions, float32=True, product=True),
             saved("embed", name="read"),
@@ -133,11 +133,11 @@ class S5(Block):
             saved("embed", count=2),
         ]
 
-    def neighbours(self, site: Site) -> list[tuple[SavedActivation, int | None]]:
+    def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
         """Return the state after the positions before."""
         return [(kept, 1) for kept in self.kept(site) if kept.name == STATES]
 
-    def build(self, site: Site, *, numerics: "Numerics", key: "Array") -> Any:
+    def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
         """Return the module."""
         return s5_layer()(self, site, numerics=numerics, key=key)
 
@@ -163,7 +163,7 @@ def s5_layer() -> Any:
         Without conjugate symmetry the factor 2 goes; a bidirectional layer scans both ways and has a C for each.
         """
 
-        def __init__(self, block: S5, site: Site, *, numerics: Numerics, key: Array) -> None:
+        def __init__(self, block: S5, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
             keys, embed, specs = jax.random.split(key, 7), site.embed, block.parameters(site)
             hippo = block_hippo(block.state_size, block.blocks, block.conjugate_symmetric)
             re, im = init_Lambda(hippo)

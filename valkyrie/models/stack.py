@@ -17,11 +17,11 @@ from valkyrie.models.block import (
     DENSE,
     AuxiliaryTerm,
     Block,
+    BlockContext,
     Boundary,
     Layer,
     Residual,
     SavedActivation,
-    Site,
     prefixed,
     tensor,
     vector,
@@ -168,7 +168,7 @@ class Stack:
         known, feed_forwards, numbers = self.known_blocks, self.known_feed_forwards, Counter[str]()
         pattern, layers = self.feed_forward_pattern, []
         for i, kind in enumerate(self.kinds):
-            site = Site(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
+            site = BlockContext(self.embed, self.layers, numbers[kind], f"model.{kind}", self.vocab_rows)
             after = pattern[i % len(pattern)]
             followed = self.feed_forward_after is None or kind in self.feed_forward_after
             feed_forward = feed_forwards[after] if followed else None
@@ -244,7 +244,7 @@ class Stack:
     def kept(self) -> list[SavedActivation]:
         """Return what the backward passes of all blocks need from the forward pass, by name where it has one."""
         return [
-            replace(kept, count=0 if kept.remakes == BLOCK_INPUT and layer is group[-1] else kept.count * repeats)
+            replace(kept, count=0 if kept.needed_for == BLOCK_INPUT and layer is group[-1] else kept.count * repeats)
             for group, repeats in self.segments()
             for i, layer in enumerate(group)
             for kept in layer.kept(first=i == 0)

@@ -70,8 +70,8 @@ def made_again(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
         again = place_of(kept, remat) is Place.nowhere and not _is_spared(kept, remat)
         if again and kept.name is not None and kept.count:
             sizes[kept.name] += bytes_of(kept, run, layout)
-            if kept.remakes is not None:
-                serving[kept.remakes][kept.name] = None
+            if kept.needed_for is not None:
+                serving[kept.needed_for][kept.name] = None
     return {name: (int(size), tuple(serving[name])) for name, size in sizes.items()}
 
 
@@ -109,4 +109,4 @@ def place_of(kept: SavedActivation, remat: RematConfig) -> Place:
 
 
 def _is_spared(kept: SavedActivation, remat: RematConfig) -> bool:
-    return kept.remakes is not None and remat.place(kept.remakes) is not Place.nowhere
+    return kept.needed_for is not None and remat.place(kept.needed_for) is not Place.nowhere

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
 from valkyrie.models import Layered
-from valkyrie.models.block import Block, SavedActivation, Site
+from valkyrie.models.block import Block, BlockContext, SavedActivation
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.precision import DType
 
@@ -127,7 +127,7 @@ def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
     return Work(run, model.embed, tuple(products), tuple(mixing), tuple(moved), model.parameters(), passes)
 
 
-def _products(block: Block, site: Site, count: int, place: tuple[object, ...], last: bool) -> list[Product]:
+def _products(block: Block, site: BlockContext, count: int, place: tuple[object, ...], last: bool) -> list[Product]:
     """Return the products of a block; each takes the name of the next activation of its result's axes."""
     named = [pair for pair in zip(block.saves(site), block.kept(site), strict=True) if pair[0].product]
     products = []
@@ -148,7 +148,7 @@ def _products(block: Block, site: Site, count: int, place: tuple[object, ...], l
     return products
 
 
-def _mixing(block: Block, site: Site, count: int, seq: int, of_products: float) -> Mixing:
+def _mixing(block: Block, site: BlockContext, count: int, seq: int, of_products: float) -> Mixing:
     """Return what a block of so many FLOPs of products does beside them."""
     inner = [kept for kept in block.kept(site) if kept.name is not None and not kept.product]
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
