@@ -79,6 +79,15 @@ def test_undeclared_values_are_refused(folder, monkeypatch):
         make_program(run).lower_step()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "repeats"), [("[unit]", [4]), ("[unit,feed_forward]", [2]), ("[feed_forward,unit,unit,unit]", [1, 3])]
+)
+def test_equal_layers_share_a_scan(folder, pattern, repeats):
+    model = run_of(folder, "mesh=1x1x1", "partition=dp", f"model.feed_forward_pattern={pattern}").model
+    assert [repeat for _, repeat in model.segments()] == repeats
+    assert model.auxiliary["unit/size"] == (0.3, sum(layer.feed_forward_kind == "unit" for layer in model.stack()))
+
+
 def test_axes_of_the_users_families_are_known(folder):
     assert "gated_unit" in user_family_names()
     assert known_axes()["units"] == "the hidden side of a gated unit"

@@ -210,7 +210,7 @@ class Block(ABC):
         return []
 
     def kept(self, site: BlockContext, needed_for: str | None = None) -> list[SavedActivation]:
-        """Return what its backward pass needs. Its output only serves to recompute `needed_for`, unless that is None."""
+        """Return what its backward pass needs; its output only to recompute `needed_for`, unless that is None."""
         sizes = self._sizes(site)
         return [
             SavedActivation(

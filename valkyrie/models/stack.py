@@ -115,7 +115,9 @@ class Stack:
     @property
     def period(self) -> int:
         """Number of layers after which the stack may repeat itself."""
-        return max(1, math.lcm(len(self.block_pattern), len(self.feed_forward_pattern)))
+        after = len(self.feed_forward_pattern)
+        # One that names the feed-forward of every layer, such as a few dense ones before experts, does not repeat.
+        return max(1, math.lcm(len(self.block_pattern), after if after < self.layers else 1))
 
     @property
     def causal(self) -> bool:
