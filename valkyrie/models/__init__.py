@@ -1,4 +1,4 @@
-"""Models: kinds of blocks, the stack they stand in, and the families, each a module of its own with a `Config`.
+"""Models: blocks, the stack they form, and the families, each a module with a `Config`.
 
 A family of this package is a module of `valkyrie.models.families`; any other name is a module of the user's that can be
 imported. Its `Config` derives from `Stack`, or has the methods of `Model`.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Model(Protocol):
-    """What a run asks of its model's configuration, whichever family it is. Nothing here needs JAX but `build`."""
+    """The configuration of a model, whatever its family. Only `build` imports JAX."""
 
     family: str
     name: str
@@ -46,11 +46,11 @@ class Model(Protocol):
 
     @property
     def causal(self) -> bool:
-        """Whether a position sees none after it."""
+        """Whether no position depends on later ones."""
         ...
 
     def problems(self) -> list[str]:
-        """Return every reason why it cannot be built, in the words of the command line."""
+        """Return every reason why it cannot be built, naming the keys to change."""
         ...
 
     def parameters(self) -> dict[str, Parameter]:
@@ -58,11 +58,11 @@ class Model(Protocol):
         ...
 
     def arrays(self) -> Arrays:
-        """Return what a layout splits of it."""
+        """Return the arrays that a layout splits."""
         ...
 
     def parameter_count(self) -> int:
-        """Return how many numbers it learns."""
+        """Return the number of learned parameters."""
         ...
 
     def flops_per_token(self, seq: int) -> float:
@@ -74,11 +74,11 @@ class Model(Protocol):
         ...
 
     def kept(self) -> list[SavedActivation]:
-        """Return what the backward pass needs from the forward pass, by name where it has one; an estimate."""
+        """Return an estimate of the activations that the backward pass needs."""
         ...
 
     def working(self) -> list[SavedActivation]:
-        """Return what exists beside that while a part of the model is worked on; an estimate."""
+        """Return an estimate of further activations that exist while a part of the model runs."""
         ...
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
@@ -105,13 +105,13 @@ def add_import_path(folders: Iterable[str | Path]) -> None:
 
 
 def folder_of(family: str) -> Path | None:
-    """Return the folder of a family's module that is not of this package; None for one that is."""
+    """Return the folder of a user's family, or None for a family of this package."""
     spec = None if family in family_names() else find_spec(family)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
 
 
 def family_names() -> list[str]:
-    """Return the names of the families of this package."""
+    """Return the names of this package's families."""
     return sorted(module.name for module in iter_modules(own.__path__))
 
 
@@ -129,12 +129,12 @@ def _families_on(path: tuple[str, ...]) -> list[str]:
 
 
 def is_family(name: str) -> bool:
-    """Return whether a name is that of a family: one of this package, or a module of the user's."""
+    """Return whether a name is a family of this package or a module that can be imported."""
     return name in family_names() or (name.isidentifier() and find_spec(name) is not None)
 
 
 def config_class(family: str) -> type:
-    """Return the config dataclass of a family; ValueError names the known ones, or says what is wrong with a user's."""
+    """Return the config class of a family. Raises ValueError for an unknown family or a module without `Config`."""
     if family in family_names():
         return import_module(f"{own.__name__}.{family}").Config
     if not is_family(family):
@@ -149,7 +149,7 @@ def config_class(family: str) -> type:
 
 
 def activation_names(model: Model) -> list[str]:
-    """Return the names of the activations that `remat` may keep of a model."""
+    """Return the names of the activations that `remat` may save."""
     return list(dict.fromkeys(kept.name for kept in model.kept() if kept.name is not None))
 
 

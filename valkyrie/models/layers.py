@@ -1,4 +1,4 @@
-"""What the modules of all blocks share: parameters as declared, products with them, the norm, dropout, boundaries."""
+"""Shared by the modules of all blocks: declared parameters, products with them, norms, dropout, boundaries."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from valkyrie.axes import Parameter, Shard
 from valkyrie.ops.linear import Numerics, linear
 
 Checkpoint = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Wraps a block so that its backward pass keeps less (`jax.checkpoint` with a policy), or returns it as it is."""
+"""Rematerialisation of a block: `jax.checkpoint` with a policy, or the identity."""
 
 
 class Boundaries(NamedTuple):
-    """Where documents begin in packed rows: `keep` is 0 at their first token, `segment_ids` number them; or None.
+    """Documents in packed rows: `keep` is 0 at their first token, `segment_ids` number them; None: one per row.
 
-    `tokens` are those of the rows, for models whose blocks look them up again.
+    `tokens` are set for models whose blocks look tokens up again.
     """
 
     keep: Float[Array, "batch seq"] | None = None
@@ -58,8 +58,8 @@ class BlockModule(FeedForwardModule, Protocol):
 
 
 def parameter(spec: Parameter, value: Array, numerics: Numerics) -> nnx.Param:
-    """Return a parameter that is what its block declared: of its shape, in its dtype, knowing its logical axes."""
-    assert value.shape == spec.shape, f"{value.shape} was made, {spec.shape} was declared"
+    """Return a parameter as its block declares it, with the declared dtype and logical axes."""
+    assert value.shape == spec.shape, f"shape {value.shape}, declared {spec.shape}"
     dtype = jnp.float32 if spec.float32 else numerics.parameter
     return nnx.Param(value.astype(dtype), logical_axes=spec.axes)
 
@@ -75,7 +75,7 @@ def project(
 ) -> Float[Array, "..."]:
     """Return the einsum of an activation and a parameter in the compute dtype (`valkyrie.ops.linear.linear`).
 
-    `name` is that of the result: `remat` keeps it by that, and reports tell its cost.
+    `name` is the result's name for `remat` and reports.
     """
     axes = weights.get_metadata()["logical_axes"]
     if name is None:
