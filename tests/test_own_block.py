@@ -72,7 +72,7 @@ def test_it_takes_the_same_steps_under_every_partition(folder, run, partition):
 
 @pytest.mark.slow
 def test_the_task_logs_its_metric(folder):
-    let_import([folder])
+    add_import_path([folder])
     small = ("model.layers=1", "model.embed=32", "model.attention.head_dim=8", "batch=8", "seq=48", "mesh=1x1x1")
     run = compose_run(f"hydra.searchpath=[valkyrie://groups,{folder}]", "model=perplexity_tiny", *small, "partition=dp")
     for metrics in run_steps(make_program(run), 2).metrics:
