@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
-from valkyrie.data.synthetic import synthetic_entropy
+from valkyrie.data.sources.synthetic import entropy
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import trainer
 from valkyrie.train.compiled import CompiledStep
@@ -36,7 +36,7 @@ def test_a_run_has_a_pulse(tmp_path: Path) -> None:
     assert found[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
     last = np.mean([found[step]["loss"] for step in range(51, 61)])
     assert last < 2.0, "the loss does not fall towards the entropy of the data"
-    assert last > synthetic_entropy()
+    assert last > entropy()
     evaluations = [r["eval_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r]
     assert len(evaluations) == 3
     assert evaluations[-1] < evaluations[0] < found[1]["loss"]

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_whole
 
 VERSION = 1
@@ -68,6 +69,12 @@ class Prepared:
         if name not in SPLITS:
             raise ValueError(f"there is no split {name!r}: use {' or '.join(SPLITS)}.")
         return self.train if name == "train" else self.validation
+
+    def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
+        """Loader of the split `train` or `validation`."""
+        from valkyrie.data.loader import PreparedLoader
+
+        return PreparedLoader(self, split, plan)
 
     def describe(self) -> str:
         """Return how much text there is, in a line."""

@@ -19,8 +19,7 @@ import numpy as np
 import tiktoken
 from jaxtyping import Int32
 
-from valkyrie.data.config import DataConfig
-from valkyrie.data.source import Document, documents, list_source
+from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, write_whole
 
@@ -120,10 +119,9 @@ class Counted:
     bytes: int = 0
 
 
-def texts_of(config: DataConfig, counted: Counted) -> Iterator[str]:
+def texts_of(config: CorpusConfig, counted: Counted) -> Iterator[str]:
     """Yield the texts of a source, up to `config.max_bytes` of UTF-8, counting; ValueError where there is none."""
-    for document in documents(config, list_source(config)):
-        assert isinstance(document, Document), "a source of text has texts"
+    for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")
         if config.max_bytes is not None:
             raw = raw[: config.max_bytes - counted.bytes]

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from valkyrie.data.batches import BatchPlan, Loader
+
 METADATA = "dataset.json"
 FOLDERS = {"train": "train", "validation": "test"}
 """The folder of each split."""
@@ -90,6 +92,12 @@ class PreparedPuzzles:
         """Return the split called `train` or `validation`."""
         return self.train if name == "train" else self.validation
 
+    def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
+        """Loader of the split `train` or `validation`."""
+        from valkyrie.data.sources.puzzles.loader import PuzzleLoader
+
+        return PuzzleLoader(self, split, plan)
+
     def describe(self) -> str:
         """Return how many puzzles there are, in a line."""
         drawn = ", their symmetries drawn anew" if self.side else ""
@@ -116,7 +124,7 @@ def _open_split(path: Path) -> PuzzleSplit:
     if not file.is_file():
         raise ValueError(f"{file} is missing: a folder of puzzles has train/{METADATA} and test/{METADATA}.")
     try:
-        said: dict[str, Any] = json.loads(file.read_bytes())
+        said = json.loads(file.read_bytes())
         sets = [str(name) for name in said["sets"]]
         numbers = {key: int(said[key]) for key in ("seq_len", "vocab_size", "num_puzzle_identifiers")}
         ignored = said.get("ignore_label_id")
