@@ -1,4 +1,4 @@
-"""The data source and the task of the READMEs, in a folder of the user's: found by --config-dir, trained and resumed."""
+"""The data source and the task of the READMEs, in a folder of the user's: they train, resume and refuse."""
 
 from __future__ import annotations
 

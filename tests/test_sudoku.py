@@ -11,7 +11,7 @@ import pytest
 
 from helpers import compose_config, compose_run
 from valkyrie.config.run import Run
-from valkyrie.data.batches import make_loader
+from valkyrie.data.batches import Dataset, make_loader
 from valkyrie.data.sources.puzzles.folder import open_puzzles
 from valkyrie.data.sources.puzzles.generate import classes, count_guesses, count_solutions, generate
 from valkyrie.data.sources.puzzles.loader import NO_LABEL
@@ -185,14 +185,18 @@ REFUSED = {
 }
 
 
+def prepared(run: Run) -> Dataset:
+    refuse_other_data(run)
+    return run.config.data.open("none")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_puzzles_are_refused_in_plain_words(case: str, tmp_path: Path):
     make, words = REFUSED[case]
     make(tmp_path)
     run = compose_run("model=trm_tiny", "data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache")
     with pytest.raises(ValueError) as error:
-        refuse_other_data(run)
-        run.config.data.open("none")
+        prepared(run)
     assert str(error.value) == words.format(tmp_path)
 
 
