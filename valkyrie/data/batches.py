@@ -186,12 +186,13 @@ class IndexedLoader(Loader[Position]):
     """Loader of batches that follow from their number, read ahead by a thread of grain.
 
     Args:
-        steps: this process's part of every batch, by step.
+        plan: which batches.
+        start: the position before the first batch.
+        steps: `steps[number]` is this process's part of a batch; it has a length.
         rows: rows of an epoch, those of padding included.
-        endless: whether `steps` repeats.
     """
 
-    def __init__(self, plan: BatchPlan, start: Position, steps: BatchSource, rows: int) -> None:
+    def __init__(self, plan: BatchPlan, start: Position, steps: Any, rows: int) -> None:
         import grain
 
         super().__init__(plan.batch, start)
@@ -199,7 +200,7 @@ class IndexedLoader(Loader[Position]):
         self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
         self._closed = False
         self.batches = None if plan.repeat else len(steps)
-        """Batches until the end, or None if there is none."""
+        """Batches until the end, or None if endless."""
         self.rows = rows
 
     def __next__(self) -> Batch:
@@ -227,18 +228,6 @@ class IndexedLoader(Loader[Position]):
         if not self._closed:
             self._closed = True
             self._iterator.close()
-
-
-class BatchSource(Protocol):
-    """Batches by step."""
-
-    def __len__(self) -> int:
-        """Number of steps."""
-        ...
-
-    def __getitem__(self, index: int) -> Batch:
-        """The batch of a step."""
-        ...
 
 
 def make_loader(

@@ -7,7 +7,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from valkyrie.buckets import scheme_of
@@ -165,8 +164,3 @@ def without_foreign_keys(data: Mapping[Any, Any]) -> dict[str, Any]:
         return {k: owned(v, f"{prefix}{k}.") if isinstance(v, dict) else v for k, v in known.items()}
 
     return owned(data)
-
-
-def cache_folder(cache_dir: str) -> Path:
-    """The folder of `data.cache_dir`."""
-    return Path(cache_dir).expanduser()

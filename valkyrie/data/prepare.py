@@ -17,7 +17,6 @@ import numpy as np
 
 from valkyrie.data import manifest
 from valkyrie.data.cached import kept_in_cache
-from valkyrie.data.config import cache_folder
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
@@ -48,7 +47,7 @@ def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = 
     def write(path: Path) -> None:
         _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
-    cache = cache_folder(config.cache_dir)
+    cache = Path(config.cache_dir).expanduser()
     return open_prepared(kept_in_cache(cache, _folder_name(config, tokenizer, key), write))
 
 
@@ -58,7 +57,7 @@ def find_prepared(config: DocumentConfig, tokenizer: str) -> Prepared | None:
         return ready
     config.raise_problems()
     key = _cache_key(config, config.list_files(), tokenizer)
-    folder = cache_folder(config.cache_dir) / _folder_name(config, tokenizer, key)
+    folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
     return open_prepared(folder) if folder.is_dir() else None
 
 

@@ -84,7 +84,7 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     return _HuggingFaceTokenizer(name, path, values, bos_id, fingerprint)
 
 
-class _HuggingFaceTokenizer:
+class _HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of any kind whose tokens are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
 
     def __init__(self, name: str, path: Path, values: dict[str, Any], bos_id: int, fingerprint: str) -> None:
@@ -105,10 +105,6 @@ class _HuggingFaceTokenizer:
     def decode_bytes(self, ids: Ids) -> bytes:
         """Return the bytes of ids, without special tokens."""
         return b"".join(self._bytes[i] for i in checked_ids(ids, self))
-
-    def decode(self, ids: Ids) -> str:
-        """Return the text of ids, without special tokens."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 @dataclass

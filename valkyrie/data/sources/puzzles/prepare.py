@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from valkyrie.data.cached import kept_in_cache
-from valkyrie.data.config import cache_folder
 from valkyrie.data.sources import sudoku
 from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
 from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
@@ -51,7 +50,7 @@ def _open_cached(
 ) -> PreparedPuzzles:
     values = [_ALGORITHM, config.source, config.shape(), settings]
     key = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-    folder = kept_in_cache(cache_folder(config.cache_dir), f"{config.name}-{key}", write)
+    folder = kept_in_cache(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
     return open_puzzles(folder, config.name, side if config.augment else None)
 
 
