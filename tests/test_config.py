@@ -44,7 +44,7 @@ def test_every_choice_of_every_group_composes(turn: int):
     """Each turn takes the next choice of every group at once: composing them one by one would take a minute."""
     chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
     run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
-    found = {group: run.model.name if group == "model" else getattr(run.config, group).name for group in GROUPS}
+    found = {group: getattr(run.config, group).name for group in GROUPS}
     assert found == chosen
 
 
@@ -170,7 +170,7 @@ def test_a_saved_run_reads_back_as_itself(command: Any, tmp_path: Path, override
     run.save(folder / "run.yaml")
     loaded = OmegaConf.load(folder / "run.yaml")
     assert isinstance(loaded, type(OmegaConf.create({})))
-    run = run.changed(data=run.config.data.anywhere())
+    run = run.changed(data=run.config.data.with_full_paths())
     assert Run.from_config(loaded) == run
     assert command("--config-path", str(folder), "--config-name", "run").run == run
     assert list(tmp_path.iterdir()) == [folder], "no folder and no log of Hydra's is left behind"

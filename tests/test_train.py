@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
+from valkyrie.data.manifest import Prepared, Split
+from valkyrie.data.sources import text as text_source
 from valkyrie.data.sources.synthetic import entropy
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import trainer
 from valkyrie.train.compiled import CompiledStep
-from valkyrie.train.prepare import uneven_split
 from valkyrie.units import GIB
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
@@ -423,7 +424,9 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("train", "validation", "said"), [(95, 5, False), (91, 9, False), (67, 33, True)])
 def test_a_validation_split_far_from_its_share_is_said(train: int, validation: int, said: bool) -> None:
-    note = uneven_split(train, validation, 0.05)
+    splits = [Split(1, tokens, tokens, ()) for tokens in (train, validation)]
+    data = Prepared(Path("none"), "text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits)
+    note = text_source.Config(validation_fraction=0.05).note(data)
     assert (note is not None) == said
     if note is not None:
         assert note.startswith("validation has 33% of the tokens, where data.validation_fraction=0.05 asks for 5%")
