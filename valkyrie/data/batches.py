@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
@@ -68,7 +69,7 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True)
-class DataPosition:
+class DataPosition(ABC):
     """A position in the batches of a split, as a checkpoint keeps it in JSON. Equal on all processes of a run.
 
     Fields named in `progress` say how far the run is; the others decide the order of the rows and may not change.
@@ -83,6 +84,14 @@ class DataPosition:
     seed: int
     content: str
 
+    @abstractmethod
+    def step_of(self, batch: int) -> int:
+        """The step that begins here. ValueError if none does."""
+
+    @abstractmethod
+    def at_step(self, step: int, batch: int) -> Self:
+        """This position, moved to the beginning of a step."""
+
 
 @dataclass(frozen=True)
 class RowPosition(DataPosition):
@@ -93,11 +102,26 @@ class RowPosition(DataPosition):
     seq: int
     row: int
 
+    def step_of(self, batch: int) -> int:
+        """The step that begins with this row. ValueError if the row is no multiple of the batch."""
+        step, rest = divmod(self.row, batch)
+        if rest:
+            divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
+            raise ValueError(
+                f"the data position is row {self.row:,}, not a multiple of batch={batch}. "
+                f"Use a batch that divides it, such as {divisor}."
+            )
+        return step
+
+    def at_step(self, step: int, batch: int) -> Self:
+        """This position, moved to the first row of a step."""
+        return dataclasses.replace(self, row=step * batch)
+
 
 Position = TypeVar("Position", bound=DataPosition)
 
 
-class Loader(Iterator[Batch], Generic[Position]):
+class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Position]):
     """An iterator over this process's part of global batches, with a position that can be saved and restored.
 
     Close it, or use it in a `with`, to end what reads ahead.
@@ -115,9 +139,9 @@ class Loader(Iterator[Batch], Generic[Position]):
     def step(self) -> int:
         """Batches given out so far, over all processes and restarts."""
 
-    @abstractmethod
     def position(self) -> Position:
         """The position of the next batch. All processes call this."""
+        return self.start.at_step(self.step, self.batch)
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, as JSON values for a checkpoint. All processes call this."""
@@ -144,42 +168,27 @@ class Loader(Iterator[Batch], Generic[Position]):
         for field in dataclasses.fields(self.start):
             was, now = getattr(position, field.name), getattr(self.start, field.name)
             if was != now and field.name not in self.start.progress:
-                self.refuse(field.name, was, now)
+                raise ValueError(_position_refusal(field.name, was, now))
         self.go_to(position)
-
-    def refuse(self, field: str, saved: object, now: object) -> None:
-        """Raise ValueError for a field of a saved position that differs from this loader's."""
-        if field == "content":
-            raise ValueError(
-                "the data are not those that the run was trained on: other files, other text in them, another "
-                "tokenizer or another split. Use the same data, or another name=."
-            )
-        key = field if field in ("seq", "split") else f"data.{'shuffle_seed' if field == 'seed' else field}"
-        raise ValueError(
-            f"the data position was saved with {key}={saved}, this run has {now}: its rows come in another order. "
-            f"Use the same {key}, or another name=."
-        )
-
-    def step_of_row(self, row: int) -> int:
-        """The step that begins with a row. ValueError if none does."""
-        step, rest = divmod(row, self.batch)
-        if rest:
-            divisor = next(size for size in range(self.batch - 1, 0, -1) if row % size == 0)
-            raise ValueError(
-                f"the data position is row {row:,}, not a multiple of batch={self.batch}. "
-                f"Use a batch that divides it, such as {divisor}."
-            )
-        return step
-
-    def __enter__(self) -> Self:
-        """Return the loader."""
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the loader."""
         self.close()
+
+
+def _position_refusal(field: str, saved: object, now: object) -> str:
+    if field == "content":
+        return (
+            "the data are not those that the run was trained on: other files, other text in them, another tokenizer or "
+            "another split. Use the same data, or another name=."
+        )
+    key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
+    return (
+        f"the data position was saved with {key}={saved}, this run has {now}: its rows come in another order. "
+        f"Use the same {key}, or another name=."
+    )
 
 
 class IndexedLoader(Loader[Position]):
@@ -219,9 +228,9 @@ class IndexedLoader(Loader[Position]):
         """Times the rows of the split were given out, by all processes together."""
         return self.step * self.batch / self.rows
 
-    def go_to_step(self, step: int) -> None:
-        """Continue with the batch of a step."""
-        self._iterator.set_state({"next_index": step})
+    def go_to(self, position: Position) -> None:
+        """Continue from a position with the identity of `start`."""
+        self._iterator.set_state({"next_index": position.step_of(self.batch)})
 
     def close(self) -> None:
         """End the reading thread; afterwards there are no more batches."""

@@ -9,7 +9,6 @@ nothing but the data, the seed, `batch` and `seq`: processes only divide it, so 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,14 +89,6 @@ class PreparedLoader(IndexedLoader[RowPosition]):
         ordered = rows.shuffle(seed=_mixed(plan.seed)).repeat() if plan.repeat else rows
         start = RowPosition(RowPosition.newest, split, plan.seed, prepared.content, plan.seq, 0)
         super().__init__(plan, start, _Steps(ordered, plan, prepared.bos_id), count)
-
-    def position(self) -> RowPosition:
-        """The position of the next batch."""
-        return replace(self.start, row=self.step * self.batch)
-
-    def go_to(self, position: RowPosition) -> None:
-        """Continue from a position. ValueError if it is no multiple of this batch."""
-        self.go_to_step(self.step_of_row(position.row))
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:

@@ -125,11 +125,11 @@ class StreamLoader(Loader[StreamPosition]):
         known: dict[str, LanePosition | None] = {}
         for theirs in self._data.team.exchange("positions of the lanes", mine):
             known |= decode(dict[str, LanePosition | None], theirs, "the positions of the lanes")
-        return replace(self.start, row=self._step * self.batch, places=known)
+        return replace(super().position(), places=known)
 
     def go_to(self, position: StreamPosition) -> None:
         """Continue from a position. ValueError if it is no multiple of this batch."""
-        self._step = self.step_of_row(position.row)
+        self._step = position.step_of(self.batch)
         self._positions = [position.places[str(lane)] for lane in self._mine]
         self._end_iterators()
 

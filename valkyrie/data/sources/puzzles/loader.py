@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -82,6 +82,14 @@ class PuzzlePosition(DataPosition):
     batch: int
     step: int
 
+    def step_of(self, batch: int) -> int:
+        """The step."""
+        return self.step
+
+    def at_step(self, step: int, batch: int) -> Self:
+        """This position, moved to a step."""
+        return replace(self, step=step)
+
 
 class PuzzleLoader(IndexedLoader[PuzzlePosition]):
     """Batches of a split of puzzles: drawn without end for training; else all examples once, in order."""
@@ -93,22 +101,6 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
         steps = _Steps(data, split, plan)
         start = PuzzlePosition(PuzzlePosition.newest, split, plan.seed, data.content, plan.batch, 0)
         super().__init__(plan, start, steps, puzzles.groups if plan.repeat else len(steps) * plan.batch)
-
-    def position(self) -> PuzzlePosition:
-        """The position of the next batch."""
-        return replace(self.start, step=self.step)
-
-    def go_to(self, position: PuzzlePosition) -> None:
-        """Continue from a position."""
-        self.go_to_step(position.step)
-
-    def refuse(self, field: str, saved: object, now: object) -> None:
-        """Raise ValueError for a field of a saved position that differs from this loader's."""
-        what = "the puzzles are others than those" if field == "content" else f"{field}={now} is not the one"
-        raise ValueError(
-            f"{what} that the run was trained with ({field}={saved}): puzzles that are half worked on are part of its "
-            "state. Use the same, or another name=."
-        )
 
 
 def _one_of(rng: np.random.Generator, starts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
