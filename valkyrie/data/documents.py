@@ -81,7 +81,8 @@ class DocumentConfig(TextConfig):
     def cache_identity(self) -> dict[str, object]:
         """The settings that decide the documents, as JSON values: another value is another entry of the cache."""
         common = {field.name for field in dataclasses.fields(DocumentConfig)}
-        return {"settings": {key: value for key, value in dataclasses.asdict(self).items() if key not in common}}
+        own = dataclasses.asdict(self.with_full_paths())
+        return {"settings": {key: value for key, value in own.items() if key not in common}}
 
     def about(self) -> dict[str, object]:
         """What the manifest of the shards records about the source, as JSON values."""
