@@ -389,15 +389,13 @@ class Run:
             task = self.task
         except ValueError as error:
             return [str(error)]
-        c = self.config
-        if problems := task.problems(self.model, c.seq):
-            return problems
+        c, problems = self.config, task.problems(self.model, self.config.seq)
         if (why := self._writes()) and not task.is_text:
             problems.append(
                 f"{why} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see how many "
                 "it solves."
             )
-        if c.microbatches > 1 and task.carry(self.model, c.precision.compute.value, c.batch, c.seq):
+        if not problems and c.microbatches > 1 and task.carry(self.model, c.precision.compute.value, c.batch, c.seq):
             problems.append(
                 f"microbatches={c.microbatches}: the task {task.name} of model={self.model.name} hands state from each "
                 "step to the next, for the whole batch at once. Use microbatches=1."
