@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class DataPosition(ABC):
         """The step that begins here. ValueError if none does."""
 
     @abstractmethod
-    def at_step(self, step: int, batch: int) -> Self:
+    def at_step(self, step: int, batch: int) -> DataPosition:
         """This position, moved to the beginning of a step."""
 
 
@@ -113,7 +113,7 @@ class RowPosition(DataPosition):
             )
         return step
 
-    def at_step(self, step: int, batch: int) -> Self:
+    def at_step(self, step: int, batch: int) -> RowPosition:
         """This position, moved to the first row of a step."""
         return dataclasses.replace(self, row=step * batch)
 
@@ -141,7 +141,9 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 
     def position(self) -> Position:
         """The position of the next batch. All processes call this."""
-        return self.start.at_step(self.step, self.batch)
+        position = self.start.at_step(self.step, self.batch)
+        assert isinstance(position, type(self.start)), "positions stay of one class"
+        return position
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, as JSON values for a checkpoint. All processes call this."""

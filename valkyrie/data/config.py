@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.buckets import scheme_of
 from valkyrie.extensions import Families
@@ -89,7 +89,7 @@ class DataConfig(ABC):
         if problems := self.problems():
             raise ValueError("\n".join(problems))
 
-    def with_full_paths(self) -> Self:
+    def with_full_paths(self) -> DataConfig:
         """This config with absolute paths, which mean the same in every directory."""
         keys = {field.name for field in dataclasses.fields(self)}
         values = {key: getattr(self, key) for key in ("paths", "val_paths", "cache_dir") if key in keys}

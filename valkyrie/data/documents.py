@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from valkyrie.buckets import needs_disk
 from valkyrie.data.chunks import Chunk
@@ -40,12 +40,12 @@ class TextConfig(DataConfig):
 
     tokenizer: str | None = None
 
-    def with_full_paths(self) -> Self:
+    def with_full_paths(self) -> DataConfig:
         """This config with absolute paths, that of a tokenizer's file among them."""
         config = super().with_full_paths()
-        if config.tokenizer is None or not names_file(config.tokenizer):
+        if self.tokenizer is None or not names_file(self.tokenizer):
             return config
-        return dataclasses.replace(config, tokenizer=full_path(config.tokenizer))
+        return dataclasses.replace(config, tokenizer=full_path(self.tokenizer))
 
     def tokenizer_for(self, default: str) -> str:
         """Name of the tokenizer: this config's, else that of the model."""

@@ -124,7 +124,7 @@ class StreamLoader(Loader[StreamPosition]):
         mine = {str(lane): encode(position) for lane, position in zip(self._mine, self._positions, strict=True)}
         known: dict[str, LanePosition | None] = {}
         for theirs in self._data.team.exchange("positions of the lanes", mine):
-            known |= decode(dict[str, LanePosition | None], theirs, "the positions of the lanes")
+            known |= {lane: position and decode(LanePosition, position, lane) for lane, position in theirs.items()}
         return replace(super().position(), places=known)
 
     def go_to(self, position: StreamPosition) -> None:

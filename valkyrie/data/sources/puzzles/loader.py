@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class PuzzlePosition(DataPosition):
         """The step."""
         return self.step
 
-    def at_step(self, step: int, batch: int) -> Self:
+    def at_step(self, step: int, batch: int) -> PuzzlePosition:
         """This position, moved to a step."""
         return replace(self, step=step)
 
