@@ -36,7 +36,7 @@ def write_dataset(
         splits[name] = writer.finish()
     content = content_hash({name: list(split.shards) for name, split in splits.items()}, "uint16", BOS)
     prepared = Prepared(
-        path, "mine", "key", content, {"kind": "text"}, "bytes", "print", BOS + 1, BOS, "uint16", **splits
+        "mine", "key", content, {"kind": "text"}, "bytes", "print", BOS + 1, BOS, "uint16", **splits, path=path
     )
     write_manifest(prepared)
     return prepared

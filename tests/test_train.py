@@ -425,7 +425,7 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("train", "validation", "said"), [(95, 5, False), (91, 9, False), (67, 33, True)])
 def test_a_validation_split_far_from_its_share_is_said(train: int, validation: int, said: bool) -> None:
     splits = [Split(1, tokens, tokens, ()) for tokens in (train, validation)]
-    data = Prepared(Path("none"), "text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits)
+    data = Prepared("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=Path("none"))
     note = text_source.Config(validation_fraction=0.05).note(data)
     assert (note is not None) == said
     if note is not None:
