@@ -22,9 +22,9 @@ from pathlib import Path
 import pyarrow as arrow
 from pyarrow import parquet
 
-from valkyrie.data.chunks import chunks
-from valkyrie.data.config import DataConfig, Language, Packing, Source
-from valkyrie.data.loader import make_loader
+from valkyrie.data.batches import make_loader
+from valkyrie.data.chunks import Language, chunks
+from valkyrie.data.sources.parquet_stream import Config, Packing
 from valkyrie.data.stream import open_stream
 from valkyrie.data.tokenizer import load_tokenizer
 from valkyrie.data.vocabulary import TiktokenTokenizer
@@ -84,7 +84,7 @@ def alone(texts: list[str]) -> float:
 
 def streamed(folder: Path, packing: Packing, mib: int) -> float:
     """Return the tokens a second of batches, over about one epoch."""
-    config = DataConfig("parquet_stream", Source.parquet_stream, [str(folder)], packing=packing)
+    config = Config(paths=[str(folder)], packing=packing)
     data = open_stream(config, "gpt2")
     steps = mib * 2**20 // (4 * BATCH * SEQ)
     with make_loader(data, "train", batch=BATCH, seq=SEQ, seed=0, repeat=True) as loader:

@@ -20,7 +20,6 @@ from valkyrie.optim import NOT_AVERAGED
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import conf_dir, read_config
-from valkyrie.tasks import task_of
 from valkyrie.train.program import StepProgram
 from valkyrie.train.state import TrainState, init_state
 from valkyrie.trees import names_of
@@ -108,7 +107,7 @@ def make_batch(run: Run, seed: int = 0) -> dict[str, np.ndarray]:
 
     Of a task without text it is the task's own random batch.
     """
-    c, rng, task = run.config, np.random.default_rng(seed), task_of(run.model.task)
+    c, rng, task = run.config, np.random.default_rng(seed), run.task
     if not task.is_text:
         return task.random_batch(c.batch, c.seq, run.model.vocab_size, seed, range(c.batch))
     tokens = rng.integers(0, run.model.vocab_size, (c.batch, c.seq + 1)).astype(np.int32)

@@ -90,7 +90,9 @@ def test_groups_are_chosen_anew_as_resume_does(folder: Path):
 
 
 def test_values_are_read_by_the_grammar_of_the_command(folder: Path):
-    run = valkyrie.load(folder, "steps=8", "data.paths=[a,'b c']", "optimizer.clip_norm=null", "prompt='x'")
+    run = valkyrie.load(
+        folder, "steps=8", "data=text", "data.paths=[a,'b c']", "optimizer.clip_norm=null", "prompt='x'"
+    )
     assert run.config.data.paths == ["a", "b c"] and run.config.optimizer.clip_norm is None
     assert run.config.steps == 8 and run.config.prompt == "x" and run_folder(run) == folder
 

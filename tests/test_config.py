@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
-from valkyrie.config.compose import SCHEMAS, accelerators, default_mesh, default_partition
+from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
@@ -24,7 +24,6 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
-GROUPS = ["model", *SCHEMAS]
 CHOICES = {group: names(group) for group in GROUPS} | {"mode": sorted(MODES)}
 EXPERIMENTS = names("experiment")
 SWEEPS = names("sweep")
@@ -45,7 +44,7 @@ def test_every_choice_of_every_group_composes(turn: int):
     """Each turn takes the next choice of every group at once: composing them one by one would take a minute."""
     chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
     run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
-    found = {group: run.model.name if group == "model" else getattr(run.config, group).name for group in GROUPS}
+    found = {group: getattr(run.config, group).name for group in GROUPS}
     assert found == chosen
 
 
@@ -171,7 +170,7 @@ def test_a_saved_run_reads_back_as_itself(command: Any, tmp_path: Path, override
     run.save(folder / "run.yaml")
     loaded = OmegaConf.load(folder / "run.yaml")
     assert isinstance(loaded, type(OmegaConf.create({})))
-    run = run.changed(data=run.config.data.anywhere())
+    run = run.changed(data=run.config.data.with_full_paths())
     assert Run.from_config(loaded) == run
     assert command("--config-path", str(folder), "--config-name", "run").run == run
     assert list(tmp_path.iterdir()) == [folder], "no folder and no log of Hydra's is left behind"
@@ -395,7 +394,7 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
             "# @package _global_\ndefaults: [override /partiton: dp]\n",
             "experiment=m",
             "experiment/m.yaml: its defaults list overrides partiton, which is no group. Did you mean partition? "
-            f"Groups: {', '.join(('model', 'experiment', 'sweep', *SCHEMAS))}.",
+            f"Groups: {', '.join(('experiment', 'sweep', *GROUPS))}.",
         ),
         (
             "experiment/m.yaml",

@@ -12,13 +12,13 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from valkyrie.data.chunks import chunks
-from valkyrie.data.config import Chunk, DataConfig, Language, Source
+from valkyrie.data.chunks import Chunk, Language, chunks
 from valkyrie.data.manifest import Prepared
 from valkyrie.data.prepare import prepare
 from valkyrie.data.readers import read
-from valkyrie.data.source import documents, list_source
-from valkyrie.data.stream import Lane, Place, open_stream
+from valkyrie.data.sources import parquet_stream, stdlib
+from valkyrie.data.sources import text as text_source
+from valkyrie.data.stream import DocumentPosition, Lane, open_stream
 
 CPP = """// License
 #include <vector>
@@ -95,28 +95,28 @@ def test_two_on_one_line() -> None:
     assert [*chunks("int a() {} int b() {}\n", Language.c)] == ["int a() {} ", "int b() {}\n"]
 
 
-def config(source: Source, *paths: Path, **options: Any) -> DataConfig:
-    return DataConfig(source.value, source, [*map(str, paths)], chunk=Chunk.functions, **options)
+def config(*paths: Path, **options: Any) -> text_source.Config:
+    return text_source.Config(paths=[*map(str, paths)], chunk=Chunk.functions, **options)
 
 
 def test_files_are_prepared_by_functions_and_kept_apart_from_whole_ones(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(CPP)
     (tmp_path / "b.py").write_text(PYTHON)
     (tmp_path / "c.md").write_text("# Title\n\nint f() { return 1; }\n")
-    asked = config(Source.text, tmp_path, cache_dir=str(tmp_path / "cache"))
-    found = [document.id.rpartition(os.sep)[2] for document in documents(asked, list_source(asked))]
+    asked = config(tmp_path, cache_dir=str(tmp_path / "cache"))
+    found = [document.id.rpartition(os.sep)[2] for document in asked.read_documents(asked.list_files())]
     assert found == ["a.cpp#1", "a.cpp#2", "a.cpp#3", "a.cpp#4", "b.py#1", "b.py#2", "c.md"]
 
     def count(prepared: Prepared) -> int:
         return sum(split.documents for split in (prepared.train, prepared.validation))
 
-    whole = DataConfig("text", Source.text, [str(tmp_path)], cache_dir=str(tmp_path / "cache"))
+    whole = text_source.Config(paths=[str(tmp_path)], cache_dir=str(tmp_path / "cache"))
     assert count(prepare(asked, "bytes")) == 7 and count(prepare(whole, "bytes")) == 3
 
 
 def test_a_single_file_has_documents_then(tmp_path: Path) -> None:
     (tmp_path / "a.cpp").write_text(CPP)
-    asked = config(Source.text, tmp_path / "a.cpp", cache_dir=str(tmp_path / "cache"))
+    asked = config(tmp_path / "a.cpp", cache_dir=str(tmp_path / "cache"))
     prepared = prepare(asked, "bytes")
     assert prepared.train.documents + prepared.validation.documents == 4
 
@@ -124,12 +124,12 @@ def test_a_single_file_has_documents_then(tmp_path: Path) -> None:
 def test_shards_stream_by_functions(tmp_path: Path) -> None:
     for number in range(2):
         parquet.write_table(arrow.table({"text": [CPP, CPP]}), tmp_path / f"{number}.parquet")
-    asked = config(Source.parquet_stream, tmp_path, language=Language.cpp, workers=0)
+    asked = parquet_stream.Config(paths=[str(tmp_path)], chunk=Chunk.functions, language=Language.cpp, workers=0)
     data = open_stream(asked, "bytes")
     lane = Lane(data.validation, asked, "bytes", 0, 1, None)
-    places = [place for place, _ in lane.documents(Place(0, 0, 0))]
+    places = [place for place, _ in lane.documents(DocumentPosition(0, 0, 0))]
     assert [place.document for place in places] == [*range(8)]
-    ((_, tokens),) = lane.fetch([Place(0, 0, 5)])
+    ((_, tokens),) = lane.fetch([DocumentPosition(0, 0, 5)])
     assert bytes(tokens[1:].astype("u1")).decode() == [*chunks(CPP, Language.cpp)][1]
 
 
@@ -137,16 +137,13 @@ def test_a_file_of_rows_does_not_tell_its_language(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": CPP}) + "\n")
     with pytest.raises(ValueError, match=r"a\.jsonl: data\.chunk=functions needs data\.language=c, cpp or python"):
-        list_source(config(Source.text, path))
-    asked = config(Source.text, path, language=Language.cpp)
-    assert len([*read(list_source(asked).files[0], asked)]) == 4
+        config(path).list_files()
+    asked = config(path, language=Language.cpp)
+    assert len([*read(asked.list_files().files[0], asked.read_options)]) == 4
 
 
 def test_what_has_no_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert config(Source.synthetic).problems() == [
-        "data.chunk=functions is of code: data=synthetic has none. Leave it out."
-    ]
     monkeypatch.setattr("valkyrie.data.chunks.find_spec", lambda name: None)
-    assert config(Source.stdlib).problems() == [
+    assert stdlib.Config(chunk=Chunk.functions).problems() == [
         "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
     ]

@@ -22,10 +22,10 @@ from runs import command, tiny
 from valkyrie import buckets as schemes
 from valkyrie.cli.data import main as data_command
 from valkyrie.data import remote
-from valkyrie.data.config import DataConfig, Source
 from valkyrie.data.manifest import open_prepared
 from valkyrie.data.prepare import find_prepared, prepare
-from valkyrie.data.source import Document, documents, list_source
+from valkyrie.data.readers import Document
+from valkyrie.data.sources import text as text_source
 
 __all__ = ["bucket"]
 MEMORY = fsspec.filesystem("memory")
@@ -51,12 +51,12 @@ def shelf() -> Iterator[str]:
     MEMORY.rm("/shelf", recursive=True)
 
 
-def config(*paths: str, **more: Any) -> DataConfig:
-    return DataConfig(name="text", source=Source.text, paths=list(paths), **more)
+def config(*paths: str, **more: Any) -> text_source.Config:
+    return text_source.Config(paths=list(paths), **more)
 
 
-def texts(asked: DataConfig) -> list[str]:
-    found = list(documents(asked, list_source(asked)))
+def texts(asked: text_source.Config) -> list[str]:
+    found = list(asked.read_documents(asked.list_files()))
     return [document.text for document in found if isinstance(document, Document)]
 
 
@@ -66,10 +66,12 @@ def test_files_folders_and_globs_are_read_as_on_a_disk(shelf: str, tmp_path: Pat
     assert texts(config(f"{shelf}/**/*.txt", f"{shelf}/a.txt")) == ["A"]
     assert texts(config(f"{shelf}/.hidden/*.txt")) == texts(config(f"{shelf}/.h*/*.txt")) == ["C"]
     assert texts(config(f"{shelf}/*/[br]*")) == ["B", "one", "two"]
-    assert list_source(config(f"{shelf}/deep")).skipped == 1
+    assert config(f"{shelf}/deep").list_files().skipped == 1
     (tmp_path / "local.txt").write_text("L")
     assert texts(config(f"{shelf}/deep/b.md", str(tmp_path))) == ["L", "B"]
-    (name,) = (document.id for document in documents(config(f"{shelf}/a.txt"), list_source(config(f"{shelf}/a.txt"))))
+    (name,) = (
+        document.id for document in config(f"{shelf}/a.txt").read_documents(config(f"{shelf}/a.txt").list_files())
+    )
     assert name.endswith("/shelf/a.txt") and name.startswith("memory://")
 
 
@@ -91,7 +93,7 @@ def test_large_files_are_streamed_and_give_the_same(shelf: str, monkeypatch: pyt
 )
 def test_urls_without_text_are_refused(shelf: str, path: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        list_source(config(f"{shelf}/{path}"))
+        config(f"{shelf}/{path}").list_files()
 
 
 def test_what_the_service_refuses_is_said_with_the_remedy(shelf: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +103,14 @@ def test_what_the_service_refuses_is_said_with_the_remedy(shelf: str, monkeypatc
     def refuse(*asked: Any, **more: Any) -> Any:
         raise Forbidden("caller does not have storage.objects.list\nmore")
 
-    listing = list_source(config(f"{shelf}/a.txt"))
+    listing = config(f"{shelf}/a.txt").list_files()
     monkeypatch.setattr(type(MEMORY), "cat_file", refuse)
     reading = r"data\.paths=memory:.*/shelf/a\.txt cannot be read: Forbidden: caller does not have storage"
     with pytest.raises(ValueError, match=reading):
-        list(documents(config(f"{shelf}/a.txt"), listing))
+        list(config().read_documents(listing))
     monkeypatch.setattr(type(MEMORY), "info", refuse)
     with pytest.raises(ValueError, match=r"objects\.list\. Check the name, the network, and this host's credentials\."):
-        list_source(config(f"{shelf}/a.txt"))
+        config(f"{shelf}/a.txt").list_files()
 
 
 def test_a_scheme_that_cannot_be_served_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,17 +144,16 @@ def test_a_file_is_known_by_its_truest_mark() -> None:
 
 
 def test_a_url_means_the_same_from_every_directory() -> None:
-    asked = config("gs://bucket/books/*.txt", "notes").anywhere()
+    asked = config("gs://bucket/books/*.txt", "notes").with_full_paths()
     assert asked.paths == ["gs://bucket/books/*.txt", str(Path.cwd() / "notes")]
 
 
 def test_local_paths_do_not_load_fsspec(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A")
     program = (
-        "import sys; from valkyrie.data.config import DataConfig, Source;"
-        "from valkyrie.data.source import documents, list_source;"
-        f"asked = DataConfig(source=Source.text, paths=['{tmp_path}']); assert not asked.problems();"
-        "assert len(list(documents(asked, list_source(asked)))) == 1; assert 'fsspec' not in sys.modules"
+        "import sys; from valkyrie.data.sources.text import Config;"
+        f"asked = Config(paths=['{tmp_path}']); assert not asked.problems();"
+        "assert len(list(asked.read_documents(asked.list_files()))) == 1; assert 'fsspec' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

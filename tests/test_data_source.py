@@ -20,33 +20,37 @@ from omegaconf import DictConfig, OmegaConf
 from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
-from valkyrie.data.config import SUCCESSOR_WEIGHTS, DataConfig, Source
-from valkyrie.data.cut import Census, cut, first_threshold, pieces, second_threshold
-from valkyrie.data.source import Document, documents, list_source
-from valkyrie.data.synthetic import FIRST_ID, SyntheticDocument, synthetic_entropy
+from valkyrie.data.config import data_class
+from valkyrie.data.cut import Census, TokenDocument, cut, first_threshold, pieces, second_threshold
+from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.readers import Document
+from valkyrie.data.sources import stdlib, synthetic
+from valkyrie.data.sources import text as text_source
+from valkyrie.data.sources.synthetic import FIRST_ID, SUCCESSOR_WEIGHTS, entropy
 from valkyrie.data.tokenizer import load_tokenizer
 
 GPT2 = load_tokenizer("gpt2")
 
 
-def text_config(*paths: object, **more: Any) -> DataConfig:
-    return DataConfig(name="text", source=Source.text, paths=[str(path) for path in paths], **more)
+def text_config(*paths: object, **more: Any) -> text_source.Config:
+    return text_source.Config(paths=[str(path) for path in paths], **more)
 
 
-def read(config: DataConfig) -> list[Document]:
-    found = list(documents(config, list_source(config)))
+def read(config: DocumentConfig) -> list[Document]:
+    found = list(config.read_documents(config.list_files()))
     chosen = [document for document in found if isinstance(document, Document)]
     assert chosen == found
     return chosen
 
 
-def texts(config: DataConfig) -> list[str]:
+def texts(config: DocumentConfig) -> list[str]:
     return [document.text for document in read(config)]
 
 
 def test_the_config_loads_without_numpy_and_nothing_here_loads_jax() -> None:
     program = (
-        "import sys; import valkyrie.data.config; assert not {'numpy', 'jax', 'grain', 'omegaconf'} & set(sys.modules);"
+        "import sys; from valkyrie.data.config import SOURCES; [*map(SOURCES.config_class, SOURCES.names())];"
+        "assert not {'numpy', 'jax', 'grain', 'omegaconf'} & set(sys.modules);"
         "import valkyrie.data.prepare, valkyrie.data.loader; assert not {'jax', 'grain', 'pyarrow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -57,26 +61,27 @@ def test_every_dataset_of_conf_is_a_data_config(file: Path, monkeypatch: pytest.
     command = file.read_text().splitlines()[0]
     assert command.startswith("# valkyrie-train ") and f"data={file.stem}" in command.split()
     loaded = OmegaConf.load(file)
-    assert isinstance(loaded, DictConfig) and loaded.pop("defaults") == ["data_schema", "_self_"]
-    merged = OmegaConf.merge(OmegaConf.structured(DataConfig), loaded)
-    monkeypatch.delenv("VALKYRIE_CACHE", raising=False)
-    assert merged.cache_dir == "~/.cache/valkyrie/data"
+    assert isinstance(loaded, DictConfig)
+    schema, last = loaded.pop("defaults")
+    source = schema.removesuffix("_schema")
+    assert last == "_self_" and (file.stem == source or file.stem.startswith(f"{source}_"))
+    merged = OmegaConf.merge(OmegaConf.structured(data_class(source)), loaded)
     monkeypatch.setenv("VALKYRIE_CACHE", "/elsewhere")
     config = OmegaConf.to_object(merged)
-    assert isinstance(config, DataConfig)
-    assert (config.name, config.cache_dir) == (file.stem, "/elsewhere/data")
-    assert file.stem == config.source.value or file.stem.startswith(f"{config.source.value}_")
+    assert isinstance(config, data_class(source))
+    assert (config.name, config.source) == (file.stem, source)
+    assert getattr(config, "cache_dir", "/elsewhere/data") == "/elsewhere/data"
 
 
 def test_stdlib_is_the_source_of_this_python_without_its_tests() -> None:
-    config = DataConfig()
-    listing = list_source(config)
+    config = stdlib.Config()
+    listing = config.list_files()
     names = [file.id for file in listing.files]
     assert {"os.py", "json/decoder.py"} < set(names) and names == sorted(names)
     assert not [name for name in names if {"site-packages", "test", "tests"} & set(name.split("/"))]
     assert listing.bytes > 5_000_000
-    assert list_source(config) == listing
-    first = next(iter(documents(config, listing)))
+    assert config.list_files() == listing
+    first = next(iter(config.read_documents(listing)))
     assert isinstance(first, Document) and (Path(sysconfig.get_paths()["stdlib"]) / first.id).read_text() == first.text
 
 
@@ -88,10 +93,10 @@ def test_a_zipped_stdlib_is_read_and_a_missing_one_refused(tmp_path: Path, monke
         opened.writestr("json/tests/test_it.py", "# not this")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
     monkeypatch.setattr(sys, "path", [str(archive)])
-    assert texts(DataConfig()) == ["# json", "# os\n" * 300_000]
+    assert texts(stdlib.Config()) == ["# json", "# os\n" * 300_000]
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ValueError, match=r"data=stdlib found 0 \.py files with 0 bytes under .*; it needs 1,000,000"):
-        list_source(DataConfig())
+        stdlib.Config().list_files()
 
 
 def test_files_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +114,7 @@ def test_files_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert texts(text_config("notes/**/*.py", "a.txt")) == ["A", "C"]
     assert texts(text_config("notes")) == ["B", "C"]
     assert texts(text_config("**/*.md", "notes/b.md", tmp_path / "notes")) == ["B", "C"]
-    assert list_source(text_config("notes/*")).skipped == 1
+    assert text_config("notes/*").list_files().skipped == 1
     monkeypatch.setenv("HOME", str(tmp_path))
     assert texts(text_config("~/a.txt", "~/notes/*.md")) == ["A", "B"]
 
@@ -174,17 +179,17 @@ def test_paths_without_text_are_refused(
     if paths == ["a.rst"]:
         (tmp_path / "a.rst").write_text("text")
     with pytest.raises(ValueError, match=re.escape(message)):
-        list_source(text_config(*paths))
+        text_config(*paths).list_files()
 
 
 def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
-    config = DataConfig(name="synthetic", source=Source.synthetic, documents=700, mean_length=100, states=16)
-    found = list(documents(config, list_source(config)))
-    again = list(documents(config, list_source(config)))
+    config = synthetic.Config(documents=700, mean_length=100, states=16)
+    found = list(config.read_documents(config.list_files()))
+    again = list(config.read_documents(config.list_files()))
     assert len(found) == 700
     counts = np.zeros((16, 16))
     for first, second in zip(found, again, strict=True):
-        assert isinstance(first, SyntheticDocument) and isinstance(second, SyntheticDocument)
+        assert isinstance(first, TokenDocument) and isinstance(second, TokenDocument)
         assert np.array_equal(first.tokens, second.tokens) and 50 <= first.tokens.size <= 150
         np.add.at(counts, (first.tokens[:-1] - FIRST_ID, first.tokens[1:] - FIRST_ID), 1)
     assert ((counts > 0).sum(axis=1) == len(SUCCESSOR_WEIGHTS)).all()
@@ -192,9 +197,9 @@ def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
     measured = -(counts.sum(axis=1) / counts.sum()) @ np.where(share > 0, share * np.log(share + (share == 0)), 0).sum(
         axis=1
     )
-    assert measured == pytest.approx(synthetic_entropy(), rel=0.01)
-    other = next(iter(documents(DataConfig(source=Source.synthetic, states=16, generator_seed=1), list_source(config))))
-    assert isinstance(other, SyntheticDocument) and isinstance(found[0], SyntheticDocument)
+    assert measured == pytest.approx(entropy(), rel=0.01)
+    other = next(synthetic.Config(states=16, generator_seed=1).read_documents(config.list_files()))
+    assert isinstance(other, TokenDocument) and isinstance(found[0], TokenDocument)
     assert other.tokens.tolist() != found[0].tokens.tolist()
 
 
@@ -207,16 +212,15 @@ def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
     ],
 )
 def test_a_chain_that_cannot_be_drawn_is_refused(wrong: dict[str, Any], message: str) -> None:
-    config = DataConfig(source=Source.synthetic, **wrong)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        next(iter(documents(config, list_source(config))))
+    (problem,) = synthetic.Config(**wrong).problems()
+    assert problem.startswith(message)
 
 
-def splits_of(config: DataConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
+def splits_of(config: DocumentConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:
     census = Census()
     found: dict[str, list[str]] = {"train": [], "validation": []}
     limit = first_threshold(config) if threshold is None else threshold
-    for piece in cut(config, list_source(config), limit, census):
+    for piece in cut(config, config.list_files(), limit, census):
         assert isinstance(piece.content, str)
         found[piece.split].append(piece.content)
     return found, census
@@ -243,10 +247,10 @@ def test_both_splits_get_a_document(tmp_path: Path, fraction: float) -> None:
     config = text_config(tmp_path, validation_fraction=fraction)
     first, census = splits_of(config)
     assert min(map(len, first.values())) == 0
-    threshold = second_threshold(config, list_source(config), census, first_threshold(config))
+    threshold = second_threshold(config, config.list_files(), census, first_threshold(config))
     second, _ = splits_of(config, threshold)
     assert sorted(map(len, second.values())) == [1, 2]
-    assert second_threshold(config, list_source(config), census, threshold) == threshold
+    assert second_threshold(config, config.list_files(), census, threshold) == threshold
 
 
 def test_a_single_file_is_split_inside_at_a_line(tmp_path: Path) -> None:

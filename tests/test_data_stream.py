@@ -14,9 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from valkyrie.data import stream_loader
-from valkyrie.data.batches import Batch
-from valkyrie.data.config import DataConfig, Packing, Source
-from valkyrie.data.loader import make_loader
+from valkyrie.data.batches import Batch, BatchPlan, make_loader
+from valkyrie.data.sources.parquet_stream import Config, Packing
 from valkyrie.data.stream import Streamed, open_stream
 from valkyrie.data.stream_loader import StreamLoader
 from valkyrie.processes.team import Team
@@ -41,7 +40,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streamed(folder: Path | str, team: Team | None = None, **options: Any) -> Streamed:
-    config = DataConfig("parquet_stream", Source.parquet_stream, [str(folder)], **{"workers": 0, **options})
+    config = Config(paths=[str(folder)], **{"workers": 0, **options})
     return open_stream(config, "bytes", *([team] if team else []))
 
 
@@ -92,7 +91,7 @@ class Gathering(Team):
     said: list[Any] = []
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:
-        assert name == "places of the lanes"
+        assert name == "positions of the lanes"
         self.said.append(value)
         return self.said
 
@@ -188,9 +187,7 @@ def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Pa
     )
     (tmp_path / "empty").mkdir()
     assert "empty matches 0 files" in refusal(lambda: streamed(tmp_path / "empty"))
-    assert "needs files: data.paths=[shards/*.parquet]" in refusal(
-        lambda: open_stream(DataConfig("parquet_stream", Source.parquet_stream), "bytes")
-    )
+    assert "needs files: data.paths=[shards/*.parquet]" in refusal(lambda: open_stream(Config(), "bytes"))
     short = write_shards(tmp_path / "short", 2)
     whole = (short / "000.parquet").read_bytes()
     (short / "000.parquet").write_bytes(whole[: len(whole) // 2])
@@ -202,10 +199,7 @@ def test_what_cannot_be_read_is_refused_before_a_step(shards: Path, tmp_path: Pa
     assert "data.lanes=32 is more than the 15 row groups" in refusal(
         lambda: take(streamed(shards, lanes=32), 1, batch=64)
     )
-    assert (
-        "data.packing is of text that is tokenised as it is read" in DataConfig(packing=Packing.best_fit).problems()[0]
-    )
-    assert DataConfig("x", Source.parquet_stream, ["a"], workers=0, pool=0, lanes=0).problems() == [
+    assert Config(paths=["a"], workers=0, pool=0, lanes=0).problems() == [
         "data.pool=0: use 1 or more documents.",
         "data.lanes=0: use 1 or more, or null for up to 16.",
     ]
@@ -240,8 +234,9 @@ def test_files_without_text_are_refused(tmp_path: Path) -> None:
 def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Path) -> None:
     """What grain may ask of a worker's iterator, though the loader itself starts new ones."""
     data = streamed(shards)
-    loader = StreamLoader(data, "train", np.arange(4), 4, 32, 0, True)
-    iterator = iter(stream_loader._Rows(loader._lanes, [None] * len(loader._lanes), 32, 1, data.bos_id))
+    loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
+    start = stream_loader._Positions((None,) * len(loader._lanes))
+    iterator = iter(stream_loader._Rows(loader._lanes, start, 32, 1, data.bos_id))
     next(iterator)
     place = iterator.get_state()
     expected = [next(iterator) for _ in range(3)]

@@ -63,7 +63,7 @@ def test_without_any_run_latest_says_so(tmp_path: Path) -> None:
 
 
 def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path: Path) -> None:
-    asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none"]
+    asked = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", "remat=none", "data=text", "data.paths=[c]"]
     compose_run(*asked).save(tmp_path / "run.yaml")
     assert changed_settings(compose_run(*asked), tmp_path) == {}
     silent = [
@@ -83,7 +83,7 @@ def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path:
         "partition.name": ("fsdp", "dp"),
         "remat.name": ("full", "none"),
         "model.tie_embeddings": ("false", "true"),
-        "data.paths": (f"[{Path.cwd() / 'a'},{Path.cwd() / 'b'}]", "[]"),
+        "data.paths": (f"[{Path.cwd() / 'a'},{Path.cwd() / 'b'}]", f"[{Path.cwd() / 'c'}]"),
         "optimizer.ema_decay": ("0.9", "null"),
     }
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runs import SINGLE, TINY, command
-from valkyrie.tasks import task_of
+from valkyrie.tasks import next_token
 
 
 def test_the_step_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
@@ -41,8 +41,8 @@ def test_nothing_to_time_is_refused(capfd: pytest.CaptureFixture):
 
 
 def test_the_batch_is_next_tokens_of_the_seed():
-    batch, again = (task_of("next_token").random_batch(8, 16, 61, seed=0, places=range(8)) for _ in range(2))
-    part = task_of("next_token").random_batch(8, 16, 61, seed=0, places=[2, 5])
+    batch, again = (next_token.Config().random_batch(8, 16, 61, seed=0, places=range(8)) for _ in range(2))
+    part = next_token.Config().random_batch(8, 16, 61, seed=0, places=[2, 5])
     np.testing.assert_array_equal(batch["tokens"][[2, 5]], part["tokens"])
     assert batch["tokens"].shape == (8, 16) and batch["tokens"].max() < 61
     np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])

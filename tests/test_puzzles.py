@@ -16,9 +16,8 @@ from helpers import compose_run, make_program, named
 from valkyrie.axes import UNSHARDED
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.config.run import Run
-from valkyrie.data.puzzles.folder import PreparedPuzzles
-from valkyrie.data.puzzles.loader import PuzzleLoader
-from valkyrie.data.puzzles.prepare import prepare_puzzles
+from valkyrie.data.batches import Loader
+from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 from valkyrie.ops.stablemax import log_stablemax, stablemax_cross_entropy
 from valkyrie.optim import make_optimizer
 from valkyrie.tasks.puzzles import _halted
@@ -199,10 +198,10 @@ def test_rows_end_by_their_steps_by_the_model_and_later_where_they_explore():
 def puzzles(tmp_path_factory: pytest.TempPathFactory) -> PreparedPuzzles:
     """A few generated 4x4 puzzles."""
     keys = ("data.sudoku.train=40", "data.sudoku.validation=12", f"data.cache_dir={tmp_path_factory.mktemp('cache')}")
-    return prepare_puzzles(compose_run("model=trm_tiny", "data=sudoku_4x4", *keys).config.data)
+    return compose_run("model=trm_tiny", "data=sudoku_4x4", *keys).config.data.open("none")
 
 
-def steps_of(program: StepProgram, loader: PuzzleLoader, state: Any, count: int) -> tuple[Any, list[dict[str, Any]]]:
+def steps_of(program: StepProgram, loader: Loader, state: Any, count: int) -> tuple[Any, list[dict[str, Any]]]:
     """The state after some steps, and the metrics of each."""
     metrics = []
     for _ in range(count):

@@ -17,8 +17,8 @@ import pytest
 
 from helpers import MODELS, compose_config, small_run
 from valkyrie.config.run import Run
-from valkyrie.data.config import Source
 from valkyrie.data.prepare import prepare
+from valkyrie.data.sources import text as text_source
 from valkyrie.parallel.mesh import MeshConfig, abstract_mesh
 from valkyrie.train.program import StepProgram
 
@@ -157,13 +157,11 @@ def trace(run: Run) -> None:
 
 
 def data_problems(config: Any, key: str) -> list[str]:
-    sources: dict[str, Any] = {"source": Source.synthetic}
+    value = {key.partition(".")[2]: getattr(config, key.partition(".")[2])}
     with tempfile.TemporaryDirectory() as folder:
-        if key.partition(".")[2] not in ("documents", "mean_length", "states", "generator_seed"):
-            (Path(folder) / "text.txt").write_text("a few words\n" * 200)
-            sources = {"source": Source.text, "paths": [f"{folder}/text.txt"]}
+        (Path(folder) / "text.txt").write_text("a few words\n" * 200)
         try:
-            prepare(dataclasses.replace(config, cache_dir=f"{folder}/cache", **sources), "bytes")
+            prepare(text_source.Config(paths=[f"{folder}/text.txt"], cache_dir=f"{folder}/cache", **value), "bytes")
         except ValueError as error:
             return [str(error)]
     return []

@@ -11,12 +11,13 @@ import pytest
 
 from helpers import compose_config, compose_run
 from valkyrie.config.run import Run
-from valkyrie.data.puzzles.folder import open_puzzles
-from valkyrie.data.puzzles.loader import NO_LABEL, PuzzleLoader
-from valkyrie.data.puzzles.prepare import prepare_puzzles, shape_of, write_folder
-from valkyrie.data.puzzles.sudoku import classes, count_guesses, count_solutions, generate
-from valkyrie.data.puzzles.symmetries import draw_symmetries
-from valkyrie.train.prepare import puzzles_of, refuse_other_data
+from valkyrie.data.batches import Dataset, make_loader
+from valkyrie.data.sources.puzzles.folder import open_puzzles
+from valkyrie.data.sources.puzzles.generate import classes, count_guesses, count_solutions, generate
+from valkyrie.data.sources.puzzles.loader import NO_LABEL
+from valkyrie.data.sources.puzzles.prepare import write_folder
+from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
+from valkyrie.train.prepare import refuse_other_data
 
 HARD = "85...24..72......9..4.........1.7..23.5...9...4...........8..7..17..........36.4."
 """A published puzzle that needs guesses, by a solver that fills in what is forced."""
@@ -83,19 +84,19 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def test_puzzles_are_generated_once_and_those_held_out_are_new(settings: tuple[str, ...], monkeypatch: Any):
-    first = prepare_puzzles(config(*settings))
-    monkeypatch.setattr("valkyrie.data.puzzles.prepare.generate", None)
-    assert prepare_puzzles(config(*settings)) == first
+    first = config(*settings).open("none")
+    monkeypatch.setattr("valkyrie.data.sources.puzzles.prepare.generate", None)
+    assert config(*settings).open("none") == first
     train, validation = (split.inputs.astype(int) - 1 for split in (first.train, first.validation))
     assert (len(train), len(validation)) == (30, 10)
     assert not set(classes(train, 4)) & set(classes(validation, 4))
     with pytest.raises(TypeError, match="NoneType"):
-        prepare_puzzles(config(*settings, "data.sudoku.seed=1"))
+        config(*settings, "data.sudoku.seed=1").open("none")
 
 
 def batches(settings: tuple[str, ...], split: str, places: list[int], count: int, skip: int = 0) -> list[Any]:
-    data, options = prepare_puzzles(config(*settings)), {"seed": 3, "repeat": split == "train", "places": places}
-    with PuzzleLoader(data, split, batch=8, seq=16, **options) as loader:
+    data, options = config(*settings).open("none"), {"seed": 3, "repeat": split == "train", "places": places}
+    with make_loader(data, split, batch=8, seq=16, **options) as loader:
         state = loader.state() | {"step": skip}
         loader.restore(state)
         return [next(loader) for _ in range(count)]
@@ -126,7 +127,7 @@ def test_a_folder_with_groups_gives_one_of_each(tmp_path: Path):
     said = json.loads((tmp_path / "train" / "dataset.json").read_text())
     (tmp_path / "train" / "dataset.json").write_text(json.dumps(said | {"num_puzzle_identifiers": 2}))
     data = open_puzzles(tmp_path, "arc")
-    with PuzzleLoader(data, "train", batch=4, seq=4, seed=0, repeat=True, places=range(4)) as loader:
+    with make_loader(data, "train", batch=4, seq=4, repeat=True) as loader:
         for _ in range(5):
             batch = next(loader)
             assert sorted(batch["inputs"][:, 0] > 4) == [False, False, True, True]
@@ -144,15 +145,15 @@ def test_published_csv_is_read_once(tmp_path: Path):
     texts = [("".join(map(str, q)).replace("0", "."), "".join(map(str, a))) for q, a in zip(*made[:2], strict=True)]
     as_csv(tmp_path, texts)
     given = ("data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache", "data.sudoku.guesses=2")
-    data = prepare_puzzles(config(*given))
+    data = config(*given).open("none")
     assert data.side == 4
     np.testing.assert_array_equal(data.train.inputs, made.givens[2:] + 1)
     np.testing.assert_array_equal(data.train.labels, made.solutions[2:] + 1)
     maze = "# S G o##"
     as_csv(tmp_path, [(maze, maze)] * 3)
     told = config(*given, "data.sudoku.guesses=0")
-    assert shape_of(told) == (9, 6, 1)
-    assert prepare_puzzles(told).side is None
+    assert told.shape() == (9, 6, 1)
+    assert told.open("none").side is None
 
 
 REFUSED = {
@@ -184,13 +185,18 @@ REFUSED = {
 }
 
 
+def prepared(run: Run) -> Dataset:
+    refuse_other_data(run)
+    return run.config.data.open("none")
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_puzzles_are_refused_in_plain_words(case: str, tmp_path: Path):
     make, words = REFUSED[case]
     make(tmp_path)
     run = compose_run("model=trm_tiny", "data=puzzles", f"data.paths=[{tmp_path}]", f"data.cache_dir={tmp_path}/cache")
     with pytest.raises(ValueError) as error:
-        puzzles_of(run)
+        prepared(run)
     assert str(error.value) == words.format(tmp_path)
 
 
@@ -214,8 +220,14 @@ def test_a_folder_that_is_damaged_is_refused_by_its_file(tmp_path: Path):
 
 def test_puzzles_are_for_models_of_puzzles():
     for settings, words in (
-        (("model=trm_tiny",), "model=trm_tiny trains on puzzles, and data=stdlib is text. Use data=sudoku"),
-        (("model=gpt_tiny", "data=sudoku"), "model=gpt_tiny trains on text, and data=sudoku is puzzles."),
+        (
+            ("model=trm_tiny",),
+            "model=trm_tiny trains on puzzles, and data=stdlib is text. Use data=puzzles, data=sudoku.",
+        ),
+        (
+            ("model=gpt_tiny", "data=sudoku"),
+            "model=gpt_tiny trains on text, and data=sudoku is puzzles. Use data=parquet_stream",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             refuse_other_data(compose_run(*settings))

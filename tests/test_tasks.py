@@ -12,13 +12,14 @@ from valkyrie.config.run import Run
 
 CARRYING = """
 from valkyrie.tasks import Array
-from valkyrie.tasks.next_token import Task as NextToken
+from valkyrie.tasks import next_token
 
 
-class Task(NextToken):
-    name, needs_causal = "carrying_task", False
+class Config(next_token.Config):
+    def problems(self, model, seq):
+        return []
 
-    def carry(self, batch, seq):
+    def carry(self, model, compute, batch, seq):
         return {"seen": Array((batch,), "float32", ("batch",))}
 """
 
@@ -39,8 +40,8 @@ def test_a_task_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "the task next_token needs a causal model" in "".join(run_of("next_token", blind).problems())
     assert run_of("next_token", "microbatches=2").problems() == []
     assert run_of("carrying_task", "microbatches=2").problems() == [
-        "microbatches=2: the task carrying_task of model=gpt_tiny hands state from each step to the next, for the "
+        "microbatches=2: the task next_token of model=gpt_tiny hands state from each step to the next, for the "
         "whole batch at once. Use microbatches=1."
     ]
     (unknown,) = run_of("no_such_task").problems()
-    assert unknown.startswith("the task no_such_task is not known. Known: next_token, puzzles, or")
+    assert unknown.startswith("task.family=no_such_task is not known. Known: next_token, puzzles, or")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from valkyrie.checkpoint.contents import refuse_other_tokenizer
 from valkyrie.cli.data import main
-from valkyrie.data.config import DataConfig, Source
 from valkyrie.data.prepare import prepare
+from valkyrie.data.sources import text as text_source
 from valkyrie.data.tokenizer import check_name, fingerprint_of, identity_of, load_tokenizer, vocab_size_of
 from valkyrie.data.tokenizer_json import _without_possessives, train_tokenizer
 from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
@@ -92,8 +92,8 @@ def test_it_is_found_by_name_and_refused_twice(
     said = capsys.readouterr().out
     assert re.match(r"2\d\d ids, not 5,000: this text has no more pairs; trained on 1 documents with 30 bytes", said)
     assert said.endswith(f"fingerprint {fingerprint_of('mine')}: use it as data.tokenizer=mine\n")
-    assert DataConfig(tokenizer="mine").anywhere().tokenizer == "mine"
-    assert DataConfig(tokenizer="mine.json").anywhere().tokenizer == str(Path("mine.json").absolute())
+    assert text_source.Config(tokenizer="mine").with_full_paths().tokenizer == "mine"
+    assert text_source.Config(tokenizer="mine.json").with_full_paths().tokenizer == str(Path("mine.json").absolute())
     assert load_tokenizer("mine").vocab_size == vocab_size_of("mine") < 300
     with pytest.raises(SystemExit):
         main(arguments)
@@ -107,7 +107,7 @@ def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> No
     for number in range(4):
         paths.append(str(tmp_path / f"{number}.txt"))
         Path(paths[-1]).write_text(f"{number} " + TEXTS[2])
-    config = DataConfig("text", Source.text, paths, cache_dir=str(tmp_path / "cache"), validation_fraction=0.4)
+    config = text_source.Config(paths=paths, cache_dir=str(tmp_path / "cache"), validation_fraction=0.4)
     prepared = prepare(config, str(trained))
     assert prepared.tokenizer_fingerprint == fingerprint_of(str(trained)) and prepared.vocab_size == 1000
     assert prepare(config, changed(trained, tmp_path, version="1.1")).key != prepared.key

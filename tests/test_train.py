@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from runs import SINGLE, TINY, checkpoints, command, records, saved, start, tiny, trained
-from valkyrie.data.synthetic import synthetic_entropy
+from valkyrie.data.manifest import Prepared, Split
+from valkyrie.data.sources import text as text_source
+from valkyrie.data.sources.synthetic import entropy
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train import trainer
 from valkyrie.train.compiled import CompiledStep
-from valkyrie.train.prepare import uneven_split
 from valkyrie.units import GIB
 
 KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_s", "tokens_per_second", "mfu"}
@@ -36,7 +37,7 @@ def test_a_run_has_a_pulse(tmp_path: Path) -> None:
     assert found[1]["loss"] == pytest.approx(math.log(257), abs=0.2)
     last = np.mean([found[step]["loss"] for step in range(51, 61)])
     assert last < 2.0, "the loss does not fall towards the entropy of the data"
-    assert last > synthetic_entropy()
+    assert last > entropy()
     evaluations = [r["eval_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r]
     assert len(evaluations) == 3
     assert evaluations[-1] < evaluations[0] < found[1]["loss"]
@@ -423,7 +424,9 @@ def test_lines_reach_a_pipe_before_the_step_is_compiled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("train", "validation", "said"), [(95, 5, False), (91, 9, False), (67, 33, True)])
 def test_a_validation_split_far_from_its_share_is_said(train: int, validation: int, said: bool) -> None:
-    note = uneven_split(train, validation, 0.05)
+    splits = [Split(1, tokens, tokens, ()) for tokens in (train, validation)]
+    data = Prepared("text", "", "", {}, "bytes", "", 257, 256, "uint16", *splits, path=Path("none"))
+    note = text_source.Config(validation_fraction=0.05).note(data)
     assert (note is not None) == said
     if note is not None:
         assert note.startswith("validation has 33% of the tokens, where data.validation_fraction=0.05 asks for 5%")

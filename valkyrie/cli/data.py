@@ -6,14 +6,17 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
-from valkyrie.data.config import DataConfig, Source
+from valkyrie.data.config import SOURCES, data_class
+from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
 
-_SOURCES = [source.value for source in Source if source.is_text and source is not Source.parquet_stream]
-"""The sources that have documents: puzzles are prepared by the run itself, and a stream is not prepared."""
+_SOURCES = [name for name in SOURCES.names() if issubclass(data_class(name), DocumentConfig)]
+"""The sources that are tokenised ahead; puzzles are prepared by the run itself, and a stream is not prepared."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         required=True, metavar="{prepare,tokenizer,verify,show}", parser_class=OneLineParser
     )
-    defaults = DataConfig()
+    defaults = text.Config()
 
     prepare = commands.add_parser("prepare", help="tokenise a source into shards, unless the cache has them")
     prepare.set_defaults(run=_prepare)
@@ -75,20 +78,18 @@ def _default_cache() -> str:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    if arguments.paths and arguments.source != Source.text.value:
+    if arguments.paths and arguments.source != "text":
         raise ValueError(f"{arguments.source} takes no paths: use valkyrie-data prepare text {arguments.paths[0]}")
-    config = DataConfig(
-        name=arguments.source,
-        source=Source(arguments.source),
-        paths=arguments.paths,
-        field=arguments.field,
-        column=arguments.column,
-        validation_fraction=arguments.validation_fraction,
-        cache_dir=arguments.cache_dir,
-        shard_tokens=arguments.shard_tokens,
-        workers=arguments.workers,
-        max_bytes=arguments.max_bytes,
-    )
+    source = data_class(arguments.source)
+    known, defaults = {field.name for field in fields(source)}, text.Config()
+    values = {key: value for key, value in vars(arguments).items() if hasattr(defaults, key) and key != "tokenizer"}
+    for key, value in list(values.items()):
+        if key not in known:
+            if value != getattr(defaults, key):
+                raise ValueError(f"--{key.replace('_', '-')}: {arguments.source} does not have it.")
+            del values[key]
+    config = source(name=arguments.source, **values)
+    assert isinstance(config, DocumentConfig), "one of the choices"
     from rich.console import Console
     from rich.progress import Progress
 
@@ -117,16 +118,13 @@ def _train_tokenizer(arguments: argparse.Namespace) -> None:
     path = Path(arguments.save).expanduser() if own_file else trained_path(arguments.save)
     if path.exists():
         raise ValueError(f"{path} is there already, and runs may depend on it. Use another --save NAME, or delete it.")
-    config = DataConfig(
-        name="text",
-        source=Source.text,
+    config = text.Config(
         paths=arguments.paths,
         field=arguments.field,
         column=arguments.column,
         max_bytes=arguments.max_bytes,
     )
-    if problems := config.problems():
-        raise ValueError("\n".join(problems))
+    config.raise_problems()
     start, counted = time.perf_counter(), Counted()
     ids = train_tokenizer(texts_of(config, counted), arguments.vocab, arguments.pattern, path)
     fewer = f", not {arguments.vocab:,}: this text has no more pairs" if ids < arguments.vocab else ""

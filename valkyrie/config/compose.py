@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.config.choices import Chips, files, target_named
 from valkyrie.config.modes import MODES, ModeConfig
 from valkyrie.config.run import RunConfig
-from valkyrie.data.config import DataConfig
+from valkyrie.data.config import SOURCES, data_class
+from valkyrie.extensions import Families
 from valkyrie.hardware.chips import CHIPS
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.slices import even_shape, parse_shape, shape_text
 from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
-from valkyrie.models import config_class, is_family
+from valkyrie.models import FAMILIES
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
@@ -33,12 +35,12 @@ from valkyrie.paths import config_files, defaults_of
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.tracking import TrackingConfig
+from valkyrie.tasks import TASKS, task_class
 
 SCHEMAS: dict[str, type] = {
     "mesh": MeshConfig,
     "partition": PartitionConfig,
     "remat": RematConfig,
-    "data": DataConfig,
     "precision": PolicyConfig,
     "optimizer": OptimizerConfig,
     "target": TargetConfig,
@@ -48,12 +50,20 @@ SCHEMAS: dict[str, type] = {
     "distributed": DistributedConfig,
 }
 """The dataclass behind every config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+FAMILIES_OF: dict[str, tuple[Families, Callable[[str], Callable[..., Any]]]] = {
+    "model": (FAMILIES, FAMILIES.config_class),
+    "data": (SOURCES, data_class),
+    "task": (TASKS, task_class),
+}
+"""The config groups with a dataclass per family, found by `NAME_schema`; such a module may be the user's."""
+GROUPS = (*FAMILIES_OF, *SCHEMAS)
+"""All config groups of a run."""
 SCHEMA_PATHS: dict[str, type] = {
     "run_schema": RunConfig,
     "target/chip/chip_schema": ChipConfig,
     **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
 }
-"""Where a defaults list finds each schema; the models' are found by family. None of them is listed as a choice."""
+"""Where a defaults list finds each schema, except those of families. None of them is listed as a choice."""
 
 AS_SAVED = "as_saved"
 """The choice of each group that holds what a run was saved with; it is not listed."""
@@ -81,7 +91,7 @@ class ValkyrieSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return whether this source has configs in a group."""
-        return config_path in ("", "model", "target/chip", *SCHEMAS)
+        return config_path in ("", "target/chip", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
         """Return whether this is a schema, a mode, a mesh by its looks, or a target: those with a file come first."""
@@ -89,11 +99,11 @@ class ValkyrieSource(ConfigSource):
         group, _, name = path.partition("/")
         is_mesh = group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)
         is_target = group == "target" and name != "" and "/" not in name
-        is_model = group == "model" and name.endswith("_schema") and is_family(name.removesuffix("_schema"))
+        is_family = group in FAMILIES_OF and name.endswith("_schema")
         is_mode = group == "mode" and name in MODES
         is_saved = name == AS_SAVED and group in saved_groups
         is_default = path == f"remat/{BY_WIDTH}"
-        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_model or is_saved or is_default
+        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_family or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the mesh, the target, the mode or the schema; an error says what to write instead."""
@@ -112,7 +122,7 @@ class ValkyrieSource(ConfigSource):
             elif group == "mode":
                 config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name, **MODES[name].defaults})
             else:
-                value = _mesh(name) if group == "mesh" else config_class(name.removesuffix("_schema"))
+                value = _mesh(name) if group == "mesh" else FAMILIES_OF[group][1](name.removesuffix("_schema"))
                 config = OmegaConf.structured(value)
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from None
@@ -129,7 +139,7 @@ class ValkyrieSource(ConfigSource):
             return [*MODES]
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in files(CHIPS))]
-        return ["mesh", "mode", "model"] if config_path == "" and results_filter is not ObjectType.CONFIG else []
+        return ["mesh", "mode", *FAMILIES_OF] if config_path == "" and results_filter is not ObjectType.CONFIG else []
 
 
 def register() -> Path:

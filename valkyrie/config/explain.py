@@ -16,10 +16,10 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
-from valkyrie.config.compose import SCHEMAS
+from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import refusal_of
 
-_GROUPS = ("model", "experiment", "sweep", *SCHEMAS)
+_GROUPS = ("experiment", "sweep", *GROUPS)
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},

@@ -8,13 +8,13 @@ from dataclasses import fields
 from importlib.metadata import version
 from itertools import zip_longest
 
-from valkyrie.config.compose import SCHEMAS
+from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
 from valkyrie.paths import config_names
 from valkyrie.runs.folder import parts_of
 
-_CHOSEN = {"model", *SCHEMAS}
+_CHOSEN = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
 _OWN_FLAGS = re.compile(r"--?[A-Za-z]")
 
@@ -67,7 +67,7 @@ def _refuse_names(argument: str, key: str, value: str) -> None:
             raise ValueError(f"{argument} changes a name and none of the settings. Write {group}={value}.")
     if key in _CHOSEN and value.startswith("["):
         raise ValueError(f"{argument}: {key}= takes one choice, not a list{_one_of(key, value)}")
-    if key in _CHOSEN and value == "null":
+    if key in _CHOSEN and key != "task" and value == "null":
         raise ValueError(f"{argument}: every run has a {key}. Leave it out for the default, or choose one.")
 
 

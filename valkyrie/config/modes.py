@@ -34,7 +34,7 @@ COMPILE_MARGIN_S = 300.0
 """The seconds that a compile trial has beyond the compiler's own limit, to start and to report."""
 
 SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
-SHAPING_KEYS += ("microbatches", "remat")
+SHAPING_KEYS += ("microbatches", "remat", "task")
 """The keys of a run that decide what is compiled."""
 _NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
 _NO_TRAINING = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})

@@ -17,6 +17,7 @@ from omegaconf.errors import (
 )
 
 from valkyrie.config.modes import ModeConfig
+from valkyrie.data.config import sources_with
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
 from valkyrie.trees import flat
@@ -90,7 +91,10 @@ def unknown_key(full_key: str, parent: Any) -> str:
     near = [f"{inside}{key}" for key in near] or _elsewhere(last, parent, prefix)
     near = near or [f"{inside}{key}" for key in difflib.get_close_matches(last, known, n=1)]
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{full_key} is not a key.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
+    if inside.startswith("data.") and (others := sources_with(full_key.removeprefix("data."))):
+        hint = f" It is a key of {', '.join(f'data={name}' for name in others)}."
+    what = f"a key of data.source={parent.get('source')}" if prefix == "data" else "a key"
+    return f"{full_key} is not {what}.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
 
 
 def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:

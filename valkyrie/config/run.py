@@ -20,16 +20,10 @@ from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config.modes import MODES, ModeConfig, Needs, reads_run
 from valkyrie.config.refusals import mode_problems, refusal_of, too_large
-from valkyrie.data.config import SEEDS, DataConfig, full_path
+from valkyrie.data.config import SEEDS, SOURCES, DataConfig, data_class, full_path, without_foreign_keys
+from valkyrie.extensions import add_import_path
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.models import (
-    Model,
-    activation_names,
-    add_import_path,
-    config_class,
-    folder_of,
-    known_axes,
-)
+from valkyrie.models import FAMILIES, Model, activation_names, known_axes
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import Batches, batches_of
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
@@ -42,7 +36,7 @@ from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.tracking import TrackingConfig, profile_problems
-from valkyrie.tasks import task_of
+from valkyrie.tasks import TASKS, Task, task_class
 from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
@@ -73,7 +67,9 @@ class TrialConfig:
 class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
-    `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
+    `task` None is the task of the model family.
+    `modules` are the folders of the user's own modules (a model family, a data source, a task), which a run in another
+    process imports too.
     `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
     `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
     """
@@ -84,7 +80,8 @@ class RunConfig:
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     remat: RematConfig = field(default_factory=RematConfig)
     model: Any = MISSING
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = MISSING
+    task: Any = None
     precision: PolicyConfig = field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -156,7 +153,12 @@ class Run:
     @property
     def tokenizer(self) -> str:
         """The name of the tokenizer: the data's if it names one, else the model's."""
-        return self.config.data.tokenizer or self.model.tokenizer
+        return self.config.data.tokenizer_for(self.model.tokenizer)
+
+    @cached_property
+    def task(self) -> Task:
+        """The task: that of `task=`, else the one of the model family. ValueError if there is no such task."""
+        return self.config.task or task_class(self.model.task)()
 
     @property
     def step_flops(self) -> float:
@@ -211,8 +213,19 @@ class Run:
         family = OmegaConf.select(composed, "model.family")
         if family is None:
             raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
+        source, task = (OmegaConf.select(composed, key) for key in ("data.source", "task.family"))
+        if source is None:
+            raise ValueError("data.source is missing: choose data, such as data=stdlib.")
+        data = OmegaConf.to_container(composed.data)
+        assert isinstance(data, dict)
+        if (own := without_foreign_keys(data)) != data:
+            composed.data = own
+        elif OmegaConf.get_type(composed.data) not in (dict, data_class(source)):
+            raise ValueError(f"data.source={source} changes the source and none of the settings. Write data={source}.")
         schema = OmegaConf.structured(RunConfig)
-        schema.model = OmegaConf.structured(config_class(family))
+        schema.model, schema.data = FAMILIES.config_class(family), data_class(source)
+        if task is not None:
+            schema.task = task_class(task)
         try:
             merged = OmegaConf.merge(schema, composed)
             OmegaConf.resolve(merged)
@@ -220,9 +233,9 @@ class Run:
         except OmegaConfBaseException as error:
             raise ValueError(refusal_of(error)) from error
         assert isinstance(typed, RunConfig)
-        folder = folder_of(family)
-        if folder is not None and str(folder) not in typed.modules:
-            typed.modules.append(str(folder))
+        chosen = ((FAMILIES, family), (SOURCES, source), (TASKS, task or typed.model.task))
+        folders = [families.user_folder(name) for families, name in chosen]
+        typed.modules += dict.fromkeys(str(f) for f in folders if f is not None and str(f) not in typed.modules)
         return Run(typed, typed.model)._with_batches()
 
     def _with_batches(self) -> Run:
@@ -312,7 +325,7 @@ class Run:
         config = replace(
             self.config,
             distributed=anyone,
-            data=self.config.data.anywhere(),
+            data=self.config.data.with_full_paths(),
             code_eval=self.config.code_eval.anywhere(),
             modules=list(map(full_path, self.config.modules)),
         )
@@ -373,23 +386,18 @@ class Run:
     def _task_problems(self) -> list[str]:
         """Return why its task cannot train its model as asked."""
         try:
-            task = task_of(self.model.task).of(self.model, self.config.precision.compute.value)
+            task = self.task
         except ValueError as error:
             return [str(error)]
-        problems, microbatches = task.problems(self.model, self.config.seq), self.config.microbatches
-        if task.needs_causal and not self.model.causal:
-            problems.append(
-                "model.attention.causal=false or model.s5.bidirectional=true lets a position see what it is asked to "
-                f"predict: the task {task.name} needs a causal model. Only mode=show takes this one."
-            )
+        c, problems = self.config, task.problems(self.model, self.config.seq)
         if (why := self._writes()) and not task.is_text:
             problems.append(
                 f"{why} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see how many "
                 "it solves."
             )
-        if microbatches > 1 and task.carry(self.config.batch, self.config.seq):
+        if not problems and c.microbatches > 1 and task.carry(self.model, c.precision.compute.value, c.batch, c.seq):
             problems.append(
-                f"microbatches={microbatches}: the task {task.name} of model={self.model.name} hands state from each "
+                f"microbatches={c.microbatches}: the task {task.name} of model={self.model.name} hands state from each "
                 "step to the next, for the whole batch at once. Use microbatches=1."
             )
         return problems

@@ -18,10 +18,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import latest_step
-from valkyrie.config.compose import AS_SAVED, SCHEMAS, saved_groups
+from valkyrie.config.compose import AS_SAVED, FAMILIES_OF, GROUPS, saved_groups
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import HEADER, Run, RunConfig
-from valkyrie.models import add_import_path
+from valkyrie.data.config import without_foreign_keys
+from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused
 from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
 
@@ -34,7 +35,8 @@ SETTINGS = "VALKYRIE_SETTINGS"
 """The variable by which the jobs of a multirun know the file with their settings."""
 SAVED_RUN = "saved_run"
 """The name under which Hydra finds these settings."""
-_GROUPS = ("model", *SCHEMAS)
+_OPTIONAL = {"task"}
+"""Groups of which a run may have no choice."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,9 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
     written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
-    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written]
-    wrong = [group for group in _GROUPS if group in written and not isinstance(values.get(group), DictConfig)]
+    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written | _OPTIONAL]
+    given = written & {*GROUPS} - _OPTIONAL
+    wrong = [group for group in GROUPS if group in given and not isinstance(values.get(group), DictConfig)]
     if missing or (wrong and not is_record):
         raise ValueError(
             f"{file} has no defaults list, so it must hold every setting, and {', '.join([*missing, *wrong])} "
@@ -157,15 +160,17 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     add_import_path(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
-    for group in _GROUPS:
-        schema = f"{values.model.family}_schema" if group == "model" else f"{group}_schema"
+    values.data = without_foreign_keys(_plain(values.data))
+    saved = [group for group in GROUPS if group not in _OPTIONAL or values.get(group) is not None]
+    for group in saved:
+        schema = f"{OmegaConf.select(values, FAMILIES_OF[group][0].key) if group in FAMILIES_OF else group}_schema"
         nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
         saved_groups[group] = {"defaults": [schema, *nested, "_self_"], **_plain(values[group])}
-    own = {str(key): value for key, value in _plain(values).items() if key not in (*_GROUPS, "hydra")}
+    own = {str(key): value for key, value in _plain(values).items() if key not in (*GROUPS, "hydra")}
     hydra = shipped.hydra
     if file is not None:
         hydra.job.env_set = {SETTINGS: str(file)}
-    defaults = ["run_schema", *({group: AS_SAVED} for group in _GROUPS), *after]
+    defaults = ["run_schema", *({group: AS_SAVED if group in saved else None} for group in GROUPS), *after]
     ConfigStore.instance().store(
         name=SAVED_RUN, node={"defaults": defaults, **own, "hydra": hydra}, provider="valkyrie"
     )

@@ -1,93 +1,271 @@
-"""What every loader is: an iterator over batches that knows its place; and the arrays of a batch from its rows."""
+"""Prepared data, the loaders of its batches with a position that a checkpoint keeps, and the arrays of a batch."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from valkyrie.records import decode, encode
+
 Batch = dict[str, np.ndarray]
-"""`tokens`, `targets`, `segment_ids` (int32) and `weights` (float32), each [rows, seq]."""
+"""The arrays of a batch, each with its rows first. Text has `tokens`, `targets`, `segment_ids` (int32) and `weights`
+(float32), each [rows, seq]."""
+_BATCHES_AHEAD = 2
 
 
-class Loader(Iterator[Batch]):
-    """An iterator over batches that knows its place; close it (or use it in a `with`) to end what reads ahead.
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which batches a loader yields.
 
-    `batch`: rows of a global batch. `identity`: what decides the order of the rows, kept with the place.
+    Args:
+        batch: rows of a global batch.
+        seq: positions of a row.
+        seed: seed of the order of the rows.
+        repeat: True for training, rows in a new order every epoch, without end; False for evaluation, every row once
+            in order, and the last batch padded.
+        rows: the rows of the global batch that this process feeds.
     """
 
-    version = 1
-    """Of the place as it is kept: raised when `state` changes."""
+    batch: int
+    seq: int
+    seed: int
+    repeat: bool
+    rows: np.ndarray
 
-    def __init__(self, batch: int, identity: dict[str, Any]) -> None:
-        self.batch = batch
-        self._identity = identity
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Prepared data."""
+
+    @property
+    def name(self) -> str:
+        """Name of its config."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """Hash of its content, equal wherever the same data was prepared."""
+        ...
+
+    @property
+    def tokenizer(self) -> str:
+        """Name of its tokenizer, or `none`."""
+        ...
+
+    def describe(self) -> str:
+        """How much data there is, in a line."""
+        ...
+
+    def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
+        """Loader of the split `train` or `validation`. ValueError if it has not one batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataPosition(ABC):
+    """A position in the batches of a split, as a checkpoint keeps it in JSON. Equal on all processes of a run.
+
+    Fields named in `progress` say how far the run is; the others decide the order of the rows and may not change.
+    """
+
+    progress: ClassVar[tuple[str, ...]] = ()
+    newest: ClassVar[int] = 1
+    """The version that is written and read."""
+
+    version: int
+    split: str
+    seed: int
+    content: str
+
+    @abstractmethod
+    def step_of(self, batch: int) -> int:
+        """The step that begins here. ValueError if none does."""
+
+    @abstractmethod
+    def at_step(self, step: int, batch: int) -> DataPosition:
+        """This position, moved to the beginning of a step."""
+
+
+@dataclass(frozen=True)
+class RowPosition(DataPosition):
+    """Position in rows of tokens: `row` rows of `seq` tokens were given out by all processes together."""
+
+    progress: ClassVar[tuple[str, ...]] = ("row",)
+
+    seq: int
+    row: int
+
+    def step_of(self, batch: int) -> int:
+        """The step that begins with this row. ValueError if the row is no multiple of the batch."""
+        step, rest = divmod(self.row, batch)
+        if rest:
+            divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
+            raise ValueError(
+                f"the data position is row {self.row:,}, not a multiple of batch={batch}. "
+                f"Use a batch that divides it, such as {divisor}."
+            )
+        return step
+
+    def at_step(self, step: int, batch: int) -> RowPosition:
+        """This position, moved to the first row of a step."""
+        return dataclasses.replace(self, row=step * batch)
+
+
+Position = TypeVar("Position", bound=DataPosition)
+
+
+class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Position]):
+    """An iterator over this process's part of global batches, with a position that can be saved and restored.
+
+    Close it, or use it in a `with`, to end what reads ahead.
+
+    Args:
+        batch: rows of a global batch.
+        start: the position before the first batch.
+    """
+
+    def __init__(self, batch: int, start: Position) -> None:
+        self.batch, self.start = batch, start
 
     @property
     @abstractmethod
     def step(self) -> int:
         """Batches given out so far, over all processes and restarts."""
 
+    def position(self) -> Position:
+        """The position of the next batch. All processes call this."""
+        position = self.start.at_step(self.step, self.batch)
+        assert isinstance(position, type(self.start)), "positions stay of one class"
+        return position
+
+    def state(self) -> dict[str, Any]:
+        """The position of the next batch, as JSON values for a checkpoint. All processes call this."""
+        return encode(self.position())
+
+    @abstractmethod
+    def go_to(self, position: Position) -> None:
+        """Continue from a position with the identity of `start`."""
+
     @abstractmethod
     def close(self) -> None:
         """End what reads ahead; afterwards there are no more batches."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the place of the next batch, as JSON values; the same on every process, and called by all."""
-        return {"version": self.version, "row": self.step * self.batch, **self._identity}
+    def restore(self, saved: Mapping[str, object]) -> None:
+        """Continue from a saved position, on this or another number of processes.
 
-    @abstractmethod
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go to a place that `state` returned, here or on another number of processes.
-
-        ValueError if the data or what orders its rows differ, or if the place is no multiple of this batch.
+        ValueError if the data or anything else that orders the rows differs.
         """
-
-    def _step_of(self, state: dict[str, Any]) -> int:
-        """Return the step of a place; ValueError as `restore` raises it."""
-        if state.get("version") != self.version:
+        if saved.get("version") != self.start.newest:
             raise ValueError(
-                f"the data position has version {state.get('version')}; this program reads version {self.version}."
+                f"the data position has version {saved.get('version')}; this program reads version {self.start.newest}."
             )
-        for name, mine in self._identity.items():
-            if state.get(name) != mine and name == "content":
-                raise ValueError(
-                    "the data are not those that the run was trained on: other files, other text in them, another "
-                    "tokenizer or another split. Use the same data, or another name=."
-                )
-            if state.get(name) != mine:
-                word = _WORDS.get(name, name)
-                raise ValueError(
-                    f"the data position was saved with {word}={state.get(name)}, this run has {mine}: its rows "
-                    f"come in another order. Use the same {word}, or another name=."
-                )
-        step, rest = divmod(state["row"], self.batch)
-        if rest:
-            raise ValueError(
-                f"the data position is row {state['row']:,}, not a multiple of batch={self.batch}. "
-                f"Use a batch that divides it, such as {_divisor(state['row'], self.batch)}."
-            )
-        return step
-
-    def __enter__(self) -> Loader:
-        """Return the loader itself."""
-        return self
+        position = decode(type(self.start), dict(saved), "the data position in the checkpoint")
+        for field in dataclasses.fields(self.start):
+            was, now = getattr(position, field.name), getattr(self.start, field.name)
+            if was != now and field.name not in self.start.progress:
+                raise ValueError(_position_refusal(field.name, was, now))
+        self.go_to(position)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the loader."""
         self.close()
 
 
-_WORDS = {"seed": "data.shuffle_seed", "lanes": "data.lanes", "packing": "data.packing", "pool": "data.pool"}
+def _position_refusal(field: str, saved: object, now: object) -> str:
+    if field == "content":
+        return (
+            "the data are not those that the run was trained on: other files, other text in them, another tokenizer or "
+            "another split. Use the same data, or another name=."
+        )
+    key = field if field in ("seq", "split", "batch") else f"data.{'shuffle_seed' if field == 'seed' else field}"
+    return (
+        f"the data position was saved with {key}={saved}, this run has {now}: its rows come in another order. "
+        f"Use the same {key}, or another name=."
+    )
+
+
+class IndexedLoader(Loader[Position]):
+    """Loader of batches that follow from their number, read ahead by a thread of grain.
+
+    Args:
+        plan: which batches.
+        start: the position before the first batch.
+        steps: `steps[number]` is this process's part of a batch; it has a length.
+        rows: rows of an epoch, those of padding included.
+    """
+
+    def __init__(self, plan: BatchPlan, start: Position, steps: Any, rows: int) -> None:
+        import grain
+
+        super().__init__(plan.batch, start)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
+        self._iterator = iter(grain.MapDataset.source(steps).to_iter_dataset(options))
+        self._closed = False
+        self.batches = None if plan.repeat else len(steps)
+        """Batches until the end, or None if endless."""
+        self.rows = rows
+
+    def __next__(self) -> Batch:
+        """Return the next batch."""
+        if self._closed:
+            raise StopIteration
+        return next(self._iterator)
+
+    @property
+    def step(self) -> int:
+        """Batches given out so far, over all processes and restarts."""
+        return int(self._iterator.get_state()["next_index"])
+
+    @property
+    def epoch(self) -> float:
+        """Times the rows of the split were given out, by all processes together."""
+        return self.step * self.batch / self.rows
+
+    def go_to(self, position: Position) -> None:
+        """Continue from a position with the identity of `start`."""
+        self._iterator.set_state({"next_index": position.step_of(self.batch)})
+
+    def close(self) -> None:
+        """End the reading thread; afterwards there are no more batches."""
+        if not self._closed:
+            self._closed = True
+            self._iterator.close()
+
+
+def make_loader(
+    data: Dataset,
+    split: str,
+    *,
+    batch: int,
+    seq: int,
+    seed: int = 0,
+    places: Sequence[int] | None = None,
+    repeat: bool,
+) -> Loader[Any]:
+    """Open the loader of a split (`BatchPlan` explains the arguments); `places` None feeds all rows of the batch.
+
+    ValueError if the split has not one batch, or for a place outside the batch.
+    """
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: use 1 or more.")
+    rows = np.arange(batch) if places is None else np.asarray(places, np.int64)
+    if not rows.size or rows.min() < 0 or rows.max() >= batch:
+        raise ValueError(f"places={rows.tolist()} are not all places of batch={batch}, which are 0 to {batch - 1}.")
+    return data.loader(split, BatchPlan(batch, seq, seed, repeat, rows))
 
 
 def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
-    """Return the arrays of a batch from windows of at most seq + 1 tokens.
+    """Arrays of a batch of text from windows of at most seq + 1 tokens.
 
     `segment_ids` number the documents of a row from 1, a new one at every BOS; padding is segment 0. `weights` are 1
     for targets and 0 for padding. The BOS of the next document is a target too: it is how a document ends.
@@ -106,16 +284,3 @@ def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
         "segment_ids": segments * real.astype(np.int32),
         "weights": real,
     }
-
-
-def places_of(batch: int, places: Sequence[int] | None) -> np.ndarray:
-    """Return the rows of the global batch that a process feeds; None means all. ValueError for one outside it."""
-    given = np.arange(batch) if places is None else np.asarray(places, np.int64)
-    if not given.size or given.min() < 0 or given.max() >= batch:
-        raise ValueError(f"places={given.tolist()} are not all places of batch={batch}, which are 0 to {batch - 1}.")
-    return given
-
-
-def _divisor(row: int, batch: int) -> int:
-    """Return the largest batch below `batch` that ends at `row`."""
-    return next(size for size in range(batch - 1, 0, -1) if row % size == 0)

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from valkyrie.data.config import Language
+
+class Chunk(Enum):
+    """What a document is: a whole text, or one function or class after the other of C, C++ and Python."""
+
+    whole = "whole"
+    functions = "functions"
+
+
+class Language(Enum):
+    """The languages that can be cut into functions."""
+
+    c = "c"
+    cpp = "cpp"
+    python = "python"
+
 
 LANGUAGE_OF = {".py": Language.python, ".c": Language.c}
 LANGUAGE_OF |= dict.fromkeys((".h", ".cc", ".cpp", ".cxx", ".hpp"), Language.cpp)

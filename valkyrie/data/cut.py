@@ -13,15 +13,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Int
 
-from valkyrie.data.config import DataConfig
-from valkyrie.data.source import Document, Listing, documents, is_single_text
-from valkyrie.data.synthetic import SyntheticDocument
+from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.files import Listing
+from valkyrie.data.readers import Document
 
 PIECE_CHARS = 1 << 20
 HASH_RANGE = 1 << 64
 _CUT = re.compile(r"(?<=\S)\n(?=[A-Za-z0-9])")
 _LINE_END = re.compile(r"\n")
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """A document that consists of token ids from the start."""
+
+    id: str
+    tokens: Int[np.ndarray, " length"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Census:
     lowest: int = HASH_RANGE
     highest: int = 0
 
-    def add(self, document: Document | SyntheticDocument, size: int, digest: int) -> None:
+    def add(self, document: Document | TokenDocument, size: int, digest: int) -> None:
         """Count a document."""
         self.documents += 1
         self.bytes += size
@@ -52,12 +61,12 @@ class Census:
         self.highest = max(self.highest, digest)
 
 
-def first_threshold(config: DataConfig) -> int:
+def first_threshold(config: DocumentConfig) -> int:
     """Return the hash below which a document is for validation, so that about `validation_fraction` of them are."""
     return int(config.validation_fraction * HASH_RANGE)
 
 
-def second_threshold(config: DataConfig, listing: Listing, census: Census, threshold: int) -> int:
+def second_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
     """Return the threshold that leaves both splits a document: `threshold` itself, if it does.
 
     ValueError with the numbers, if the source has too few documents for that.
@@ -66,7 +75,7 @@ def second_threshold(config: DataConfig, listing: Listing, census: Census, thres
     if census.documents == 0:
         noun = "file" if len(listing.files) == 1 else "files"
         raise ValueError(f"{name} has no text: {len(listing.files)} {noun} with {listing.bytes:,} bytes.")
-    if is_single_text(config, listing):
+    if config.is_single_text(listing):
         return threshold
     if census.documents == 1:
         raise ValueError(
@@ -80,20 +89,20 @@ def second_threshold(config: DataConfig, listing: Listing, census: Census, thres
     return max(census.lowest + 1, min(threshold, census.highest))
 
 
-def cut(config: DataConfig, listing: Listing, threshold: int, census: Census) -> Iterator[Piece]:
+def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[Piece]:
     """Yield the pieces of all documents, in order; `census` counts along."""
-    single = is_single_text(config, listing)
-    for document in documents(config, listing):
-        if isinstance(document, SyntheticDocument):
+    limit, single = config.byte_limit, config.is_single_text(listing)
+    for document in config.read_documents(listing):
+        if isinstance(document, TokenDocument):
             digest = _digest(document.tokens.astype("<i8").tobytes())
             census.add(document, document.tokens.size, digest)
             yield Piece(document.tokens, _split(digest, threshold), True)
             continue
         raw = document.text.encode("utf-8", errors="replace")
         text = document.text
-        last = config.max_bytes is not None and census.bytes + len(raw) >= config.max_bytes
-        if last:
-            raw = raw[: (config.max_bytes or 0) - census.bytes]
+        last = limit is not None and census.bytes + len(raw) >= limit
+        if limit is not None and last:
+            raw = raw[: limit - census.bytes]
             text = raw.decode("utf-8", errors="ignore")
         if text:
             digest = _digest(raw)
@@ -114,7 +123,7 @@ def _split(digest: int, threshold: int) -> str:
     return "validation" if digest < threshold else "train"
 
 
-def _split_inside(name: str, text: str, config: DataConfig) -> Iterator[Piece]:
+def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[Piece]:
     wanted = int(len(text) * (1 - config.validation_fraction))
     line = _LINE_END.search(text, wanted)
     at = line.end() if line is not None and line.end() < len(text) else wanted

@@ -9,17 +9,13 @@ nothing but the data, the seed, `batch` and `seq`: processes only divide it, so 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
 
-from valkyrie.data.batches import Batch, Loader, make_batch, places_of
+from valkyrie.data.batches import Batch, BatchPlan, IndexedLoader, RowPosition, make_batch
 from valkyrie.data.manifest import Prepared
-from valkyrie.data.stream import Streamed
-
-_BATCHES_AHEAD = 2
 
 
 class TokenStream:
@@ -67,104 +63,40 @@ class _Rows:
 class _Steps:
     """The share of one process in every global batch, for grain."""
 
-    def __init__(self, rows: Any, places: np.ndarray, batch: int, seq: int, bos_id: int) -> None:
-        self._rows, self._places, self._batch, self._seq, self._bos_id = rows, places, batch, seq, bos_id
+    def __init__(self, rows: Any, plan: BatchPlan, bos_id: int) -> None:
+        self._rows, self._plan, self._bos_id = rows, plan, bos_id
 
     def __len__(self) -> int:
-        return len(self._rows) // self._batch
+        return len(self._rows) // self._plan.batch
 
     def __getitem__(self, index: int) -> Batch:
-        first = index * self._batch
-        return make_batch([self._rows[first + int(place)] for place in self._places], self._seq, self._bos_id)
+        first = index * self._plan.batch
+        return make_batch([self._rows[first + int(row)] for row in self._plan.rows], self._plan.seq, self._bos_id)
 
 
-class PreparedLoader(Loader):
+class PreparedLoader(IndexedLoader[RowPosition]):
     """Batches of a split of token shards."""
 
-    def __init__(
-        self, stream: TokenStream, rows: int, places: np.ndarray, batch: int, seq: int, seed: int, repeat: bool
-    ) -> None:
+    def __init__(self, prepared: Prepared, split: str, plan: BatchPlan) -> None:
         import grain
 
-        prepared = stream.prepared
-        super().__init__(batch, {"split": stream.name, "seq": seq, "seed": seed, "content": prepared.content})
-        source = grain.MapDataset.source(_Rows(stream, seq, rows))
-        ordered = source.shuffle(seed=_mixed(seed)).repeat() if repeat else source
-        steps = grain.MapDataset.source(_Steps(ordered, places, batch, seq, prepared.bos_id))
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_BATCHES_AHEAD)
-        self._iterator = iter(steps.to_iter_dataset(options))
-        self._closed = False
-        self.batches = None if repeat else len(steps)
-        """Batches until the end; None if there is none."""
-        self.rows = rows
-        """Rows of an epoch (with the padding rows of an evaluation)."""
-
-    def __next__(self) -> Batch:
-        """Return the next batch."""
-        if self._closed:
-            raise StopIteration
-        return next(self._iterator)
-
-    @property
-    def step(self) -> int:
-        """Batches given out so far, over all processes and restarts."""
-        return int(self._iterator.get_state()["next_index"])
-
-    @property
-    def epoch(self) -> float:
-        """Times the rows of the split were given out, all processes together."""
-        return self.step * self.batch / self.rows
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go to a place that `state` returned, here or on another number of processes.
-
-        ValueError if the data, seed, seq or split differ, or if the place is no multiple of this batch.
-        """
-        self._iterator.set_state({"next_index": self._step_of(state)})
-
-    def close(self) -> None:
-        """End the reading thread; afterwards there are no more batches."""
-        if not self._closed:
-            self._closed = True
-            self._iterator.close()
+        stream = open_split(prepared, split)
+        if plan.repeat:
+            count = check_enough(prepared, split, plan.batch, plan.seq)
+        else:
+            count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
+        rows = grain.MapDataset.source(_Rows(stream, plan.seq, count))
+        ordered = rows.shuffle(seed=_mixed(plan.seed)).repeat() if plan.repeat else rows
+        start = RowPosition(RowPosition.newest, split, plan.seed, prepared.content, plan.seq, 0)
+        super().__init__(plan, start, _Steps(ordered, plan, prepared.bos_id), count)
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:
-    """Return the tokens of the split `train` or `validation`; ValueError if there are fewer than two."""
+    """Tokens of the split `train` or `validation`. ValueError if there are fewer than two."""
     stream = TokenStream(prepared, split)
     if len(stream) < 2:
         raise ValueError(f"data={prepared.name} has {len(stream)} tokens in its {split} split; it needs 2 or more.")
     return stream
-
-
-def make_loader(
-    prepared: Prepared | Streamed,
-    split: str,
-    *,
-    batch: int,
-    seq: int,
-    seed: int = 0,
-    places: Sequence[int] | None = None,
-    repeat: bool,
-) -> Loader:
-    """Return an iterator over this process's part of global batches of `batch` rows of `seq` tokens.
-
-    `repeat=True` (training): rows in a new order every epoch, for ever. `repeat=False` (evaluation): rows in their
-    order, once, the last ones padded with weight 0, so that every target counts exactly once.
-    `places` are the rows of the global batch that this process feeds; None means all of them.
-    ValueError, with the numbers, if the split has not one batch of rows.
-    """
-    for name, value in (("batch", batch), ("seq", seq)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: use 1 or more.")
-    if isinstance(prepared, Streamed):
-        from valkyrie.data.stream_loader import StreamLoader
-
-        return StreamLoader(prepared, split, places_of(batch, places), batch, seq, seed, repeat)
-    stream = open_split(prepared, split)
-    targets = len(stream) - 1
-    rows = check_enough(prepared, split, batch, seq) if repeat else -(-targets // (seq * batch)) * batch
-    return PreparedLoader(stream, rows, places_of(batch, places), batch, seq, seed, repeat)
 
 
 def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:

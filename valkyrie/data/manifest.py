@@ -11,11 +11,13 @@ import hashlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_whole
+from valkyrie.records import decode, encode
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -43,14 +45,16 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A dataset on disk.
+class Manifest:
+    """Record of prepared shards, `manifest.json`.
 
-    `key` is the cache key (files by name, size and time, tokenizer, split settings); `content` is the hash of the
-    tokens themselves, equal wherever the same text was prepared with the same tokenizer.
+    Args:
+        key: the cache key, of files by name, size and time, tokenizer and split.
+        content: hash of the tokens, equal wherever the same text was prepared with the same tokenizer.
+        source: what was read, for people.
+        dtype: `uint16` or `uint32`, the type of a token.
     """
 
-    path: Path
     name: str
     key: str
     content: str
@@ -63,11 +67,24 @@ class Prepared:
     train: Split
     validation: Split
 
+
+@dataclass(frozen=True)
+class Prepared(Manifest):
+    """A folder of shards."""
+
+    path: Path = field(kw_only=True)
+
     def split(self, name: str) -> Split:
         """Return the split called `train` or `validation`."""
         if name not in SPLITS:
             raise ValueError(f"there is no split {name!r}: use {' or '.join(SPLITS)}.")
         return self.train if name == "train" else self.validation
+
+    def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
+        """Loader of the split `train` or `validation`."""
+        from valkyrie.data.loader import PreparedLoader
+
+        return PreparedLoader(self, split, plan)
 
     def describe(self) -> str:
         """Return how much text there is, in a line."""
@@ -94,9 +111,8 @@ def content_hash(shards: dict[str, list[Shard]], dtype: str, bos_id: int) -> str
 
 def write_manifest(prepared: Prepared) -> None:
     """Write `manifest.json`; the last file of a preparation."""
-    values = {"version": VERSION, **asdict(prepared)}
-    del values["path"]
-    write_whole(prepared.path / MANIFEST, json.dumps(values, indent=1))
+    values = {key: value for key, value in encode(prepared).items() if key != "path"}
+    write_whole(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
 
 
 def open_prepared(path: Path | str) -> Prepared:
@@ -128,21 +144,13 @@ def read_manifest(path: Path) -> Prepared:
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is not a dataset written by valkyrie-data prepare.")
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_bytes())
         version = values.pop("version")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(
-            f"{file} is damaged: it is not the JSON of a manifest. Remove {path} and prepare again."
-        ) from None
-    if version != VERSION:
-        raise ValueError(f"{file} has version {version}; this program reads version {VERSION}. Prepare the data again.")
-    try:
-        for name in SPLITS:
-            shards = tuple(Shard(**shard) for shard in values[name].pop("shards"))
-            values[name] = Split(**values[name], shards=shards)
-        return Prepared(path=path.resolve(), **values)
-    except (KeyError, TypeError, AttributeError) as error:
+        if version == VERSION:
+            return Prepared(**vars(decode(Manifest, values, str(file))), path=path.resolve())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({error}). Remove {path} and prepare again.") from None
+    raise ValueError(f"{file} has version {version}; this program reads version {VERSION}. Prepare the data again.")
 
 
 def size_problems(prepared: Prepared) -> list[str]:

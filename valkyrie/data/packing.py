@@ -1,6 +1,6 @@
 """Rows of seq + 1 tokens from documents: cut from one long stream, or packed so that every row begins with a document.
 
-Each knows its place after every row, and goes on from it to the same rows.
+Each has a position after every row, and continues from it with the same rows.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from valkyrie.data.config import Packing
-from valkyrie.data.stream import Lane, Place, Tokens
+from valkyrie.data.sources.parquet_stream import Packing
+from valkyrie.data.stream import Lane, LanePosition, Tokens
 
 _EMPTY = np.zeros(0, np.int32)
 
@@ -24,10 +23,9 @@ class Stream:
     Every token but the first is a target once.
     """
 
-    def __init__(self, lane: Lane, seq: int, pool: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
         self._seq = seq
-        self._next = Place(*state["next"]) if state else Place(0, 0, 0)
-        self._offset = state["offset"] if state else 0
+        self._next, self._offset = start.next, start.offset
         self._documents = lane.documents(self._next)
         self._parts: deque[Tokens] = deque()
         self._tokens = -self._offset
@@ -51,9 +49,9 @@ class Stream:
         self._next = self._parts[0][0]
         return row
 
-    def state(self) -> dict[str, Any]:
-        """Return the place of the next row, as JSON values."""
-        return {"next": list(self._next), "offset": self._offset}
+    def position(self) -> LanePosition:
+        """Position of the next row."""
+        return LanePosition(self._next, self._offset)
 
 
 class BestFit:
@@ -62,12 +60,12 @@ class BestFit:
     Where none fits, the shortest is cut to what is left of the row and its rest is dropped, as nanochat does.
     """
 
-    def __init__(self, lane: Lane, seq: int, pool: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
         self._capacity, self._size, self._number = seq + 1, pool, 0
-        self._next = Place(*state["next"]) if state else Place(0, 0, 0)
+        self._next = start.next
         self._documents = lane.documents(self._next)
         self._pool: list[tuple[int, int, Tokens]] = []
-        for document in lane.fetch([Place(*place) for place in state["pool"]]) if state else ():
+        for document in lane.fetch(start.pool):
             self._add(document)
 
     def row(self) -> np.ndarray:
@@ -84,22 +82,22 @@ class BestFit:
         row = np.concatenate(parts)
         return row if row.size > 1 else _EMPTY
 
-    def state(self) -> dict[str, Any]:
-        """Return the place of the next row, as JSON values."""
+    def position(self) -> LanePosition:
+        """Position of the next row."""
         waiting = sorted(self._pool, key=lambda entry: entry[1])
-        return {"next": list(self._next), "pool": [list(document[0]) for _, _, document in waiting]}
+        return LanePosition(self._next, pool=tuple(document[0] for _, _, document in waiting))
 
     def _fill(self) -> bool:
         while len(self._pool) < self._size and (document := next(self._documents, None)) is not None:
-            place = document[0]
-            self._next = place._replace(document=place.document + 1)
+            position = document[0]
+            self._next = position._replace(document=position.document + 1)
             self._add(document)
         return bool(self._pool)
 
     def _add(self, document: Tokens) -> None:
-        place, ids = document
+        position, ids = document
         ids = ids[: self._capacity]
-        insort(self._pool, (ids.size, self._number, (place, ids)), key=lambda entry: entry[:2])
+        insort(self._pool, (ids.size, self._number, (position, ids)), key=lambda entry: entry[:2])
         self._number += 1
 
 
@@ -110,9 +108,9 @@ def _length(entry: tuple[int, int, Tokens]) -> int:
 PACKINGS = {Packing.stream: Stream, Packing.best_fit: BestFit}
 
 
-def rows_of(lane: Lane, seq: int, state: dict[str, Any] | None) -> Stream | BestFit:
-    """Return the rows of a lane, from the beginning or from a state on."""
-    return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, state)
+def pack(lane: Lane, seq: int, start: LanePosition) -> Stream | BestFit:
+    """Rows of a lane from a position on."""
+    return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, start)
 
 
 def batches_of(rows: list[Stream | BestFit], each: int) -> Iterator[list[np.ndarray]]:

@@ -12,18 +12,15 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from valkyrie.buckets import scheme_of
 from valkyrie.data import manifest
 from valkyrie.data.cached import kept_in_cache
-from valkyrie.data.config import Chunk, DataConfig, Source
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
+from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.files import Listing
 from valkyrie.data.manifest import Prepared, Split, open_prepared, read_manifest
-from valkyrie.data.source import Listing, list_source
-from valkyrie.data.synthetic import synthetic_entropy
 from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 
@@ -34,50 +31,44 @@ _ALGORITHM = 1
 """Part of the cache key: raised when the same text would give other shards than before."""
 
 
-def prepare(config: DataConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
-    """Return the dataset as token shards, from the cache if the same files, tokenizer and split were prepared before.
+def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
+    """Open the shards of a source, tokenising it first if the cache has none of the same files, tokenizer and split.
 
-    Several processes may call it at once: one works, the others wait or come to the same result. A preparation that is
-    killed leaves nothing that is taken for a dataset. ValueError for every mistake in the configuration or the files,
-    DiskError where the cache cannot be written.
+    Several processes may call this at once: one works, the others wait or come to the same result. A preparation that
+    is killed leaves nothing that is taken for a dataset. ValueError for mistakes in the settings or the files,
+    DiskError if the cache cannot be written.
     """
-    ready = _given_directory(config, tokenizer)
-    if ready is not None:
+    if (ready := _open_given(config, tokenizer)) is not None:
         return ready
-    if problems := config.problems():
-        raise ValueError("\n".join(problems))
-    listing, cache = list_source(config), Path(config.cache_dir).expanduser()
+    config.raise_problems()
+    listing = config.list_files()
     key = _cache_key(config, listing, tokenizer)
 
     def write(path: Path) -> None:
         _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
+    cache = Path(config.cache_dir).expanduser()
     return open_prepared(kept_in_cache(cache, _folder_name(config, tokenizer, key), write))
 
 
-def find_prepared(config: DataConfig, tokenizer: str) -> Prepared | None:
-    """Return the dataset as token shards where it is prepared already, else None; ValueError as `prepare` has them."""
-    ready = _given_directory(config, tokenizer)
-    if ready is not None:
+def find_prepared(config: DocumentConfig, tokenizer: str) -> Prepared | None:
+    """Open the shards of a source if the cache has them, else None. ValueError as `prepare` raises it."""
+    if (ready := _open_given(config, tokenizer)) is not None:
         return ready
-    if problems := config.problems():
-        raise ValueError("\n".join(problems))
-    key = _cache_key(config, list_source(config), tokenizer)
-    final = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
-    return open_prepared(final) if final.is_dir() else None
+    config.raise_problems()
+    key = _cache_key(config, config.list_files(), tokenizer)
+    folder = Path(config.cache_dir).expanduser() / _folder_name(config, tokenizer, key)
+    return open_prepared(folder) if folder.is_dir() else None
 
 
-def _folder_name(config: DataConfig, tokenizer: str, key: str) -> str:
+def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{config.name}-{Path(tokenizer).name}")
     return f"{slug}-{key[:16]}"
 
 
-def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
-    """Return the dataset that `data.paths` names itself, if it names one."""
-    if config.source is not Source.text or len(config.paths) != 1 or scheme_of(config.paths[0]):
-        return None
-    path = Path(config.paths[0]).expanduser()
-    if not (path / manifest.MANIFEST).is_file():
+def _open_given(config: DocumentConfig, tokenizer: str) -> Prepared | None:
+    """Open the shards that `data.paths` names itself, if it does."""
+    if (path := config.prepared_folder()) is None:
         return None
     if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
         raise ValueError(
@@ -87,24 +78,20 @@ def _given_directory(config: DataConfig, tokenizer: str) -> Prepared | None:
     return open_prepared(path)
 
 
-def _cache_key(config: DataConfig, listing: Listing, tokenizer: str) -> str:
+def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
     inputs = {
         "algorithm": [_ALGORITHM, manifest.VERSION],
-        "source": config.source.value,
+        "source": config.source,
         "files": listing.signature,
         "tokenizer": fingerprint_of(tokenizer),
-        "split": [config.validation_fraction, config.shard_tokens, config.max_bytes],
-        "fields": [config.field, config.column],
-        **({} if config.chunk is Chunk.whole else {"chunk": [config.chunk.value, str(config.language)]}),
-        "synthetic": [config.documents, config.mean_length, config.states, config.generator_seed]
-        if config.source is Source.synthetic
-        else None,
+        "split": [config.validation_fraction, config.shard_tokens, config.byte_limit],
+        **config.cache_identity(),
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _write(
-    config: DataConfig, listing: Listing, tokenizer: Tokenizer, key: str, path: Path, progress: Progress | None
+    config: DocumentConfig, listing: Listing, tokenizer: Tokenizer, key: str, path: Path, progress: Progress | None
 ) -> None:
     threshold, census = first_threshold(config), Census()
     splits = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
@@ -137,7 +124,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def _write_shards(
-    config: DataConfig,
+    config: DocumentConfig,
     listing: Listing,
     tokenizer: Tokenizer,
     threshold: int,
@@ -149,7 +136,7 @@ def _write_shards(
         old.unlink()
     dtype = _dtype(tokenizer)
     writers = {name: ShardWriter(path, name, dtype, config.shard_tokens) for name in manifest.SPLITS}
-    total = min(listing.bytes, config.max_bytes or listing.bytes) or None
+    total = min(listing.bytes, config.byte_limit or listing.bytes) or None
     pieces = cut(config, listing, threshold, census)
     try:
         for tokens in encode_all(pieces, tokenizer, dtype, config.workers or os.cpu_count() or 1):
@@ -162,17 +149,13 @@ def _write_shards(
             writer.abort()
 
 
-def _describe(config: DataConfig, listing: Listing, census: Census) -> dict[str, Any]:
-    if config.source is Source.synthetic:
-        options = {name: getattr(config, name) for name in ("documents", "mean_length", "states", "generator_seed")}
-        return {"kind": config.source.value, **options, "entropy_nats_per_token": synthetic_entropy()}
-    return {
-        "kind": config.source.value,
-        "paths": list(config.paths),
+def _describe(config: DocumentConfig, listing: Listing, census: Census) -> dict[str, object]:
+    files = {
         "files": len(listing.files),
         "file_bytes": listing.bytes,
         "skipped_files": listing.skipped,
         "undecodable_characters": census.replaced,
-        "max_bytes": config.max_bytes,
+        "max_bytes": config.byte_limit,
         "validation_fraction": config.validation_fraction,
     }
+    return {"kind": config.source, **config.about(), **(files if listing.files else {})}

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, chunks
-from valkyrie.data.config import Chunk, DataConfig
+from valkyrie.data.chunks import LANGUAGE_OF, NO_CODE, Chunk, Language, chunks
 from valkyrie.data.records import array_records, text_of_record, tfrecords
 from valkyrie.data.remote import RemoteFile, suffix_of
 
@@ -64,8 +63,31 @@ class Document:
     replaced: int = 0
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files are read.
+
+    Args:
+        field: the key with the text in .jsonl, and the feature in records.
+        column: the column with the text in .parquet.
+        chunk: `functions` makes each function or class of C, C++ and Python a document.
+        language: the language of files of many documents, whose suffix does not tell it.
+    """
+
+    field: str = "text"
+    column: str = "text"
+    chunk: Chunk = Chunk.whole
+    language: Language | None = None
+
+    @property
+    def cache_identity(self) -> dict[str, object]:
+        """Part of the cache key. Its form must not change, or the shards in users' caches are not found again."""
+        chunk = {} if self.chunk is Chunk.whole else {"chunk": [self.chunk.value, str(self.language)]}
+        return {"fields": [self.field, self.column], **chunk, "synthetic": None}
+
+
 File = SourceFile | RemoteFile
-Reader = Callable[[File, DataConfig, int | None], Iterator[Document]]
+Reader = Callable[[File, ReadOptions, int | None], Iterator[Document]]
 
 
 def _decode(raw: bytes, name: str) -> Document:
@@ -82,15 +104,15 @@ def _decode(raw: bytes, name: str) -> Document:
     return Document(name, text, replaced)
 
 
-def read(file: File, config: DataConfig, group: int | None = None) -> Iterator[Document]:
+def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
     """Yield the documents of a file, of a .parquet those of one row group where it is given; some may be empty.
 
     With `chunk=functions` they are its functions and classes.
     ValueError names the file and the line or row where it is damaged or has no text.
     """
-    documents = READERS[file.suffix](file, config, group)
-    language = config.language if file.suffix not in (*LANGUAGE_OF, *NO_CODE) else LANGUAGE_OF.get(file.suffix)
-    if config.chunk is Chunk.whole or language is None:
+    documents = READERS[file.suffix](file, options, group)
+    language = options.language if file.suffix not in (*LANGUAGE_OF, *NO_CODE) else LANGUAGE_OF.get(file.suffix)
+    if options.chunk is Chunk.whole or language is None:
         yield from documents
         return
     for document in documents:
@@ -103,9 +125,9 @@ def read(file: File, config: DataConfig, group: int | None = None) -> Iterator[D
             )
 
 
-def unknown_language(files: Iterable[File], config: DataConfig) -> str | None:
+def unknown_language(files: Iterable[File], options: ReadOptions) -> str | None:
     """Return why the functions of some files cannot be told apart, None where they can."""
-    if config.chunk is Chunk.whole or config.language is not None:
+    if options.chunk is Chunk.whole or options.language is not None:
         return None
     other = next((file for file in files if file.suffix not in (*LANGUAGE_OF, *NO_CODE)), None)
     return other and (
@@ -114,25 +136,25 @@ def unknown_language(files: Iterable[File], config: DataConfig) -> str | None:
     )
 
 
-def row_groups(file: File, config: DataConfig) -> int:
+def row_groups(file: File, options: ReadOptions) -> int:
     """Return the row groups of a .parquet file that have rows, after its end was read.
 
     ValueError where it is cut short, or lacks the column of text.
     """
-    with _parquet(file, config) as table:
+    with _parquet(file, options) as table:
         return table.num_row_groups
 
 
-def _read_whole(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+def _read_whole(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     yield _decode(file.read(), file.id)
 
 
-def _read_jsonl(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+def _read_jsonl(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     with file.open() as lines:
-        yield from _documents_of_lines(lines, file, config)
+        yield from _documents_of_lines(lines, file, options)
 
 
-def _read_jsonl_zst(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     try:
         import pyarrow as arrow
     except ImportError:
@@ -140,12 +162,12 @@ def _read_jsonl_zst(file: File, config: DataConfig, group: int | None) -> Iterat
     with file.open() as opened:
         try:
             with arrow.input_stream(opened, compression="zstd") as stream:
-                yield from _documents_of_lines(io.BufferedReader(stream, 1 << 20), file, config)
+                yield from _documents_of_lines(io.BufferedReader(stream, 1 << 20), file, options)
         except OSError as error:  # what Arrow raises for a stream that is damaged or cut short
             raise ValueError(f"{file.id} is no readable .zst file, or is cut short: {error}") from None
 
 
-def _documents_of_lines(lines: Any, file: File, config: DataConfig) -> Iterator[Document]:
+def _documents_of_lines(lines: Any, file: File, options: ReadOptions) -> Iterator[Document]:
     for number, line in enumerate(lines, 1):
         name = f"{file.id}:{number}"
         if not line.strip():
@@ -154,19 +176,19 @@ def _documents_of_lines(lines: Any, file: File, config: DataConfig) -> Iterator[
             row: Any = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{name} is not JSON ({error}). A .jsonl file has one object on every line.") from None
-        if not isinstance(row, dict) or not isinstance(row.get(config.field), str):
+        if not isinstance(row, dict) or not isinstance(row.get(options.field), str):
             has = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            raise ValueError(f"{name} has no text under data.field={config.field}; it has {has}.")
-        yield Document(name, row[config.field])
+            raise ValueError(f"{name} has no text under data.field={options.field}; it has {has}.")
+        yield Document(name, row[options.field])
 
 
-def _read_parquet(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
-    with _parquet(file, config) as table:
+def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
+    with _parquet(file, options) as table:
         import pyarrow as arrow
 
         groups, row = None if group is None else [group], 0
         try:
-            for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=[config.column]):
+            for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=[options.column]):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     yield Document(f"{file.id}:{row}" if group is None else f"{file.id}:{group}:{row}", text or "")
@@ -175,7 +197,7 @@ def _read_parquet(file: File, config: DataConfig, group: int | None) -> Iterator
 
 
 @contextmanager
-def _parquet(file: File, config: DataConfig) -> Iterator[Any]:
+def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
     """Open a .parquet file whose column of text is there."""
     try:
         import pyarrow as arrow
@@ -190,9 +212,9 @@ def _parquet(file: File, config: DataConfig) -> Iterator[Any]:
         with table:
             schema = table.schema_arrow
             texts = [field.name for field in schema if _is_text(arrow.types, field.type)]
-            if config.column not in texts:
+            if options.column not in texts:
                 raise ValueError(
-                    f"{file.id} has no text column data.column={config.column}; its text columns are "
+                    f"{file.id} has no text column data.column={options.column}; its text columns are "
                     f"{', '.join(texts) or 'none'}, of {', '.join(schema.names)}."
                 )
             yield table
@@ -203,21 +225,21 @@ def _is_text(types: Any, kind: Any) -> bool:
     return types.is_string(kind) or types.is_large_string(kind)
 
 
-def _read_tfrecord(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+def _read_tfrecord(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     with file.open() as opened:
-        yield from _documents_of_records(tfrecords(opened, file.id), file, config)
+        yield from _documents_of_records(tfrecords(opened, file.id), file, options)
 
 
-def _read_array_record(file: File, config: DataConfig, group: int | None) -> Iterator[Document]:
+def _read_array_record(file: File, options: ReadOptions, group: int | None) -> Iterator[Document]:
     if not isinstance(file, SourceFile):
         raise ValueError(f"{file.id}: ArrayRecord files are read from a disk only. Copy them, or mount the bucket.")
-    yield from _documents_of_records(array_records(str(file.path), file.id), file, config)
+    yield from _documents_of_records(array_records(str(file.path), file.id), file, options)
 
 
-def _documents_of_records(records: Iterator[bytes], file: File, config: DataConfig) -> Iterator[Document]:
+def _documents_of_records(records: Iterator[bytes], file: File, options: ReadOptions) -> Iterator[Document]:
     for number, raw in enumerate(records, 1):
         name = f"{file.id}:{number}"
-        yield Document(name, text_of_record(raw, name, config.field))
+        yield Document(name, text_of_record(raw, name, options.field))
 
 
 READERS: dict[str, Reader] = {

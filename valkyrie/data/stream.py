@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from valkyrie.data.config import DataConfig
+from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.data.cut import pieces
-from valkyrie.data.readers import File, read, row_groups
-from valkyrie.data.source import list_source
+from valkyrie.data.files import list_paths
+from valkyrie.data.readers import File, read, row_groups, unknown_language
+from valkyrie.data.sources.parquet_stream import Config
 from valkyrie.data.tokenizer import fingerprint_of, load_tokenizer, vocab_size_of
 from valkyrie.processes.team import ALONE, Team
 
@@ -42,16 +43,31 @@ class Unit(NamedTuple):
     group: int | None
 
 
-class Place(NamedTuple):
-    """Where a document stands in its lane: the epoch, the unit in the lane's order of it, the document in the unit."""
+class DocumentPosition(NamedTuple):
+    """Position of a document in its lane: the epoch, the unit in the order of that epoch, the document in the unit."""
 
     epoch: int
     unit: int
     document: int
 
 
-Tokens = tuple[Place, np.ndarray]
-"""A document's place and its int32 ids, BOS first."""
+@dataclass(frozen=True)
+class LanePosition:
+    """Position in the rows of a lane.
+
+    Args:
+        next: the document that begins the next row, or, with `packing=best_fit`, the next one to read.
+        offset: its tokens that earlier rows have.
+        pool: the documents that `packing=best_fit` has read ahead, in the order in which they were read.
+    """
+
+    next: DocumentPosition = DocumentPosition(0, 0, 0)
+    offset: int = 0
+    pool: tuple[DocumentPosition, ...] = ()
+
+
+Tokens = tuple[DocumentPosition, np.ndarray]
+"""A document's position and its int32 ids, BOS first."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,7 @@ class Streamed:
 
     name: str
     content: str
-    config: DataConfig
+    config: Config
     tokenizer: str
     tokenizer_fingerprint: str
     vocab_size: int
@@ -88,8 +104,14 @@ class Streamed:
             )
         return asked
 
+    def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
+        """Loader of the split `train` or `validation`."""
+        from valkyrie.data.stream_loader import StreamLoader
+
+        return StreamLoader(self, split, plan)
+
     def describe(self) -> str:
-        """Return what is read, in a line."""
+        """What is read, in a line."""
         files = [len({unit.file.id for unit in units}) for units in (self.train, self.validation)]
         return (
             f"data {self.name}: {files[0]:,} files in {len(self.train):,} parts to train on, {files[1]:,} in "
@@ -97,16 +119,15 @@ class Streamed:
         )
 
 
-def open_stream(config: DataConfig, tokenizer: str, team: Team = ALONE) -> Streamed:
+def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
     """Return the dataset of a configuration with `source=parquet_stream`; the ends of its .parquet files are read.
 
     ValueError where there are no files, one is cut short or has no such column, or none is left for validation.
     """
-    if problems := config.problems():
-        raise ValueError("\n".join(problems))
-    files = list(list_source(config).files)
+    config.raise_problems()
+    files = _list_files(config.paths, config)
     if config.val_paths:
-        held = list(list_source(replace(config, paths=config.val_paths)).files)
+        held = _list_files(config.val_paths, config)
         names = {file.id for file in held}
         files = [file for file in files if file.id not in names]
         if not files:
@@ -141,11 +162,18 @@ def open_stream(config: DataConfig, tokenizer: str, team: Team = ALONE) -> Strea
     )
 
 
-def _units(files: list[File], config: DataConfig) -> tuple[Unit, ...]:
+def _list_files(paths: list[str], config: Config) -> list[File]:
+    files = list_paths(paths).files
+    if unknown := unknown_language(files, config.read_options):
+        raise ValueError(unknown)
+    return list(files)
+
+
+def _units(files: list[File], config: Config) -> tuple[Unit, ...]:
     def groups(file: File) -> list[Unit]:
         if file.suffix != ".parquet":
             return [Unit(file, None)]
-        return [Unit(file, group) for group in range(row_groups(file, config))]
+        return [Unit(file, group) for group in range(row_groups(file, config.read_options))]
 
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
         return tuple(unit for units in pool.map(groups, files) for unit in units)
@@ -159,29 +187,29 @@ class Lane:
     """
 
     units: tuple[Unit, ...]
-    config: DataConfig
+    config: Config
     tokenizer: str
     number: int
     lanes: int
     seed: int | None
     threads: int = 1
 
-    def documents(self, start: Place) -> Iterator[Tokens]:
+    def documents(self, start: DocumentPosition) -> Iterator[Tokens]:
         """Yield the documents from a place on; ValueError where an epoch of the lane has none."""
         yield from self._tokens(self._texts(start))
 
-    def fetch(self, places: list[Place]) -> list[Tokens]:
-        """Return the documents at places, in that order: each unit is read once."""
-        texts: dict[Place, str] = {}
+    def fetch(self, places: Sequence[DocumentPosition]) -> list[Tokens]:
+        """Read the documents at some positions, in that order; each unit is read once."""
+        texts: dict[DocumentPosition, str] = {}
         wanted = set(places)
         for epoch, unit in sorted({(place.epoch, place.unit) for place in places}):
             last = max(place.document for place in places if place[:2] == (epoch, unit))
             for number, text in enumerate(islice(self._unit(epoch, unit), last + 1)):
-                if (place := Place(epoch, unit, number)) in wanted:
+                if (place := DocumentPosition(epoch, unit, number)) in wanted:
                     texts[place] = text
         return [*self._tokens(iter([(place, texts[place]) for place in places]))]
 
-    def _texts(self, start: Place) -> Iterator[tuple[Place, str]]:
+    def _texts(self, start: DocumentPosition) -> Iterator[tuple[DocumentPosition, str]]:
         epoch, first, document = start
         while True:
             found = first > 0 or document > 0
@@ -189,7 +217,7 @@ class Lane:
                 for number, text in enumerate(self._unit(epoch, unit)):
                     found = True
                     if number >= document:
-                        yield Place(epoch, unit, number), text
+                        yield DocumentPosition(epoch, unit, number), text
                 document = 0
             if self.seed is None:
                 return
@@ -199,12 +227,12 @@ class Lane:
                 )
             epoch, first = epoch + 1, 0
 
-    def _tokens(self, texts: Iterator[tuple[Place, str]]) -> Iterator[Tokens]:
+    def _tokens(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[Tokens]:
         """Encode texts, of which a thread reads some ahead, with `threads` more to encode."""
         encode = _encoder(self.tokenizer)
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
 
-            def take() -> list[tuple[Place, str]]:
+            def take() -> list[tuple[DocumentPosition, str]]:
                 return [*islice(texts, _TEXTS_AHEAD)]
 
             ahead = reader.submit(take)
@@ -216,7 +244,7 @@ class Lane:
 
     def _unit(self, epoch: int, unit: int) -> Iterator[str]:
         file, group = self.units[self._order(epoch)[unit]]
-        for document in read(file, self.config, group):
+        for document in read(file, self.config.read_options, group):
             if document.text:
                 yield document.text
 

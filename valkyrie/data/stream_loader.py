@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import grain
 import numpy as np
 from absl import flags
 
-from valkyrie.data.batches import Batch, Loader, make_batch
-from valkyrie.data.packing import batches_of, rows_of
-from valkyrie.data.stream import Lane, Streamed
+from valkyrie.data.batches import Batch, BatchPlan, Loader, RowPosition, make_batch
+from valkyrie.data.packing import batches_of, pack
+from valkyrie.data.stream import Lane, LanePosition, Streamed
+from valkyrie.records import decode, encode
 
 _BATCHES_AHEAD = 4
 _MOST_WORKERS = 8
-_STATES = "states"
+_POSITIONS = "positions"
 
 
-class StreamLoader(Loader):
-    """This process's rows of the global batches, and the place of its lanes.
+@dataclass(frozen=True)
+class StreamPosition(RowPosition):
+    """Position in a stream: of every lane by its number, None for one that no row came from yet."""
+
+    progress: ClassVar[tuple[str, ...]] = ("row", "places")
+    newest: ClassVar[int] = 2
+
+    lanes: int
+    packing: str
+    pool: int
+    places: dict[str, LanePosition | None]
+
+
+class StreamLoader(Loader[StreamPosition]):
+    """This process's rows of the global batches of a stream.
 
     Training lanes are read by `data.workers` processes (0: by a thread of this one), which start with the first batch.
     """
 
-    version = 2
-
-    def __init__(
-        self, data: Streamed, split: str, places: np.ndarray, batch: int, seq: int, seed: int, repeat: bool
-    ) -> None:
-        lanes = data.lanes(batch) if repeat else 1
-        config = data.config
-        identity = {"split": split, "seq": seq, "seed": seed, "content": data.content, "lanes": lanes}
-        packing = {"packing": config.packing.value, "pool": config.pool}
-        super().__init__(batch, identity | packing)
+    def __init__(self, data: Streamed, split: str, plan: BatchPlan) -> None:
+        config, batch = data.config, plan.batch
+        lanes = data.lanes(batch) if plan.repeat else 1
+        start = StreamPosition(
+            StreamPosition.newest,
+            split,
+            plan.seed,
+            data.content,
+            plan.seq,
+            0,
+            lanes,
+            config.packing.value,
+            config.pool,
+            {},
+        )
+        super().__init__(batch, start)
         each = batch // lanes
-        self._data, self._seq, self._each, self._repeat = data, seq, each, repeat
-        self._mine = sorted({int(place) // each for place in places})
-        firsts = {lane: at * each for at, lane in enumerate(self._mine)}
-        self._rows = np.array([firsts[int(place) // each] + int(place) % each for place in places])
+        self._data, self._seq, self._each = data, plan.seq, each
+        self._mine = sorted({int(row) // each for row in plan.rows})
+        firsts = {lane: i * each for i, lane in enumerate(self._mine)}
+        self._rows = np.array([firsts[int(row) // each] + int(row) % each for row in plan.rows])
         cores = os.cpu_count() or 1
         workers = min(_MOST_WORKERS, cores) if config.workers is None else config.workers
-        self._workers = min(workers, len(self._mine)) if repeat else 0
+        self._workers = min(workers, len(self._mine)) if plan.repeat else 0
         self._lanes = [
             Lane(
                 data.units(split),
@@ -51,12 +71,12 @@ class StreamLoader(Loader):
                 data.tokenizer,
                 lane,
                 lanes,
-                seed if repeat else None,
+                plan.seed if plan.repeat else None,
                 threads=1 if self._workers else min(_MOST_WORKERS, cores),
             )
             for lane in self._mine
         ]
-        self._states: list[Any] = [None] * len(self._lanes)
+        self._positions: list[LanePosition | None] = [None] * len(self._lanes)
         self._step, self._closed = 0, False
         self._iterators: list[Any] | None = None
 
@@ -69,7 +89,7 @@ class StreamLoader(Loader):
         parts = [next(iterator) for iterator in self._iterators]
         count = len(self._iterators)
         for worker, part in enumerate(parts):
-            self._states[worker::count] = json.loads(part.pop(_STATES))
+            self._positions[worker::count] = part.pop(_POSITIONS).lanes
         self._step += 1
         return {name: self._joined([part[name] for part in parts]) for name in parts[0]}
 
@@ -80,8 +100,8 @@ class StreamLoader(Loader):
         count = max(1, self._workers)
         datasets = []
         for worker in range(count):
-            lanes, states = self._lanes[worker::count], self._states[worker::count]
-            rows = _Rows(lanes, states, self._seq, self._each, self._data.bos_id)
+            lanes, positions = self._lanes[worker::count], self._positions[worker::count]
+            rows = _Rows(lanes, _Positions(tuple(positions)), self._seq, self._each, self._data.bos_id)
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_BATCHES_AHEAD)
             ahead = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
             datasets.append(ahead or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2))
@@ -99,21 +119,18 @@ class StreamLoader(Loader):
         """Batches given out so far, over all processes and restarts."""
         return self._step
 
-    def state(self) -> dict[str, Any]:
-        """Return the place of the next batch in every lane; all processes call it, for each knows its own lanes."""
-        mine = {str(lane): state for lane, state in zip(self._mine, self._states, strict=True)}
-        known: dict[str, Any] = {}
-        for theirs in self._data.team.exchange("places of the lanes", mine):
-            known |= theirs
-        return super().state() | {"places": known}
+    def position(self) -> StreamPosition:
+        """The position of the next batch in every lane. Collective: each process knows only its own lanes."""
+        mine = {str(lane): encode(position) for lane, position in zip(self._mine, self._positions, strict=True)}
+        known: dict[str, LanePosition | None] = {}
+        for theirs in self._data.team.exchange("positions of the lanes", mine):
+            known |= {lane: position and decode(LanePosition, position, lane) for lane, position in theirs.items()}
+        return replace(super().position(), places=known)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go to a place that `state` returned, here or on another number of processes.
-
-        ValueError if the data, seed, seq, lanes or packing differ, or if the place is no multiple of this batch.
-        """
-        self._step = self._step_of(state)
-        self._states = [state["places"][str(lane)] for lane in self._mine]
+    def go_to(self, position: StreamPosition) -> None:
+        """Continue from a position. ValueError if it is no multiple of this batch."""
+        self._step = position.step_of(self.batch)
+        self._positions = [position.places[str(lane)] for lane in self._mine]
         self._end_iterators()
 
     def close(self) -> None:
@@ -127,12 +144,19 @@ class StreamLoader(Loader):
         self._iterators = None
 
 
-class _Rows(grain.IterDataset):
-    """The rows of some lanes in every batch, with the places of the lanes after them."""
+@dataclass(frozen=True)
+class _Positions:
+    """Positions of lanes. A class, because grain takes lists and tuples apart when it passes them on."""
 
-    def __init__(self, lanes: list[Lane], states: list[Any], seq: int, each: int, bos_id: int) -> None:
+    lanes: tuple[LanePosition | None, ...]
+
+
+class _Rows(grain.IterDataset):
+    """The rows of some lanes in every batch, with the positions of the lanes after them."""
+
+    def __init__(self, lanes: list[Lane], start: _Positions, seq: int, each: int, bos_id: int) -> None:
         super().__init__()
-        self.lanes, self.states, self.seq, self.each, self.bos_id = lanes, states, seq, each, bos_id
+        self.lanes, self.start, self.seq, self.each, self.bos_id = lanes, start, seq, each, bos_id
 
     def __iter__(self) -> grain.DatasetIterator:
         return _RowsIterator(self)
@@ -144,25 +168,28 @@ class _RowsIterator(grain.DatasetIterator):
     def __init__(self, rows: _Rows) -> None:
         super().__init__()
         self._rows = rows
-        self._go_to(rows.states)
+        self._go_to(rows.start)
 
     def __next__(self) -> dict[str, Any]:
         windows = next(self._batches)
-        self._places = json.dumps([lane.state() for lane in self._lanes])
-        return {**make_batch(windows, self._rows.seq, self._rows.bos_id), _STATES: self._places}
+        self._positions = _Positions(tuple(lane.position() for lane in self._lanes))
+        return {**make_batch(windows, self._rows.seq, self._rows.bos_id), _POSITIONS: self._positions}
 
     def get_state(self) -> dict[str, Any]:
-        """Return the places of the lanes."""
-        return {_STATES: self._places}
+        """Return the positions of the lanes."""
+        return {_POSITIONS: self._positions}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to places that `get_state` returned."""
-        self._go_to(json.loads(state[_STATES]))
+        """Go to positions that `get_state` returned."""
+        self._go_to(state[_POSITIONS])
 
-    def _go_to(self, states: list[Any]) -> None:
+    def _go_to(self, start: _Positions) -> None:
         rows = self._rows
-        self._lanes = [rows_of(lane, rows.seq, state) for lane, state in zip(rows.lanes, states, strict=True)]
-        self._batches, self._places = batches_of(self._lanes, rows.each), json.dumps(states)
+        self._lanes = [
+            pack(lane, rows.seq, position or LanePosition())
+            for lane, position in zip(rows.lanes, start.lanes, strict=True)
+        ]
+        self._batches, self._positions = batches_of(self._lanes, rows.each), start
 
 
 def _ignore_interrupts(worker: int, count: int) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from jaxtyping import Int32
 
 from valkyrie.data.config import BYTES_VOCAB, NO_TOKENIZER, VOCAB_SIZES
 from valkyrie.data.tokenizer_json import json_fingerprint, json_path, json_vocab_size, load_json, trained_names
@@ -24,22 +23,16 @@ END_OF_TEXT = "<|endoftext|>"
 _GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255, and 256 for BOS."""
 
     name = "bytes"
     vocab_size = BYTES_VOCAB
     bos_id = 256
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash that changes with any change of the ids it gives."""
-        return fingerprint_of("bytes")
-
-    @property
-    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
-        """One byte an id, none for BOS."""
-        return (np.arange(BYTES_VOCAB) < self.bos_id).astype(np.int32)
+    def __init__(self) -> None:
+        self.fingerprint = fingerprint_of("bytes")
+        self.token_bytes = (np.arange(BYTES_VOCAB) < self.bos_id).astype(np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
         """Return the UTF-8 bytes of a text; lone surrogates become `?`."""
@@ -49,10 +42,6 @@ class ByteTokenizer:
         """Return the bytes of ids, without BOS."""
         array = checked_ids(ids, self)
         return array[array != self.bos_id].astype(np.uint8).tobytes()
-
-    def decode(self, ids: Ids) -> str:
-        """Return the text of ids, without BOS."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 def load_tokenizer(name: str) -> Tokenizer:

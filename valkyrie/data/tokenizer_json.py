@@ -19,8 +19,7 @@ import numpy as np
 import tiktoken
 from jaxtyping import Int32
 
-from valkyrie.data.config import DataConfig
-from valkyrie.data.source import Document, documents, list_source
+from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 from valkyrie.paths import cache_root, write_whole
 
@@ -85,7 +84,7 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
     return _HuggingFaceTokenizer(name, path, values, bos_id, fingerprint)
 
 
-class _HuggingFaceTokenizer:
+class _HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of any kind whose tokens are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
 
     def __init__(self, name: str, path: Path, values: dict[str, Any], bos_id: int, fingerprint: str) -> None:
@@ -107,10 +106,6 @@ class _HuggingFaceTokenizer:
         """Return the bytes of ids, without special tokens."""
         return b"".join(self._bytes[i] for i in checked_ids(ids, self))
 
-    def decode(self, ids: Ids) -> str:
-        """Return the text of ids, without special tokens."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
 
 @dataclass
 class Counted:
@@ -120,10 +115,9 @@ class Counted:
     bytes: int = 0
 
 
-def texts_of(config: DataConfig, counted: Counted) -> Iterator[str]:
+def texts_of(config: CorpusConfig, counted: Counted) -> Iterator[str]:
     """Yield the texts of a source, up to `config.max_bytes` of UTF-8, counting; ValueError where there is none."""
-    for document in documents(config, list_source(config)):
-        assert isinstance(document, Document), "a source of text has texts"
+    for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")
         if config.max_bytes is not None:
             raw = raw[: config.max_bytes - counted.bytes]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, SupportsIndex, runtime_checkable
+from typing import SupportsIndex
 
 import numpy as np
 import tiktoken
@@ -33,49 +34,37 @@ PATTERNS["nanochat"] = PATTERNS["cl100k"].replace("{1,3}", "{1,2}")
 of at most two digits, which suits a small vocabulary."""
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Text to ids and back. `bos_id` starts every document, and no text encodes to it."""
+class Tokenizer(ABC):
+    """Text to ids and back.
 
-    @property
-    def name(self) -> str:
-        """The name it was loaded by."""
-        ...
+    Attributes:
+        name: the name it was loaded by.
+        vocab_size: ids are below this.
+        bos_id: the id put before every document; no text encodes to it.
+        fingerprint: hash that changes with any change of the ids it gives.
+        token_bytes: bytes of UTF-8 that each id stands for, 0 for special ones: the denominator of bits per byte.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        ...
+    name: str
+    vocab_size: int
+    bos_id: int
+    fingerprint: str
+    token_bytes: Int32[np.ndarray, " vocab"]
 
-    @property
-    def bos_id(self) -> int:
-        """The id put before every document."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash that changes with any change of the ids it gives."""
-        ...
-
-    @property
-    def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
-        """Bytes of UTF-8 that each id stands for, 0 for special ones: the denominator of bits per byte."""
-        ...
-
+    @abstractmethod
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text (unsigned, one dimension); the spelling of a special token is ordinary text."""
-        ...
+        """Ids of a text, unsigned, without BOS. Special tokens are ordinary text, lone surrogates become `?`."""
+
+    @abstractmethod
+    def decode_bytes(self, ids: Ids) -> bytes:
+        """Bytes of ids without special tokens, for text that arrives token by token and may stop in a character."""
 
     def decode(self, ids: Ids) -> str:
-        """Return the text of ids: BOS is left out, bytes that are not UTF-8 become U+FFFD."""
-        ...
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the bytes of ids, for text that arrives token by token and may stop inside a character."""
-        ...
+        """Text of ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A tiktoken encoding whose `<|endoftext|>` is BOS."""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, bos_id: int, fingerprint: str) -> None:
@@ -97,10 +86,6 @@ class TiktokenTokenizer:
         """Return the bytes of ids, without BOS."""
         array = checked_ids(ids, self)
         return self.encoding.decode_bytes(array[array != self.bos_id].tolist())
-
-    def decode(self, ids: Ids) -> str:
-        """Return the text of ids, without BOS."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:

@@ -14,21 +14,17 @@ from urllib.parse import urlparse
 
 from valkyrie.checkpoint.place import in_bucket
 from valkyrie.config.run import Run
-from valkyrie.data.config import Source
-from valkyrie.data.loader import check_enough
-from valkyrie.data.prepare import find_prepared
-from valkyrie.data.stream import open_stream
+from valkyrie.data.config import DataCheck
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.doctor.size import state_bytes
 from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
 from valkyrie.processes.team import Team
 from valkyrie.runs.tracking import WandbMode, resolve
-from valkyrie.train.prepare import check_puzzles, refuse_other_data
+from valkyrie.train.prepare import refuse_other_data
 from valkyrie.units import memory
 
 CLOCK_S = 2.0
 """By so many seconds may the clock of a disk, or of another host, be off without a word."""
-_EPOCHS = 4
 _KEY_LENGTH = 40
 
 
@@ -101,37 +97,25 @@ def compile_cache() -> Finding:
 
 
 def data(run: Run) -> Finding:
-    """Return whether the training data is there, and is enough for a batch."""
-    config = run.config
+    """Check that the training data is there, and is enough for a batch."""
     try:
         refuse_other_data(run)
-        if not config.data.is_text:
-            return Finding("data", FINE, f"data={config.data.name}: {check_puzzles(run)}")
-        if config.data.source is Source.parquet_stream:
-            return Finding("data", FINE, open_stream(config.data, run.tokenizer).describe())
-        prepared = find_prepared(config.data, run.tokenizer)
-        if prepared is None:
-            later = f"data={config.data.name} is not prepared yet: process 0 does so at the start"
-            return Finding("data", FINE, f"{later}, or valkyrie-data prepare before it")
-        rows = check_enough(prepared, "train", config.batch, config.seq)
+        found = _check_data(run)
     except (ValueError, OSError) as error:
         return Finding("data", FAILS, str(error))
-    shards, epochs = len(prepared.train.shards), config.steps * config.batch / rows
-    text = f"{prepared.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({prepared.content[:12]})"
-    text += f"; steps={config.steps} see them {epochs:.2g} times"
-    if epochs > _EPOCHS:
-        return Finding("data", WARNING, text, "Use more text, or fewer steps=, lest the model learns them by heart.")
-    return Finding("data", FINE, text)
+    return Finding("data", WARNING if found.advice else FINE, found.text, found.advice or "")
+
+
+def _check_data(run: Run) -> DataCheck:
+    config = run.config
+    return config.data.check(run.tokenizer, config.batch, config.seq, config.steps)
 
 
 def same_data(run: Run, team: Team) -> list[Finding]:
-    """Return whether all processes that have the data prepared have the same; nothing where fewer than two have."""
+    """Compare the prepared data of all processes; no finding if fewer than two have it."""
     content = None
-    if run.config.data.source is Source.parquet_stream:
-        return []  # they compare the names and sizes of the files when they start
-    with contextlib.suppress(ValueError, OSError):  # `data` says so
-        prepared = find_prepared(run.config.data, run.tokenizer) if run.config.data.is_text else None
-        content = prepared and prepared.content[:12]
+    with contextlib.suppress(ValueError, OSError):  # `data` reports them
+        content = _check_data(run).content
     contents = team.exchange("content of the data", content)
     known = {index: found for index, found in enumerate(contents) if found is not None}
     if len(known) < 2 or team.index not in known:

@@ -6,25 +6,20 @@ imported. Its `Config` derives from `Stack`, or has the methods of `Model`.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import valkyrie.models.families as own
 from valkyrie.axes import Arrays, Parameter
+from valkyrie.extensions import Families
 from valkyrie.models.block import SavedActivation
-from valkyrie.paths import defaults_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
     from valkyrie.models.block import Layer
     from valkyrie.ops.linear import Numerics
+
+FAMILIES = Families("model.family", "valkyrie.models.families")
 
 
 @runtime_checkable
@@ -97,57 +92,6 @@ class Layered(Model, Protocol):
         ...
 
 
-def add_import_path(folders: Iterable[str | Path]) -> None:
-    """Append folders to `sys.path`: user's families and tasks are imported from there."""
-    for folder in map(str, folders):
-        if folder not in sys.path:
-            sys.path.append(folder)
-
-
-def folder_of(family: str) -> Path | None:
-    """Return the folder of a user's family, or None for a family of this package."""
-    spec = None if family in family_names() else find_spec(family)
-    return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
-
-
-def family_names() -> list[str]:
-    """Return the names of this package's families."""
-    return sorted(module.name for module in iter_modules(own.__path__))
-
-
-def user_family_names() -> list[str]:
-    """Return the names of the user's families: modules beside a folder `model` with a YAML of their schema."""
-    return _families_on(tuple(sys.path))
-
-
-@cache
-def _families_on(path: tuple[str, ...]) -> list[str]:
-    own_files = [file for folder in path if folder for file in sorted((Path(folder) / "model").glob("*.yaml"))]
-    schemas = [entry for file in own_files for entry in defaults_of(file) if isinstance(entry, str)]
-    names = {entry.removesuffix("_schema") for entry in schemas if entry.endswith("_schema")}
-    return sorted(name for name in names if name not in family_names() and is_family(name))
-
-
-def is_family(name: str) -> bool:
-    """Return whether a name is a family of this package or a module that can be imported."""
-    return name in family_names() or (name.isidentifier() and find_spec(name) is not None)
-
-
-def config_class(family: str) -> type:
-    """Return the config class of a family. Raises ValueError for an unknown family or a module without `Config`."""
-    if family in family_names():
-        return import_module(f"{own.__name__}.{family}").Config
-    if not is_family(family):
-        raise ValueError(
-            f"model.family={family} is not known. Known: {', '.join(family_names())}, or the name of a module of yours "
-            "beside the YAMLs of --config-dir."
-        )
-    config = getattr(import_module(family), "Config", None)
-    if not isinstance(config, type):
-        raise ValueError(f"model.family={family} is a module without a class Config. A family's module defines one.")
-    return config
-
-
 def activation_names(model: Model) -> list[str]:
     """Return the names of the activations that `remat` may save."""
     return list(dict.fromkeys(kept.name for kept in model.kept() if kept.name is not None))
@@ -155,9 +99,10 @@ def activation_names(model: Model) -> list[str]:
 
 def known_axes() -> dict[str, str]:
     """Return the logical axes of all families, the user's included, with what each counts."""
-    return _axes_of((*family_names(), *user_family_names()))
+    return _axes_of((*FAMILIES.names(), *FAMILIES.user_names()))
 
 
 @cache
 def _axes_of(families: tuple[str, ...]) -> dict[str, str]:
-    return {axis: counts for family in families for axis, counts in config_class(family)().arrays().axes.items()}
+    classes = map(FAMILIES.config_class, families)
+    return {axis: counts for config in classes for axis, counts in config().arrays().axes.items()}

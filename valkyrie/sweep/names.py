@@ -63,6 +63,8 @@ def trial_key(run: Run) -> str:
         keys = mode.decided_by(config.mode)
     else:
         keys = [key for key in values if key not in mode.not_decided_by]
+    if config.task is None:  # trials have had this key since `task=` exists; those without it keep their names
+        keys = [key for key in keys if key != "task"]
     values |= {f"mode.{key}": value for key, value in values["mode"].items()}
     read = {"resume": config.resume or config.name} if mode.reads_run else {}
     return _digest({key: values[key] for key in keys} | {"mode": mode.name} | read)[:16]

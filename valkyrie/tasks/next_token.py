@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard
-from valkyrie.tasks import Array, BatchLoss
+from valkyrie.tasks import Array, BatchLoss, Task
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from valkyrie.data.loader import Loader
-    from valkyrie.data.manifest import Prepared
-    from valkyrie.data.stream import Streamed
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.models.language_model import LanguageModel, Losses
     from valkyrie.models.layers import Checkpoint
@@ -38,48 +36,31 @@ def token_losses(
     return module.losses(x, boundaries, *targets, shard=shard, checkpoint=checkpoint, key=key)
 
 
-class Task:
-    """Every token but the first is predicted from those before it; losses are averaged over tokens."""
+@dataclass
+class Config(Task):
+    """Predicts every token but the first from those before it; losses are averaged over tokens."""
 
-    name = "next_token"
-    needs_causal = True
-    needs_key = False
-    is_text = True
-
-    def of(self, model: Any, compute: str) -> Task:
-        """Return itself."""
-        return self
+    name: str = "next_token"
+    family: str = "next_token"
 
     def problems(self, model: Any, seq: int) -> list[str]:
-        """Return why sequences are too long: for a model with a table of positions; others take any."""
-        longest = getattr(model, "longest", seq)
-        if seq <= longest:
-            return []
-        return [f"seq={seq}: model={model.name} has {longest} positions. Use seq={longest}, or model.context={seq}."]
+        """Why it cannot train this model: it sees later positions, or has a table of fewer positions than `seq`."""
+        longest, problems = getattr(model, "longest", seq), []
+        if not model.causal:
+            problems.append(
+                f"model={model.name} lets a position see what it is asked to predict (model.attention.causal=false or "
+                f"model.s5.bidirectional=true): the task {self.name} needs a causal model. Only mode=show takes this "
+                "one."
+            )
+        if seq > longest:
+            problems.append(
+                f"seq={seq}: model={model.name} has {longest} positions. Use seq={longest}, or model.context={seq}."
+            )
+        return problems
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch, each (batch, seq)."""
         return {name: Array((batch, seq), dtype, ("batch", "seq")) for name, dtype in _DTYPES.items()}
-
-    def carry(self, batch: int, seq: int) -> dict[str, Array]:
-        """Return nothing: a step depends on its batch alone."""
-        return {}
-
-    def loader(
-        self,
-        prepared: Prepared | Streamed,
-        split: str,
-        *,
-        batch: int,
-        seq: int,
-        seed: int,
-        repeat: bool,
-        places: Sequence[int],
-    ) -> Loader:
-        """Return batches of a split, of each the rows at `places`."""
-        from valkyrie.data.loader import make_loader
-
-        return make_loader(prepared, split, batch=batch, seq=seq, seed=seed, repeat=repeat, places=places)
 
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]

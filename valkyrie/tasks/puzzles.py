@@ -8,17 +8,19 @@ JAX is imported by what computes, for a run asks its task what it needs before J
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import Shard
-from valkyrie.tasks import Array, BatchLoss
+from valkyrie.data.config import PUZZLES, DataConfig
+from valkyrie.data.sources.puzzles import PuzzleConfig
+from valkyrie.models.families import trm
+from valkyrie.tasks import Array, BatchLoss, Task
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from valkyrie.data.puzzles.loader import PuzzleLoader
-    from valkyrie.models.families.trm import Config
     from valkyrie.models.layers import Checkpoint
     from valkyrie.models.recursive_model import Answers, RecursiveModel
 
@@ -51,23 +53,20 @@ def puzzle_losses(answers: Answers, labels: jax.Array) -> PuzzleLosses:
     return PuzzleLosses(nats, halt, exact, right / least, labelled)
 
 
-class Task:
-    """Puzzles are worked on until the model halts or `max_steps` are done; losses are averaged over puzzles."""
+@dataclass
+class Config(Task):
+    """Works on puzzles until the model halts or `max_steps` are done; losses are averaged over puzzles."""
 
-    name = "puzzles"
-    needs_causal = False
-    needs_key = True
-    is_text = False
+    data_kind: ClassVar[str] = PUZZLES
+    needs_key: ClassVar[bool] = True
 
-    def __init__(self, model: Config | None = None, compute: str = "float32") -> None:
-        self._model, self._compute = model, compute
-
-    def of(self, model: Any, compute: str) -> Task:
-        """Return the task for a model and the dtype in which it computes."""
-        return Task(model, compute)
+    name: str = "puzzles"
+    family: str = "puzzles"
 
     def problems(self, model: Any, seq: int) -> list[str]:
-        """Return why puzzles of `seq` cells are none for the model."""
+        """Why it cannot train this model: it is not recursive, or its mixer has weights for other puzzles."""
+        if not isinstance(model, trm.Config):
+            return [f"task={self.name} trains models of model.family=trm, and model={model.name} is of another."]
         if model.has_attention or seq == model.context:
             return []
         return [
@@ -75,31 +74,36 @@ class Task:
             f"Use model.context={seq}, and leave out seq."
         ]
 
+    def data_problems(self, model: Any, seq: int, data: DataConfig) -> list[str]:
+        """Why the model does not fit the puzzles: `seq` must be their cells; values and identifiers may be fewer."""
+        assert isinstance(data, PuzzleConfig), "data of this kind"
+        shape = data.shape()
+        needed = {"context": shape.cells, "vocab_size": shape.vocab_size, "puzzles": shape.identifiers}
+        has = {"context": seq, "vocab_size": model.vocab_size, "puzzles": model.puzzles}
+        if seq == shape.cells and all(has[key] >= needed[key] for key in ("vocab_size", "puzzles")):
+            return []
+        settings = " ".join(f"model.{key}={value}" for key, value in needed.items() if has[key] != value)
+        return [
+            f"data={data.name} has puzzles of {shape.cells} cells with {shape.vocab_size} values and "
+            f"{shape.identifiers} identifiers, and model={model.name} is for {has['context']} cells, "
+            f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
+        ]
+
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch: what is given and what is asked of each cell, and each identifier."""
         cells = Array((batch, seq), "int32", ("batch", "seq"))
         return {"inputs": cells, "labels": cells, "puzzles": Array((batch,), "int32", ("batch",))}
 
-    def carry(self, batch: int, seq: int) -> dict[str, Array]:
-        """Return what each row is at work on: its puzzle, both states, its steps, and whether it goes on.
+    def carry(self, model: Any, compute: str, batch: int, seq: int) -> dict[str, Array]:
+        """What each row is at work on: its puzzle, both states, its steps, and whether it goes on.
 
         `last_steps` is how many its last finished puzzle took, 0 before the first.
         """
-        if self._model is None:
-            raise ValueError("the task puzzles carries states of its model: task.of(model, compute) has them.")
-        shape = (batch, seq + self._model.puzzle_tokens, self._model.embed)
-        states = Array(shape, self._compute, ("batch", "seq", "embed"))
+        shape = (batch, seq + model.puzzle_tokens, model.embed)
+        states = Array(shape, compute, ("batch", "seq", "embed"))
         rows = {"steps": "int32", "last_steps": "int32", "running": "bool"}
         of_rows = {name: Array((batch,), dtype, ("batch",)) for name, dtype in rows.items()}
         return {**self.batch(batch, seq), "high": states, "low": states, **of_rows}
-
-    def loader(
-        self, prepared: Any, split: str, *, batch: int, seq: int, seed: int, repeat: bool, places: Sequence[int]
-    ) -> PuzzleLoader:
-        """Return batches of a split, of each the rows at `places`."""
-        from valkyrie.data.puzzles.loader import PuzzleLoader
-
-        return PuzzleLoader(prepared, split, batch=batch, seq=seq, seed=seed, repeat=repeat, places=places)
 
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
@@ -173,10 +177,6 @@ class Task:
             "halting_steps": sums["last_steps"] / jnp.maximum(sums["finished"], 1.0),
         }
 
-    def references(self, tokenizer: Any, vocab_rows: int) -> tuple[()]:
-        """Return nothing: a puzzle's labels are all that an evaluation needs."""
-        return ()
-
     def evaluate(self, module: RecursiveModel, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
         """Return sums over the puzzles of a batch after `max_steps` steps each; those without labels do not count."""
         import jax
@@ -220,7 +220,7 @@ class Task:
         )
 
 
-def _halted(config: Config, halt: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
+def _halted(config: trm.Config, halt: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
     """Return which rows end: after `max_steps`, or where the model says so and exploration does not ask for more."""
     import jax
     import jax.numpy as jnp

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from valkyrie.data.forms import Dataset
+from valkyrie.data.batches import Dataset
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.train.generate import generate
 from valkyrie.train.options import refusals_in_plain_words

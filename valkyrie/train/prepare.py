@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.config.run import Run
-from valkyrie.data.config import Source
-from valkyrie.data.manifest import Prepared
-from valkyrie.paths import DiskError
+from valkyrie.data.config import sources_of
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import changed_settings, find_run
-from valkyrie.tasks import task_of
 from valkyrie.train.devices import acquire, configure_jax, missing_devices
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from valkyrie.data.forms import Dataset
+    from valkyrie.data.batches import Dataset
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.train.devices import Devices
     from valkyrie.train.program import StepProgram
@@ -47,10 +39,10 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     refuse_other_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
-    tokenizer = tokenizer_of(run) if task_of(run.model.task).is_text else None
+    tokenizer = tokenizer_of(run) if run.task.is_text else None
     data = _prepared_together(run, console, team)
     console.print(data.describe(), highlight=False)
-    if isinstance(data, Prepared) and (note := _uneven(run, data)):
+    if note := run.config.data.note(data):
         console.print(note, style="yellow")
     configure_jax(run, console.print)
     devices = acquire(run, team)
@@ -58,23 +50,16 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
     return Inputs(devices, data, tokenizer)
 
 
-def _uneven(run: Run, data: Prepared) -> str | None:
-    return uneven_split(data.train.tokens, data.validation.tokens, run.config.data.validation_fraction)
-
-
 def refuse_other_data(run: Run) -> None:
-    """Raise ValueError where the model's task is not for this kind of data: text, or puzzles."""
-    model, data = run.model.name, run.config.data
-    wants_text = task_of(run.model.task).is_text
-    if wants_text and not data.is_text:
+    """Raise ValueError if the task of the run is not for this kind of data: text, puzzles, or a user's."""
+    task, data = run.task, run.config.data
+    if task.data_kind != data.kind:
+        choices = ", ".join(f"data={name}" for name in sources_of(task.data_kind)) or "a source of that kind"
         raise ValueError(
-            f"model={model} trains on text, and data={data.name} is puzzles. Use data=stdlib, or your own by data=text."
+            f"model={run.model.name} trains on {task.data_kind}, and data={data.name} is {data.kind}. Use {choices}."
         )
-    if data.is_text and not wants_text:
-        raise ValueError(
-            f"model={model} trains on puzzles, and data={data.name} is text. Use data=sudoku, data=sudoku_4x4, or your "
-            "own by data=puzzles."
-        )
+    if problems := task.data_problems(run.model, run.config.seq, data):
+        raise ValueError("\n".join(problems))
 
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
@@ -89,81 +74,23 @@ def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
     """Return the prepared data, which process 0 prepares first: the others find it, or have caches of their own."""
     if not team.leads:
         team.wait("data of process 0")
-    data = prepared_anywhere(run, console.print, team)
+    data = run.config.data.open(run.tokenizer, team, console.print)
     if team.leads:
         team.wait("data of process 0")
     team.agree("data", {"content": data.content, "tokenizer": data.tokenizer, "size": data.describe()})
     return data
 
 
-def prepared_anywhere(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Dataset:
-    """Return the data of a run; where the cache cannot be written, prepared for this process alone, with a line."""
-    from valkyrie.data.prepare import prepare
-    from valkyrie.data.stream import open_stream
-
-    if run.config.data.source is Source.parquet_stream:
-        return open_stream(run.config.data, run.tokenizer, team)
-    if not run.config.data.is_text:
-        return puzzles_of(run, say)
-    try:
-        return prepare(run.config.data, run.tokenizer)
-    except DiskError as error:
-        folder = tempfile.mkdtemp(prefix="valkyrie-data-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        data = prepare(replace(run.config.data, cache_dir=folder), run.tokenizer)
-        if say is not None:
-            say(f"{error} The data is prepared in {folder}, for this run alone.")
-        return data
-
-
-def puzzles_of(run: Run, say: Callable[[str], Any] | None = None) -> Dataset:
-    """Return the puzzles of a run, prepared where they are not yet; ValueError where its model is for others."""
-    from valkyrie.data.puzzles.prepare import prepare_puzzles
-
-    check_puzzles(run)
-    return prepare_puzzles(run.config.data, say)
-
-
-def check_puzzles(run: Run) -> str:
-    """Return what the puzzles of a run are, in a few words; ValueError where its model is for others."""
-    from valkyrie.data.puzzles.prepare import shape_of
-
-    model, config = run.model, run.config
-    shape = shape_of(config.data)
-    wanted = {"context": shape.cells, "vocab_size": shape.vocab_size, "puzzles": shape.identifiers}
-    has = {"context": config.seq, "vocab_size": model.vocab_size, "puzzles": getattr(model, "puzzles", 1)}
-    fits = has["context"] == shape.cells and all(has[key] >= wanted[key] for key in ("vocab_size", "puzzles"))
-    if not fits:
-        settings = " ".join(f"model.{key}={value}" for key, value in wanted.items() if has[key] != value)
-        raise ValueError(
-            f"data={config.data.name} has puzzles of {shape.cells} cells with {shape.vocab_size} values and "
-            f"{shape.identifiers} identifiers, and model={model.name} is for {has['context']} cells, "
-            f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
-        )
-    return f"puzzles of {shape.cells} cells"
-
-
-def uneven_split(train: int, validation: int, wanted: float) -> str | None:
-    """Return what to know of a validation split that is over twice its share: documents are whole, and here are few."""
-    share = validation / (train + validation)
-    if share <= 2 * wanted:
-        return None
-    return (
-        f"validation has {100 * share:.0f}% of the tokens, where data.validation_fraction={wanted:g} asks for "
-        f"{100 * wanted:.0f}%: documents are held out whole, and these are few and long"
-    )
-
-
 def tokenizer_of(run: Run) -> Tokenizer:
     """Return the tokenizer of a run; ValueError where it has more ids than the model has rows for."""
     from valkyrie.data.tokenizer import load_tokenizer, vocab_size_of
 
-    if not task_of(run.model.task).is_text:
+    if not run.task.is_text:
         raise ValueError(f"model={run.model.name} answers puzzles: it has no tokenizer and continues no text.")
 
     ids, rows = vocab_size_of(run.tokenizer), run.model.vocab_size
     if ids > rows:
-        key = "data.tokenizer" if run.config.data.tokenizer else "model.tokenizer"
+        key = "data.tokenizer" if run.tokenizer != run.model.tokenizer else "model.tokenizer"
         raise ValueError(
             f"{key}={run.tokenizer} has {ids:,} ids, but model.vocab_size={rows} is all that the model has. "
             f"Use model.vocab_size={ids} or above, or a tokenizer of at most {rows:,} ids."

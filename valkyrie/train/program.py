@@ -24,7 +24,7 @@ from valkyrie.optim import learning_rate, make_optimizer
 from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
-from valkyrie.tasks import Array, task_of
+from valkyrie.tasks import Array
 from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
 from valkyrie.train.rematerialise import checkpoint_of
 from valkyrie.train.spread import MatrixSpread
@@ -32,7 +32,7 @@ from valkyrie.train.state import TrainState, init_state, state_shardings, state_
 from valkyrie.train.step import eval_step, train_step
 
 if TYPE_CHECKING:
-    from valkyrie.data.forms import Batches, Dataset
+    from valkyrie.data.batches import Dataset, Loader
 
 
 class StepProgram:
@@ -47,7 +47,7 @@ class StepProgram:
         self.layout = run.layout
         self.mesh = mesh
         self.shard = MeshShard(self.layout, mesh, backend, _gradient_sum(self._chip(mesh, backend)))
-        self.task = task_of(run.model.task).of(run.model, config.precision.compute.value)
+        self.task = run.task
         self.assembly = Assembly(run.model, Numerics.of(config.precision))
         self.parameter_names = list(self.assembly.specs)
         structure = jax.tree.structure(self.assembly.abstract_parameters)
@@ -135,10 +135,12 @@ class StepProgram:
         """The platform the program will run on: cpu, gpu or tpu."""
         return self.shard.backend or jax.default_backend()
 
-    def loader(self, prepared: Dataset, split: str) -> Batches:
+    def loader(self, prepared: Dataset, split: str) -> Loader[Any]:
         """Return this process's batches: of `train` without end in the run's order, of `validation` once, in order."""
+        from valkyrie.data.batches import make_loader
+
         config, training = self.run.config, split == "train"
-        return self.task.loader(
+        return make_loader(
             prepared,
             split,
             batch=config.batch,
@@ -183,7 +185,8 @@ class StepProgram:
     @property
     def carry(self) -> dict[str, Array]:
         """What the task carries from step to step."""
-        return self.task.carry(self.run.config.batch, self.run.config.seq)
+        config = self.run.config
+        return self.task.carry(self.run.model, config.precision.compute.value, config.batch, config.seq)
 
     @property
     def compiler_options(self) -> dict[str, str] | None:

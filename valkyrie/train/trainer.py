@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
 from valkyrie.config.run import Run
-from valkyrie.data.forms import Batches, Dataset
+from valkyrie.data.batches import Dataset, Loader
 from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import writing
@@ -157,7 +157,7 @@ class _Loop:
 
     program: StepProgram
     compiled: CompiledStep | None
-    loader: Batches
+    loader: Loader[Any]
     checkpoints: Checkpoints
     tracker: Tracker | Silent
     screen: Screen
@@ -319,7 +319,7 @@ def _is_due(every: int | None, step: int) -> bool:
 
 
 def _begin(
-    program: StepProgram, checkpoints: Checkpoints, loader: Batches, folder: Path, console: Console
+    program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
     """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start.
 

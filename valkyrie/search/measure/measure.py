@@ -25,7 +25,7 @@ from valkyrie.search.compile.executable import compiled_memory
 from valkyrie.search.compile.summary import SCHEMA, memory_split
 from valkyrie.search.measure.profile import collective_times
 from valkyrie.train.devices import Devices
-from valkyrie.train.prepare import prepared_anywhere
+from valkyrie.train.prepare import refuse_other_data
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.room import DoesNotFit, check_room, out_of_memory
 
@@ -103,7 +103,8 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
         yield itertools.repeat(program.place(batch))
         return
-    with program.loader(prepared_anywhere(run), "train") as loader:
+    refuse_other_data(run)
+    with program.loader(run.config.data.open(run.tokenizer), "train") as loader:
         yield map(program.place, loader)
 
 

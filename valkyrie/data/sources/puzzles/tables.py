@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from valkyrie.data.puzzles.folder import FOLDERS
+from valkyrie.data.sources.puzzles.folder import FOLDERS
 
 COLUMNS = ("source", "question", "answer", "rating")
 

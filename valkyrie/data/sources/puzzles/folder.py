@@ -8,7 +8,6 @@ which groups begin: a puzzle with its augmented forms), as SamsungSAILMontreal/T
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +15,26 @@ from typing import Any
 
 import numpy as np
 
+from valkyrie.data.batches import BatchPlan, Loader
+from valkyrie.records import RecordError, read_record
+
 METADATA = "dataset.json"
 FOLDERS = {"train": "train", "validation": "test"}
 """The folder of each split."""
 _CHECKED_BYTES = 64 * 1024 * 1024
 """Arrays up to this size are read once as a whole: for their largest value, and for the hash of the content."""
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """What is read of `dataset.json`."""
+
+    seq_len: int
+    vocab_size: int
+    num_puzzle_identifiers: int
+    sets: list[str]
+    ignore_label_id: int | None = None
+    blank_identifier_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,12 @@ class PreparedPuzzles:
         """Return the split called `train` or `validation`."""
         return self.train if name == "train" else self.validation
 
+    def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
+        """Loader of the split `train` or `validation`."""
+        from valkyrie.data.sources.puzzles.loader import PuzzleLoader
+
+        return PuzzleLoader(self, split, plan)
+
     def describe(self) -> str:
         """Return how many puzzles there are, in a line."""
         drawn = ", their symmetries drawn anew" if self.side else ""
@@ -116,25 +136,15 @@ def _open_split(path: Path) -> PuzzleSplit:
     if not file.is_file():
         raise ValueError(f"{file} is missing: a folder of puzzles has train/{METADATA} and test/{METADATA}.")
     try:
-        said: dict[str, Any] = json.loads(file.read_bytes())
-        sets = [str(name) for name in said["sets"]]
-        numbers = {key: int(said[key]) for key in ("seq_len", "vocab_size", "num_puzzle_identifiers")}
-        ignored = said.get("ignore_label_id")
-        split = PuzzleSplit(
-            path,
-            numbers["seq_len"],
-            numbers["vocab_size"],
-            numbers["num_puzzle_identifiers"],
-            None if ignored is None else int(ignored),
-            int(said.get("blank_identifier_id", 0)),
-            sets[0],
-        )
-    except (ValueError, KeyError, TypeError, IndexError):
+        known = read_record(_Metadata, file)
+    except RecordError:
         raise ValueError(
             f"{file} is not the description of puzzles: it needs seq_len, vocab_size, num_puzzle_identifiers and sets."
         ) from None
-    if len(sets) > 1:
-        raise ValueError(f"{file} names the sets {', '.join(sets)}: only folders with one are supported.")
+    if len(known.sets) != 1:
+        raise ValueError(f"{file} names the sets {', '.join(known.sets)}: only folders with one are supported.")
+    sizes = known.seq_len, known.vocab_size, known.num_puzzle_identifiers
+    split = PuzzleSplit(path, *sizes, known.ignore_label_id, known.blank_identifier_id, known.sets[0])
     _check(split)
     return split
 

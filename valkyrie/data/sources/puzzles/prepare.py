@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from valkyrie.data.cached import kept_in_cache
-from valkyrie.data.config import DataConfig, Source, SudokuConfig
-from valkyrie.data.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
-from valkyrie.data.puzzles.sudoku import classes, generate
-from valkyrie.data.puzzles.tables import Table, find_tables
+from valkyrie.data.sources import sudoku
+from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
+from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
+from valkyrie.data.sources.puzzles.generate import classes, generate
+from valkyrie.data.sources.puzzles.tables import Table, find_tables
 from valkyrie.paths import write_whole
 
 _ALGORITHM = 1
@@ -23,44 +23,33 @@ _ALGORITHM = 1
 _AT_ONCE = 1000
 
 
-class Shape(NamedTuple):
-    """What a model must be made for: cells of a puzzle, values of a cell, identifiers of puzzles."""
+def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
+    """Open generated puzzles, generating them if the cache has none.
 
-    cells: int
-    vocab_size: int
-    identifiers: int
-
-
-def shape_of(config: DataConfig) -> Shape:
-    """Return the shape of the puzzles, by the settings or the beginning of the files; ValueError for a wrong one."""
-    if problems := config.problems():
-        raise ValueError("\n".join(problems))
-    if config.source is Source.sudoku:
-        return Shape(config.sudoku.side**2, config.sudoku.side + 2, 1)
-    if tables := find_tables(_folder(config)):
-        return Shape(tables["train"].cells, tables["train"].alphabet.vocab_size, 1)
-    train = open_puzzles(_folder(config), config.name).train
-    return Shape(train.cells, train.vocab_size, train.identifiers)
-
-
-def prepare_puzzles(config: DataConfig, say: Callable[[str], Any] | None = None) -> PreparedPuzzles:
-    """Return the puzzles of a configuration, from the cache if they were made before.
-
-    `say` is given a line before puzzles are generated, which takes minutes. ValueError for every mistake in the
-    configuration or the files, DiskError where the cache cannot be written.
+    `say` is called with a line before they are generated, which takes minutes. ValueError for mistakes in the settings,
+    DiskError if the cache cannot be written.
     """
-    shape, sudoku = shape_of(config), config.sudoku
-    if config.source is Source.sudoku:
-        write: Callable[[Path], None] = partial(_generated, sudoku, say)
-        told: list[Any] = [sudoku.side, sudoku.train, sudoku.validation, sudoku.guesses, sudoku.clues, sudoku.seed]
-        side = sudoku.side
-    elif tables := find_tables(_folder(config)):
-        write = partial(_converted, sudoku, tables)
-        told = [sudoku.train, sudoku.validation, sudoku.guesses, sudoku.seed, *(t.signature for t in tables.values())]
-        side = tables["train"].alphabet.side
-    else:
-        return open_puzzles(_folder(config), config.name)
-    key = hashlib.sha256(json.dumps([_ALGORITHM, config.source.value, shape, told]).encode()).hexdigest()[:16]
+    options = config.sudoku
+    settings = [options.side, options.train, options.validation, options.guesses, options.clues, options.seed]
+    return _open_cached(config, settings, partial(_generate, options, say), options.side)
+
+
+def prepare_published(config: Config) -> PreparedPuzzles:
+    """Open a folder of puzzles, or the arrays made of its CSV. ValueError and DiskError as for `prepare_sudoku`."""
+    config.raise_problems()
+    tables, options = find_tables(config.folder), config.sudoku
+    if tables is None:
+        return open_puzzles(config.folder, config.name)
+    settings = [options.train, options.validation, options.guesses, options.seed]
+    files = [table.signature for table in tables.values()]
+    return _open_cached(config, [*settings, *files], partial(_convert, options, tables), tables["train"].alphabet.side)
+
+
+def _open_cached(
+    config: PuzzleConfig, settings: Sequence[object], write: Callable[[Path], None], side: int | None
+) -> PreparedPuzzles:
+    values = [_ALGORITHM, config.source, config.shape(), settings]
+    key = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
     folder = kept_in_cache(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
     return open_puzzles(folder, config.name, side if config.augment else None)
 
@@ -80,14 +69,7 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
     write_whole(path / METADATA, json.dumps(said))
 
 
-def _folder(config: DataConfig) -> Path:
-    path = Path(config.paths[0]).expanduser()
-    if not path.is_dir():
-        raise ValueError(f"data.paths={config.paths[0]} is no folder: puzzles are a folder with train and test in it.")
-    return path
-
-
-def _generated(config: SudokuConfig, say: Callable[[str], Any] | None, path: Path) -> None:
+def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
     """Write generated puzzles: those of validation are none of training, nor for 4x4 symmetric forms of one."""
     rng, wanted = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
@@ -110,7 +92,7 @@ def _generated(config: SudokuConfig, say: Callable[[str], Any] | None, path: Pat
         write_folder(path / FOLDERS[split], givens[chosen] + 1, solutions[chosen] + 1, config.side + 2)
 
 
-def _converted(config: SudokuConfig, tables: dict[str, Table], path: Path) -> None:
+def _convert(config: SampleConfig, tables: dict[str, Table], path: Path) -> None:
     """Write what CSV holds, or a sample of it, in the published form."""
     rng = np.random.default_rng(config.seed)
     for split, table in tables.items():

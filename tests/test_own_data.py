@@ -1,0 +1,67 @@
+"""The data source and the task of the READMEs, in a folder of the user's: they train, resume and refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "valkyrie"
+SMALL = ("model=gpt_tiny", "model.layers=1", "mesh=1x1x1", "partition=dp", "batch=2", "seq=16", "eval_every=100")
+SMALL += ("tracking=off", "sample_tokens=0", "log_every=1", "data=tickets")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of both READMEs, and a database beside them."""
+    folder = tmp_path_factory.mktemp("own")
+    for readme in (PACKAGE / "data" / "README.md", PACKAGE / "tasks" / "README.md"):
+        for _, name, body in re.findall(r"```(python|yaml)\n# FOLDER/(\S+)\n(.*?)```", readme.read_text(), re.DOTALL):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(body)
+    with closing(sqlite3.connect(folder.parent / "tickets.db")) as database, database:
+        database.execute("CREATE TABLE tickets (id INTEGER PRIMARY KEY, body TEXT)")
+        rows = [(f"ticket {number}: it does not start\n" * 5,) for number in range(40)]
+        database.executemany("INSERT INTO tickets (body) VALUES (?)", rows)
+    return folder
+
+
+def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`valkyrie-train` in a process of its own."""
+    command = [sys.executable, "-m", "valkyrie.cli.train", "--config-dir", str(folder), *SMALL, *arguments]
+    return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder.parent / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def test_a_source_and_a_task_of_a_folder_train(folder: Path):
+    data = ("data.paths=[tickets.db]", f"data.cache_dir={folder}/cache")
+    done = train(folder, *data, "name=source", "steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2/2" in done.stdout and len(list((folder / "cache").glob("tickets-*"))) == 1
+    other = train(folder, *data, "name=task", "steps=2", "task=sparse_targets", "task.share=0.25")
+    assert other.returncode == 0, other.stdout + other.stderr
+    first, second = losses(folder, "source"), losses(folder, "task")
+    assert len(first) == len(second) == 2 and first != second
+    assert len(list((folder / "cache").glob("tickets-*"))) == 1, "found again"
+    # From another folder and without --config-dir: the run folder knows its modules and the paths in full.
+    command = [sys.executable, "-m", "valkyrie.cli.train", f"resume={folder.parent}/runs/task", "steps=3"]
+    resumed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert "training steps 3 to 3" in resumed.stdout, resumed.stdout + resumed.stderr
+
+
+def test_mistakes_of_both_are_refused_by_their_own_words(folder: Path):
+    done = train(folder, "data.paths=[none.db]", "task=sparse_targets", "task.share=2")
+    assert done.returncode == 2
+    assert done.stderr.count("data.paths=none.db") == done.stderr.count("task.share=2.0") == 1
+    done = train(folder, "data.packing=best_fit")
+    assert done.returncode == 2 and "data=parquet_stream" in done.stderr

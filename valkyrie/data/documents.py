@@ -1,0 +1,206 @@
+"""Sources of documents: what they have in common, and those that are tokenised once into shards."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import shutil
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from valkyrie.buckets import needs_disk
+from valkyrie.data.chunks import Chunk
+from valkyrie.data.config import DataCheck, DataConfig, full_path, names_file
+from valkyrie.data.files import Listing, read_files
+from valkyrie.data.readers import Document, ReadOptions
+from valkyrie.paths import DiskError
+from valkyrie.processes.team import ALONE, Team
+
+if TYPE_CHECKING:
+    from valkyrie.data.batches import Dataset
+    from valkyrie.data.cut import TokenDocument
+    from valkyrie.data.manifest import Prepared
+
+_EPOCHS = 4
+"""How often a run may read its data before the doctor warns."""
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Base of sources of text.
+
+    Args:
+        tokenizer: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a tokenizer.json of Hugging Face, or
+            the name of one trained by `valkyrie-data tokenizer`. None for the model's.
+    """
+
+    tokenizer: str | None = None
+
+    def with_full_paths(self) -> DataConfig:
+        """This config with absolute paths, that of a tokenizer's file among them."""
+        config = super().with_full_paths()
+        if self.tokenizer is None or not names_file(self.tokenizer):
+            return config
+        return dataclasses.replace(config, tokenizer=full_path(self.tokenizer))
+
+    def tokenizer_for(self, default: str) -> str:
+        """Name of the tokenizer: this config's, else that of the model."""
+        return self.tokenizer or default
+
+
+@dataclass
+class DocumentConfig(TextConfig):
+    """Base of sources whose documents are tokenised once, into shards in a cache.
+
+    A source defines `list_files` and `read_documents`; `cache_identity` if not all of its own settings matter.
+
+    Args:
+        validation_fraction: expected share of the documents that is kept for evaluation.
+        cache_dir: folder of the shards, which are found again by their content.
+        shard_tokens: tokens per shard file.
+        workers: threads that tokenise, or None for one per CPU core.
+    """
+
+    validation_fraction: float = 0.05
+    cache_dir: str = "~/.cache/valkyrie/data"
+    shard_tokens: int = 64 * 1024 * 1024
+    workers: int | None = None
+
+    @abstractmethod
+    def list_files(self) -> Listing:
+        """The files of the source, sorted, without reading them. ValueError if there are none."""
+
+    @abstractmethod
+    def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
+        """Read the documents that are not empty, always in the same order for the same files."""
+
+    def cache_identity(self) -> dict[str, object]:
+        """The settings that decide the documents, as JSON values: another value is another entry of the cache."""
+        common = {field.name for field in dataclasses.fields(DocumentConfig)}
+        own = dataclasses.asdict(self.with_full_paths())
+        return {"settings": {key: value for key, value in own.items() if key not in common}}
+
+    def about(self) -> dict[str, object]:
+        """What the manifest of the shards records about the source, as JSON values."""
+        return {}
+
+    def prepared_folder(self) -> Path | None:
+        """The folder that the settings name, if it already holds shards, else None."""
+        return None
+
+    @property
+    def byte_limit(self) -> int | None:
+        """Bytes of text after which reading stops, or None."""
+        return None
+
+    def is_single_text(self, listing: Listing) -> bool:
+        """Whether the source is one long document, which is split inside."""
+        return False
+
+    def problems(self) -> list[str]:
+        """Problems of the settings, found without reading the data."""
+        problems = [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
+        if not 0 < self.validation_fraction < 1:
+            share = self.validation_fraction
+            problems.append(f"data.validation_fraction={share}: use a share above 0 and below 1, such as 0.05.")
+        if self.shard_tokens < 1:
+            problems.append(f"data.shard_tokens={self.shard_tokens}: use 1 or more.")
+        if self.workers is not None and self.workers < 1:
+            problems.append(f"data.workers={self.workers}: use 1 or more, or null for one a CPU core.")
+        return problems
+
+    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Prepared:
+        """Open the shards, tokenising the documents first if the cache does not have them.
+
+        If the cache cannot be written, the shards go to a temporary folder that this process removes at its end.
+        """
+        from valkyrie.data.prepare import prepare
+
+        try:
+            return prepare(self, tokenizer)
+        except DiskError as error:
+            folder = tempfile.mkdtemp(prefix="valkyrie-data-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            data = prepare(dataclasses.replace(self, cache_dir=folder), tokenizer)
+            if say is not None:
+                say(f"{error} The data is prepared in {folder}, for this run alone.")
+            return data
+
+    def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
+        """Check that the training split has at least one batch, if the shards are in the cache."""
+        from valkyrie.data.loader import check_enough
+        from valkyrie.data.prepare import find_prepared
+
+        data = find_prepared(self, tokenizer)
+        if data is None:
+            later = "process 0 does so at the start, or valkyrie-data prepare before it"
+            return DataCheck(f"data={self.name} is not prepared yet: {later}")
+        epochs = steps * batch / check_enough(data, "train", batch, seq)
+        shards, content = len(data.train.shards), data.content[:12]
+        text = f"{data.train.tokens:,} training tokens in {shards} shard{'s' * (shards > 1)} ({content})"
+        repeats = "Use more text or fewer steps: the data repeats more than four times."
+        return DataCheck(
+            f"{text}; steps={steps} see them {epochs:.2g} times", repeats if epochs > _EPOCHS else None, content
+        )
+
+    def note(self, data: Dataset) -> str | None:
+        """A line if validation has more than twice its share: documents are held out whole, and may be few."""
+        from valkyrie.data.manifest import Prepared
+
+        assert isinstance(data, Prepared), "what `open` returns"
+        share = data.validation.tokens / (data.train.tokens + data.validation.tokens)
+        if share <= 2 * self.validation_fraction:
+            return None
+        return (
+            f"validation has {100 * share:.0f}% of the tokens, where data.validation_fraction="
+            f"{self.validation_fraction:g} asks for {100 * self.validation_fraction:.0f}%: documents are held out "
+            "whole, and these are few and long"
+        )
+
+
+@dataclass
+class CorpusConfig(DocumentConfig):
+    """Base of sources that read text from files.
+
+    Args:
+        chunk: `functions` makes each function or class of C, C++ and Python a document, with the text before it.
+        max_bytes: bytes of UTF-8 text after which reading stops, or None for all.
+    """
+
+    chunk: Chunk = Chunk.whole
+    max_bytes: int | None = None
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How files are read."""
+        return ReadOptions(chunk=self.chunk)
+
+    def read_documents(self, listing: Listing) -> Iterator[Document]:
+        """Read the files."""
+        return read_files(listing, self.read_options)
+
+    @property
+    def byte_limit(self) -> int | None:
+        """Bytes of text after which reading stops, or None."""
+        return self.max_bytes
+
+    def problems(self) -> list[str]:
+        """Problems of the settings, found without reading the data."""
+        problems = [*super().problems(), *chunk_problems(self.chunk)]
+        if self.max_bytes is not None and self.max_bytes < 1:
+            problems.append(f"data.max_bytes={self.max_bytes}: use 1 or more, or null for all.")
+        return problems
+
+
+def chunk_problems(chunk: Chunk) -> list[str]:
+    """The package that is missing to cut code into functions, if any."""
+    if chunk is Chunk.whole:
+        return []
+    from valkyrie.data.chunks import missing_package
+
+    missing = missing_package()
+    return [missing] if missing else []

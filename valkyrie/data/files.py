@@ -1,0 +1,95 @@
+"""The files that paths, directories, globs and URLs mean, always in the same order."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from valkyrie.buckets import scheme_of
+from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
+from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a source, before anything is read. `skipped`: files that matched with a suffix that is not read."""
+
+    files: tuple[File, ...]
+    skipped: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files, in bytes."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def signature(self) -> str:
+        """Hash of every name, size and modification time; of remote files their checksum or tag."""
+        return hashlib.sha256(json.dumps([file.stamp for file in self.files]).encode()).hexdigest()
+
+
+def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
+    """Read the documents of files that are not empty, in the order of the listing; remote files are fetched ahead."""
+    remote = any(isinstance(file, RemoteFile) for file in listing.files)
+    for file in fetched_ahead(listing.files) if remote else listing.files:
+        for document in read(file, options):
+            if document.text:
+                yield document
+
+
+def list_paths(paths: Sequence[str]) -> Listing:
+    """The readable files under files, directories, globs and URLs. ValueError names the one that gives none."""
+    if not paths:
+        raise ValueError(
+            f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
+        )
+    files: dict[Path, SourceFile] = {}
+    remote: dict[str, RemoteFile] = {}
+    skipped = 0
+    for pattern in paths:
+        is_remote = scheme_of(pattern) is not None
+        matched = list_remote(pattern) if is_remote else _match(pattern)
+        readable = [path for path in matched if path.suffix.lower() in SUFFIXES]
+        if not readable:
+            looked = "" if is_remote else f" (looked from {Path.cwd()})"
+            raise ValueError(
+                f"data.paths: {pattern} matches {len(matched)} files{looked}, none of them {', '.join(SUFFIXES)}."
+            )
+        skipped += len(matched) - len(readable)
+        for path in readable:
+            if isinstance(path, RemoteFile):
+                remote[path.id] = path
+            else:
+                files[path.resolve()] = local_file(str(path), path)
+    return Listing((*(files[path] for path in sorted(files)), *(remote[url] for url in sorted(remote))), skipped)
+
+
+def _match(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = walk(path, lambda directory: directory.startswith("."))
+        return [child for child in inside if child.is_file() and not child.name.startswith(".")]
+    if glob.has_magic(pattern):
+        matched = (Path(name) for name in glob.glob(str(path), recursive=True))
+        return [child for child in matched if child.is_file()]
+    raise ValueError(f"data.paths: there is no file or directory {path} (looked from {Path.cwd()}).")
+
+
+def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files under a directory, but not those in directories with a name to skip."""
+    for directory, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if not skip(name)]
+        yield from (Path(directory, name) for name in names)
+
+
+def local_file(name: str, path: Path) -> SourceFile:
+    """A file of a disk, called `name` in messages."""
+    status = path.stat()
+    return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)

@@ -1,1 +1,0 @@
-"""Puzzles as data: generated or read, kept in the published folder form, augmented and laid out in batches."""

@@ -1,0 +1,85 @@
+"""Text that is tokenised as it is read (`valkyrie.data.stream`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from valkyrie.data.chunks import Chunk, Language
+from valkyrie.data.config import DataCheck
+from valkyrie.data.documents import TextConfig, chunk_problems
+from valkyrie.data.readers import ReadOptions
+from valkyrie.data.remote import path_problems
+from valkyrie.processes.team import ALONE, Team
+
+if TYPE_CHECKING:
+    from valkyrie.data.stream import Streamed
+
+
+class Packing(Enum):
+    """How documents become rows: cut from one long stream, or packed so that every row begins with a document."""
+
+    stream = "stream"
+    best_fit = "best_fit"
+
+
+@dataclass
+class Config(TextConfig):
+    """Files of text of any number and size, tokenised as they are read.
+
+    Args:
+        paths: files, directories, globs and URLs, as for `source=text`.
+        val_paths: the files for validation, instead of the last one.
+        field: the key with the text in .jsonl.
+        column: the column with the text in .parquet.
+        chunk: `functions` makes each function or class of C, C++ and Python a document.
+        language: the language of files of many documents, whose suffix does not tell it.
+        workers: processes that read and tokenise; 0 for a thread of this one, None for one per CPU core.
+        packing: how documents become rows.
+        pool: documents per lane that `packing=best_fit` reads ahead.
+        lanes: parts of the batch with files or row groups of their own, or None for up to 16.
+    """
+
+    name: str = "parquet_stream"
+    source: str = "parquet_stream"
+    paths: list[str] = dataclasses.field(default_factory=list)
+    val_paths: list[str] = dataclasses.field(default_factory=list)
+    field: str = "text"
+    column: str = "text"
+    chunk: Chunk = Chunk.whole
+    language: Language | None = None
+    workers: int | None = None
+    packing: Packing = Packing.stream
+    pool: int = 256
+    lanes: int | None = None
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How files are read."""
+        return ReadOptions(self.field, self.column, self.chunk, self.language)
+
+    def problems(self) -> list[str]:
+        """Problems of the settings, found without reading the data."""
+        problems = [*super().problems(), *path_problems([*self.paths, *self.val_paths])]
+        if self.workers is not None and self.workers < 0:
+            problems.append(f"data.workers={self.workers}: use 0 or more, or null for one a CPU core.")
+        if self.pool < 1:
+            problems.append(f"data.pool={self.pool}: use 1 or more documents.")
+        if self.lanes is not None and self.lanes < 1:
+            problems.append(f"data.lanes={self.lanes}: use 1 or more, or null for up to 16.")
+        if not self.paths:
+            problems.append(f"data={self.name} needs files: data.paths=[shards/*.parquet].")
+        return [*problems, *chunk_problems(self.chunk)]
+
+    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Streamed:
+        """List the files and read the ends of .parquet files. ValueError if there are too few, or one is damaged."""
+        from valkyrie.data.stream import open_stream
+
+        return open_stream(self, tokenizer, team)
+
+    def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
+        """Check that the files are there. Processes compare their names and sizes when a run starts."""
+        return DataCheck(self.open(tokenizer).describe())

@@ -1,0 +1,113 @@
+"""Which puzzle goes to which row of which step: each group once an epoch, one of its forms, its symmetry drawn anew.
+
+The batch of a step follows from the data, the seed and the number of the step alone, so that a run goes on exactly, and
+on any number of processes. A batch has `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from valkyrie.data.batches import Batch, BatchPlan, DataPosition, IndexedLoader
+from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
+from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
+
+NO_LABEL = -100
+"""The label of a cell that is not counted."""
+_ENDLESS = 2**31 - 1
+
+
+class _Steps:
+    """The share of one process in every global batch, for grain."""
+
+    def __init__(self, data: PreparedPuzzles, name: str, plan: BatchPlan) -> None:
+        self._data, self._split, self._places, self._batch = data, data.split(name), plan.rows, plan.batch
+        self._seed, self._endless = plan.seed, plan.repeat
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return _ENDLESS if self._endless else -(-len(self._split.inputs) // self._batch)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._drawn(index) if self._endless else self._in_order(index)
+
+    def _drawn(self, step: int) -> Batch:
+        split, rng = self._split, np.random.default_rng([_mixed(self._seed), 1, step])
+        epochs, numbers = np.divmod(step * self._batch + np.arange(self._batch), split.groups)
+        groups = np.concatenate([self._order(int(e))[numbers[epochs == e]] for e in np.unique(epochs)])
+        puzzles = _one_of(rng, split.group_indices, groups)
+        examples = _one_of(rng, split.puzzle_indices, puzzles)[self._places]
+        symmetries = None if self._data.side is None else draw_symmetries(rng, self._batch, self._data.side)
+        inputs, labels = split.inputs[examples], split.labels[examples]
+        if symmetries is not None:
+            own = symmetries[self._places]
+            inputs, labels = own.of(inputs), own.of(labels)
+        return self._made(inputs, labels, split.puzzle_identifiers[puzzles[self._places]])
+
+    def _in_order(self, step: int) -> Batch:
+        split, rows = self._split, step * self._batch + self._places
+        examples = rows[rows < len(split.inputs)]
+        puzzles = np.searchsorted(split.puzzle_indices, examples, side="right") - 1
+        made = self._made(split.inputs[examples], split.labels[examples], split.puzzle_identifiers[puzzles])
+        missing = len(rows) - len(examples)
+        padding = {"inputs": 0, "labels": NO_LABEL, "puzzles": split.blank}
+        wide = {name: [(0, missing)] + [(0, 0)] * (array.ndim - 1) for name, array in made.items()}
+        return {name: np.pad(made[name], wide[name], constant_values=padding[name]) for name in made}
+
+    def _made(self, inputs: np.ndarray, labels: np.ndarray, puzzles: np.ndarray) -> Batch:
+        counted = labels.astype(np.int32)
+        if self._split.ignored is not None:
+            counted = np.where(counted == self._split.ignored, np.int32(NO_LABEL), counted)
+        return {"inputs": inputs.astype(np.int32), "labels": counted, "puzzles": puzzles.astype(np.int32)}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Return the groups in the order of an epoch."""
+        if epoch not in self._orders:
+            self._orders = {e: order for e, order in self._orders.items() if e >= epoch - 1}
+            rng = np.random.default_rng([_mixed(self._seed), 0, epoch])
+            self._orders[epoch] = rng.permutation(self._split.groups)
+        return self._orders[epoch]
+
+
+@dataclass(frozen=True)
+class PuzzlePosition(DataPosition):
+    """Position in batches of puzzles. Puzzles that are half solved are part of the train state, so `batch` is fixed."""
+
+    progress: ClassVar[tuple[str, ...]] = ("step",)
+
+    batch: int
+    step: int
+
+    def step_of(self, batch: int) -> int:
+        """The step."""
+        return self.step
+
+    def at_step(self, step: int, batch: int) -> PuzzlePosition:
+        """This position, moved to a step."""
+        return replace(self, step=step)
+
+
+class PuzzleLoader(IndexedLoader[PuzzlePosition]):
+    """Batches of a split of puzzles: drawn without end for training; else all examples once, in order."""
+
+    def __init__(self, data: PreparedPuzzles, split: str, plan: BatchPlan) -> None:
+        puzzles = data.split(split)
+        if puzzles.cells != plan.seq:
+            raise ValueError(f"data={data.name} has puzzles of {puzzles.cells} cells, and seq={plan.seq}.")
+        steps = _Steps(data, split, plan)
+        start = PuzzlePosition(PuzzlePosition.newest, split, plan.seed, data.content, plan.batch, 0)
+        super().__init__(plan, start, steps, puzzles.groups if plan.repeat else len(steps) * plan.batch)
+
+
+def _one_of(rng: np.random.Generator, starts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return one member of each chosen range, whose first members are `starts`."""
+    first, after = starts[chosen], starts[chosen + 1]
+    return first + (rng.random(len(chosen)) * (after - first)).astype(np.int64)
+
+
+def _mixed(seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"puzzle order {seed}".encode()).digest()[:4], "big")

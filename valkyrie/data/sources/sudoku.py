@@ -1,0 +1,64 @@
+"""Sudoku puzzles generated on this machine, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from valkyrie.data.sources.puzzles import PuzzleConfig, PuzzleShape, SampleConfig
+from valkyrie.processes.team import ALONE, Team
+
+if TYPE_CHECKING:
+    from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
+
+
+@dataclass
+class SudokuConfig(SampleConfig):
+    """Grids to generate, each with one solution.
+
+    Args:
+        side: cells of a row, 4 or 9.
+        clues: how many cells are given at least, or 0 for as few as leave one solution.
+    """
+
+    train: int = 1000
+    validation: int = 1000
+    guesses: int = 1
+    side: int = 9
+    clues: int = 0
+
+    def problems(self) -> list[str]:
+        """Problems of the settings."""
+        problems = super().problems()
+        if self.side not in (4, 9):
+            problems.append(f"data.sudoku.side={self.side}: use 4 or 9.")
+        if not 0 <= self.clues < self.side**2:
+            problems.append(f"data.sudoku.clues={self.clues}: use 0 to {self.side**2 - 1}.")
+        if self.side == 4 and self.guesses:
+            problems.append(f"data.sudoku.guesses={self.guesses}: no puzzle of 4x4 needs a guess. Use 0.")
+        return problems
+
+
+@dataclass
+class Config(PuzzleConfig):
+    """Generated Sudoku."""
+
+    name: str = "sudoku"
+    source: str = "sudoku"
+    sudoku: SudokuConfig = field(default_factory=SudokuConfig)
+
+    def problems(self) -> list[str]:
+        """Problems of the settings."""
+        return [*super().problems(), *self.sudoku.problems()]
+
+    def shape(self) -> PuzzleShape:
+        """The shape of the puzzles."""
+        self.raise_problems()
+        return PuzzleShape(self.sudoku.side**2, self.sudoku.side + 2, 1)
+
+    def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
+        """Open the puzzles, generated first if the cache has none; that takes minutes for 9x9."""
+        from valkyrie.data.sources.puzzles.prepare import prepare_sudoku
+
+        return prepare_sudoku(self, say)

@@ -1,0 +1,99 @@
+"""A synthetic corpus: a Markov chain of first order with known entropy, drawn from a seed.
+
+Every state has four successors, taken with the probabilities of `SUCCESSOR_WEIGHTS`; which four is drawn from the seed.
+A model that has learned the chain reaches a loss of `entropy` nats per token inside a document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from valkyrie.data.documents import DocumentConfig
+from valkyrie.data.files import Listing
+from valkyrie.data.readers import ReadOptions
+
+if TYPE_CHECKING:
+    from valkyrie.data.cut import TokenDocument
+
+SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
+"""Probabilities of the four successors of a state."""
+MAX_STATES = 224
+"""The ids of the `bytes` vocabulary from a blank on."""
+FIRST_ID = 32
+"""The chain uses the ids from here on: letters, digits and signs in the `bytes` vocabulary."""
+_BLOCK = 512
+
+
+@dataclass
+class Config(DocumentConfig):
+    """A chain, drawn as tokens.
+
+    Args:
+        documents: how many documents there are.
+        mean_length: their mean length, in tokens.
+        states: states of the chain.
+        generator_seed: seed of the chain and its documents.
+    """
+
+    name: str = "synthetic"
+    source: str = "synthetic"
+    documents: int = 2000
+    mean_length: int = 512
+    states: int = 64
+    generator_seed: int = 0
+
+    def problems(self) -> list[str]:
+        """Problems of the settings."""
+        problems = super().problems()
+        if not len(SUCCESSOR_WEIGHTS) <= self.states <= MAX_STATES:
+            problems.append(f"data.states={self.states}: use {len(SUCCESSOR_WEIGHTS)} to {MAX_STATES}.")
+        if self.generator_seed < 0:
+            problems.append(f"data.generator_seed={self.generator_seed}: must be at least 0.")
+        if self.documents < 2:
+            few = f"data.documents={self.documents}"
+            problems.append(f"{few}: use 2 or more, one for training and one for evaluation.")
+        if self.mean_length < 2:
+            problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
+        return problems
+
+    def list_files(self) -> Listing:
+        """No files."""
+        return Listing(())
+
+    def read_documents(self, listing: Listing) -> Iterator[TokenDocument]:
+        """Draw documents of half to one and a half times `mean_length` tokens, the same for the same seed."""
+        import numpy as np
+
+        from valkyrie.data.cut import TokenDocument
+
+        rng = np.random.default_rng(self.generator_seed)
+        choices = np.argsort(rng.random((self.states, self.states)), axis=1)[:, : len(SUCCESSOR_WEIGHTS)]
+        bounds = np.cumsum(SUCCESSOR_WEIGHTS)[:-1]
+        for start in range(0, self.documents, _BLOCK):
+            count = min(_BLOCK, self.documents - start)
+            lengths = rng.integers(self.mean_length // 2, self.mean_length * 3 // 2 + 1, count)
+            states = np.empty((count, int(lengths.max())), np.int64)
+            states[:, 0] = rng.integers(0, self.states, count)
+            picks = np.searchsorted(bounds, rng.random(states.shape), side="right")
+            for position in range(1, states.shape[1]):
+                states[:, position] = choices[states[:, position - 1], picks[:, position]]
+            for row in range(count):
+                yield TokenDocument(f"synthetic:{start + row}", states[row, : lengths[row]] + FIRST_ID)
+
+    def cache_identity(self) -> dict[str, object]:
+        """The settings that decide the documents."""
+        settings = [self.documents, self.mean_length, self.states, self.generator_seed]
+        return ReadOptions().cache_identity | {"synthetic": settings}
+
+    def about(self) -> dict[str, object]:
+        """The settings, and the lowest loss a model can reach."""
+        keys = ("documents", "mean_length", "states", "generator_seed")
+        return {**{key: getattr(self, key) for key in keys}, "entropy_nats_per_token": entropy()}
+
+
+def entropy() -> float:
+    """Entropy of a step of the chain, in nats: the lowest loss of a token inside a document."""
+    return -math.fsum(weight * math.log(weight) for weight in SUCCESSOR_WEIGHTS)

@@ -1,0 +1,72 @@
+"""Text in files of a disk or a bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from valkyrie.buckets import scheme_of
+from valkyrie.data.chunks import Chunk, Language
+from valkyrie.data.documents import CorpusConfig
+from valkyrie.data.files import Listing, list_paths
+from valkyrie.data.readers import WHOLE_FILE, ReadOptions, unknown_language
+from valkyrie.data.remote import path_problems
+
+
+@dataclass
+class Config(CorpusConfig):
+    """Files of text, or one folder of shards written by `valkyrie-data prepare`.
+
+    Args:
+        paths: files, directories or globs, relative to the current directory (`~` and `**` are known), and the same in
+            buckets: `gs://bucket/books/*.txt`, `s3://`, and whatever else fsspec reads.
+        field: the key with the text in .jsonl.
+        column: the column with the text in .parquet.
+        language: with `chunk=functions`, the language of .parquet, .jsonl and other files of many documents.
+    """
+
+    name: str = "text"
+    source: str = "text"
+    paths: list[str] = dataclasses.field(default_factory=list)
+    field: str = "text"
+    column: str = "text"
+    language: Language | None = None
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How files are read."""
+        return ReadOptions(self.field, self.column, self.chunk, self.language)
+
+    def problems(self) -> list[str]:
+        """Problems of the settings, found without reading the data."""
+        return [*super().problems(), *path_problems(self.paths)]
+
+    def list_files(self) -> Listing:
+        """The files that `paths` name. ValueError for one that gives none, or whose language is unknown."""
+        listing = list_paths(self.paths)
+        if unknown := unknown_language(listing.files, self.read_options):
+            raise ValueError(unknown)
+        return listing
+
+    def cache_identity(self) -> dict[str, object]:
+        """The settings that decide the documents."""
+        return self.read_options.cache_identity
+
+    def about(self) -> dict[str, object]:
+        """The paths."""
+        return {"paths": self.paths}
+
+    def is_single_text(self, listing: Listing) -> bool:
+        """Whether there is one file, which is one document."""
+        one_file = len(listing.files) == 1 and listing.files[0].suffix in WHOLE_FILE
+        return one_file and self.chunk is Chunk.whole
+
+    def prepared_folder(self) -> Path | None:
+        """The folder that `paths` names, if it holds shards, else None."""
+        from valkyrie.data.manifest import MANIFEST
+
+        if len(self.paths) != 1 or scheme_of(self.paths[0]):
+            return None
+        path = Path(self.paths[0]).expanduser()
+        return path if (path / MANIFEST).is_file() else None

@@ -1,0 +1,76 @@
+"""Families of models and optimizers: modules chosen by name, from this package or from a folder of the user."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+
+from valkyrie.paths import defaults_of
+
+
+@dataclass(frozen=True)
+class Families:
+    """The modules that `KEY=NAME` can select; each defines a dataclass `Config`.
+
+    A module of `package` is known by its last name. Any other name is a module that can be imported, such as one in
+    the folder of `--config-dir`.
+
+    Args:
+        key: the config key that selects a family, such as `optimizer.family`.
+        package: the package whose modules are the families that ship with Valkyrie.
+    """
+
+    key: str
+    package: str
+
+    def names(self) -> list[str]:
+        """Names of the families that ship with Valkyrie."""
+        return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
+
+    def user_names(self) -> list[str]:
+        """Names of the user's families: modules next to a folder of YAMLs of this group that use their schema."""
+        return list(_user_families(self, tuple(sys.path)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names() or (name.isidentifier() and find_spec(name) is not None)
+
+    def config_class(self, name: str) -> type:
+        """Import a family and return its `Config`; ValueError if there is no such module or it has no `Config`."""
+        if name in self.names():
+            return import_module(f"{self.package}.{name}").Config
+        if name not in self:
+            raise ValueError(
+                f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a module of yours "
+                "beside the YAMLs of --config-dir."
+            )
+        config = getattr(import_module(name), "Config", None)
+        if not isinstance(config, type):
+            raise ValueError(f"{self.key}={name} is a module without a class Config. A family's module defines one.")
+        return config
+
+    def user_folder(self, name: str) -> Path | None:
+        """Folder of a user's module, or None for a family that ships with Valkyrie."""
+        spec = None if name in self.names() else find_spec(name)
+        return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+
+
+def add_import_path(folders: Iterable[str | Path]) -> None:
+    """Append folders to `sys.path`, so that the user's modules there can be imported after all others."""
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+@cache
+def _user_families(families: Families, path: tuple[str, ...]) -> tuple[str, ...]:
+    group, shipped = families.key.partition(".")[0], families.names()
+    files = [file for folder in path if folder for file in sorted((Path(folder) / group).glob("*.yaml"))]
+    schemas = {entry for file in files for entry in defaults_of(file) if isinstance(entry, str)}
+    names = {entry.removesuffix("_schema") for entry in schemas if entry.endswith("_schema")}
+    return tuple(sorted(name for name in names if name not in shipped and name in families))
