@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
-from valkyrie.config.compose import SCHEMAS, accelerators, default_mesh, default_partition
+from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
@@ -24,7 +24,6 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
-GROUPS = ["model", *SCHEMAS]
 CHOICES = {group: names(group) for group in GROUPS} | {"mode": sorted(MODES)}
 EXPERIMENTS = names("experiment")
 SWEEPS = names("sweep")
@@ -395,7 +394,7 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
             "# @package _global_\ndefaults: [override /partiton: dp]\n",
             "experiment=m",
             "experiment/m.yaml: its defaults list overrides partiton, which is no group. Did you mean partition? "
-            f"Groups: {', '.join(('model', 'experiment', 'sweep', *SCHEMAS))}.",
+            f"Groups: {', '.join(('experiment', 'sweep', *GROUPS))}.",
         ),
         (
             "experiment/m.yaml",

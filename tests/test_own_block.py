@@ -16,7 +16,7 @@ import pytest
 from helpers import PARTITIONS, assembly_of, compose_run, make_batch, make_program, run_steps
 from machines import needs_libtpu
 from valkyrie.config.run import Run
-from valkyrie.models import let_import
+from valkyrie.extensions import let_import
 from valkyrie.sweep.trial import Status, TrialLog
 
 ROOT = Path(__file__).parent.parent

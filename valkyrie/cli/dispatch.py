@@ -25,7 +25,7 @@ from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
-from valkyrie.models import let_import
+from valkyrie.extensions import let_import
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes

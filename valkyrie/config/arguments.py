@@ -21,7 +21,7 @@ from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
 from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
-from valkyrie.models import let_import
+from valkyrie.extensions import let_import
 from valkyrie.runs.folder import key_value, parts_of
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"

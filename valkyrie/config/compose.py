@@ -18,14 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.config.choices import Chips, files, target_named
 from valkyrie.config.modes import MODES, ModeConfig
-from valkyrie.config.run import RunConfig
+from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.data.config import DataConfig
 from valkyrie.hardware.chips import CHIPS
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.slices import even_shape, parse_shape, shape_text
 from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
-from valkyrie.models import config_class, is_family
-from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
@@ -39,20 +37,21 @@ SCHEMAS: dict[str, type] = {
     "remat": RematConfig,
     "data": DataConfig,
     "precision": PolicyConfig,
-    "optimizer": OptimizerConfig,
     "target": TargetConfig,
     "mode": ModeConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
     "distributed": DistributedConfig,
 }
-"""The dataclass behind every config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+"""The dataclass behind a config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+GROUPS = (*FAMILIES, *SCHEMAS)
+"""Every config group with a schema. YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
 SCHEMA_PATHS: dict[str, type] = {
     "run_schema": RunConfig,
     "target/chip/chip_schema": ChipConfig,
     **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
 }
-"""Where a defaults list finds each schema; the models' are found by family. None of them is listed as a choice."""
+"""Where a defaults list finds each schema, except those of `FAMILIES`. None of them is listed as a choice."""
 
 AS_SAVED = "as_saved"
 """The choice of each group that holds what a run was saved with; it is not listed."""
@@ -80,7 +79,7 @@ class ValkyrieSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return whether this source has configs in a group."""
-        return config_path in ("", "model", "target/chip", *SCHEMAS)
+        return config_path in ("", "target/chip", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
         """Return whether this is a schema, a mode, a mesh by its looks, or a target: those with a file come first."""
@@ -88,11 +87,11 @@ class ValkyrieSource(ConfigSource):
         group, _, name = path.partition("/")
         is_mesh = group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)
         is_target = group == "target" and name != "" and "/" not in name
-        is_model = group == "model" and name.endswith("_schema") and is_family(name.removesuffix("_schema"))
+        is_family = group in FAMILIES and name.endswith("_schema") and name.removesuffix("_schema") in FAMILIES[group]
         is_mode = group == "mode" and name in MODES
         is_saved = name == AS_SAVED and group in saved_groups
         is_default = path == f"remat/{BY_WIDTH}"
-        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_model or is_saved or is_default
+        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_family or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the mesh, the target, the mode or the schema; an error says what to write instead."""
@@ -111,7 +110,7 @@ class ValkyrieSource(ConfigSource):
             elif group == "mode":
                 config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name, **MODES[name].defaults})
             else:
-                value = _mesh(name) if group == "mesh" else config_class(name.removesuffix("_schema"))
+                value = _mesh(name) if group == "mesh" else FAMILIES[group].config_class(name.removesuffix("_schema"))
                 config = OmegaConf.structured(value)
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from None
@@ -128,7 +127,7 @@ class ValkyrieSource(ConfigSource):
             return [*MODES]
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in files(CHIPS))]
-        return ["mesh", "mode", "model"] if config_path == "" and results_filter is not ObjectType.CONFIG else []
+        return ["mesh", "mode", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
 
 
 def register() -> Path:

@@ -8,13 +8,13 @@ from dataclasses import fields
 from importlib.metadata import version
 from itertools import zip_longest
 
-from valkyrie.config.compose import SCHEMAS
+from valkyrie.config.compose import GROUPS
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import RunConfig
 from valkyrie.paths import config_names
 from valkyrie.runs.folder import parts_of
 
-_CHOSEN = {"model", *SCHEMAS}
+_CHOSEN = set(GROUPS)
 _KEYS = {field.name for field in fields(RunConfig)} | {"experiment", "sweep"}
 _OWN_FLAGS = re.compile(r"--?[A-Za-z]")
 

@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from valkyrie import models, optim
 from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import needs_disk
 from valkyrie.checkpoint import CheckpointConfig
@@ -21,15 +22,9 @@ from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config.modes import MODES, ModeConfig, Needs, reads_run
 from valkyrie.config.refusals import mode_problems, refusal_of, too_large
 from valkyrie.data.config import SEEDS, DataConfig, full_path
+from valkyrie.extensions import Families, let_import
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.models import (
-    Model,
-    activation_names,
-    config_class,
-    folder_of,
-    known_axes,
-    let_import,
-)
+from valkyrie.models import Model, activation_names, known_axes
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import Batches, batches_of
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
@@ -47,6 +42,8 @@ from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
+FAMILIES: dict[str, Families] = {"model": models.FAMILIES, "optimizer": optim.FAMILIES}
+"""The config groups whose schema depends on the family that is chosen."""
 _COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
 
 
@@ -73,7 +70,7 @@ class TrialConfig:
 class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
-    `modules` are the folders of the user's own modules (a model family), which a run of another process imports too.
+    `modules`: folders of the user's own modules (models, optimizers), which a run of another process imports too.
     `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
     `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
     """
@@ -86,7 +83,7 @@ class RunConfig:
     model: Any = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     precision: PolicyConfig = field(default_factory=PolicyConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     code_eval: CodeEvalConfig = field(default_factory=CodeEvalConfig)
@@ -208,11 +205,13 @@ class Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         let_import(OmegaConf.select(composed, "modules") or [])
-        family = OmegaConf.select(composed, "model.family")
-        if family is None:
-            raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
-        schema = OmegaConf.structured(RunConfig)
-        schema.model = OmegaConf.structured(config_class(family))
+        schema, folders = OmegaConf.structured(RunConfig), []
+        for group, families in FAMILIES.items():
+            family = OmegaConf.select(composed, families.key)
+            if family is None:
+                raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
+            schema[group] = OmegaConf.structured(families.config_class(family))
+            folders.append(families.user_folder(family))
         try:
             merged = OmegaConf.merge(schema, composed)
             OmegaConf.resolve(merged)
@@ -220,9 +219,8 @@ class Run:
         except OmegaConfBaseException as error:
             raise ValueError(refusal_of(error)) from error
         assert isinstance(typed, RunConfig)
-        folder = folder_of(family)
-        if folder is not None and str(folder) not in typed.modules:
-            typed.modules.append(str(folder))
+        user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
+        typed.modules += [folder for folder in user_folders if folder not in typed.modules]
         return Run(typed, typed.model)._with_batches()
 
     def _with_batches(self) -> Run:

@@ -18,10 +18,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import latest_step
-from valkyrie.config.compose import AS_SAVED, SCHEMAS, saved_groups
+from valkyrie.config.compose import AS_SAVED, GROUPS, saved_groups
 from valkyrie.config.modes import reads_run
-from valkyrie.config.run import HEADER, Run, RunConfig
-from valkyrie.models import let_import
+from valkyrie.config.run import FAMILIES, HEADER, Run, RunConfig
+from valkyrie.extensions import let_import
 from valkyrie.paths import conf_dir, unused
 from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
 
@@ -34,7 +34,6 @@ SETTINGS = "VALKYRIE_SETTINGS"
 """The variable by which the jobs of a multirun know the file with their settings."""
 SAVED_RUN = "saved_run"
 """The name under which Hydra finds these settings."""
-_GROUPS = ("model", *SCHEMAS)
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     values = read_settings(file, whole=is_record)
     written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
     missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written]
-    wrong = [group for group in _GROUPS if group in written and not isinstance(values.get(group), DictConfig)]
+    wrong = [group for group in GROUPS if group in written and not isinstance(values.get(group), DictConfig)]
     if missing or (wrong and not is_record):
         raise ValueError(
             f"{file} has no defaults list, so it must hold every setting, and {', '.join([*missing, *wrong])} "
@@ -157,15 +156,15 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     let_import(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
-    for group in _GROUPS:
-        schema = f"{values.model.family}_schema" if group == "model" else f"{group}_schema"
+    for group in GROUPS:
+        schema = f"{values[group].family if group in FAMILIES else group}_schema"
         nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
         saved_groups[group] = {"defaults": [schema, *nested, "_self_"], **_plain(values[group])}
-    own = {str(key): value for key, value in _plain(values).items() if key not in (*_GROUPS, "hydra")}
+    own = {str(key): value for key, value in _plain(values).items() if key not in (*GROUPS, "hydra")}
     hydra = shipped.hydra
     if file is not None:
         hydra.job.env_set = {SETTINGS: str(file)}
-    defaults = ["run_schema", *({group: AS_SAVED} for group in _GROUPS), *after]
+    defaults = ["run_schema", *({group: AS_SAVED} for group in GROUPS), *after]
     ConfigStore.instance().store(
         name=SAVED_RUN, node={"defaults": defaults, **own, "hydra": hydra}, provider="valkyrie"
     )

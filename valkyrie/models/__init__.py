@@ -6,23 +6,19 @@ imported. Its `Config` derives from `Stack`, or has the methods of `Model`.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import valkyrie.models.families as own
 from valkyrie.axes import Arrays, Parameter
+from valkyrie.extensions import Families
 from valkyrie.models.block import Kept
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
     from valkyrie.ops.linear import Numerics
+
+FAMILIES = Families("model.family", "valkyrie.models.families")
 
 
 @runtime_checkable
@@ -84,44 +80,6 @@ class Model(Protocol):
         ...
 
 
-def let_import(folders: Iterable[str | Path]) -> None:
-    """Let modules in these folders be imported, after all others: families and tasks of the user's own."""
-    for folder in map(str, folders):
-        if folder not in sys.path:
-            sys.path.append(folder)
-
-
-def folder_of(family: str) -> Path | None:
-    """Return the folder of a family's module that is not of this package; None for one that is."""
-    spec = None if family in family_names() else find_spec(family)
-    return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
-
-
-def family_names() -> list[str]:
-    """Return the names of the families of this package."""
-    return sorted(module.name for module in iter_modules(own.__path__))
-
-
-def is_family(name: str) -> bool:
-    """Return whether a name is that of a family: one of this package, or a module of the user's."""
-    return name in family_names() or (name.isidentifier() and find_spec(name) is not None)
-
-
-def config_class(family: str) -> type:
-    """Return the config dataclass of a family; ValueError names the known ones, or says what is wrong with a user's."""
-    if family in family_names():
-        return import_module(f"{own.__name__}.{family}").Config
-    if not is_family(family):
-        raise ValueError(
-            f"model.family={family} is not known. Known: {', '.join(family_names())}, or the name of a module of yours "
-            "beside the YAMLs of --config-dir."
-        )
-    config = getattr(import_module(family), "Config", None)
-    if not isinstance(config, type):
-        raise ValueError(f"model.family={family} is a module without a class Config. A family's module defines one.")
-    return config
-
-
 def activation_names(model: Model) -> list[str]:
     """Return the names of the activations that `remat` may keep of a model."""
     return list(dict.fromkeys(kept.name for kept in model.kept() if kept.name is not None))
@@ -131,6 +89,6 @@ def activation_names(model: Model) -> list[str]:
 def known_axes() -> dict[str, str]:
     """Return the logical axes of all families of this package, with what each counts."""
     axes: dict[str, str] = {}
-    for family in family_names():
-        axes |= config_class(family)().arrays().axes
+    for family in FAMILIES.names():
+        axes |= FAMILIES.config_class(family)().arrays().axes
     return axes

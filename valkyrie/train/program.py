@@ -20,7 +20,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
-from valkyrie.optim import learning_rate, make_optimizer
+from valkyrie.optim import Training, is_parameter, learning_rate, make_optimizer
 from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
@@ -52,9 +52,9 @@ class StepProgram:
         self.parameter_names = list(self.assembly.specs)
         structure = jax.tree.structure(self.assembly.abstract_parameters)
         specs = jax.tree.unflatten(structure, self.assembly.specs.values())
-        self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=lambda node: isinstance(node, Parameter))
-        compute, spread = config.precision.compute.value, MatrixSpread(self.shard)
-        self.optimizer = make_optimizer(config.optimizer, config.steps, self.groups, specs, compute, spread)
+        self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=is_parameter)
+        training = Training(config.steps, config.precision.compute.value, MatrixSpread(self.shard))
+        self.optimizer = make_optimizer(config.optimizer, specs, training)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
         assert not self.carry or self.layout.microbatches == 1, "refused by Run.problems"

@@ -10,7 +10,6 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import Platform
 from valkyrie.models.block import BLOCK_INPUT, Kept
-from valkyrie.optim import Kind
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.precision import ACCUMULATED
@@ -64,10 +63,8 @@ class Need:
             parameters += numbers * (4 if spec.float32 else stored)
             reduced += numbers * sums
             added += numbers * size_of(ACCUMULATED)
-            of_moments = 1 if config.optimizer.kind is Kind.muon and spec.group == "matrix" else 2
-            moments += (
-                4 * of_moments * numbers / (layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1)
-            )
+            zero1 = layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1
+            moments += config.optimizer.state_bytes(spec) * numbers / zero1
             average += numbers * 4 * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced) + np.where(layouts.microbatches > 1, added, 0)
         return parameters, gradients, moments, average

@@ -355,14 +355,20 @@ class Step:
 
     @cached_property
     def _optimizer(self) -> np.ndarray:
-        """Return the seconds of the optimizer's step: parameters, two moments and gradients read, three written."""
+        """The seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's.
+
+        What Muon sends to gather whole matrices is not counted.
+        """
+        config = self.work.run.config.optimizer
         bytes_, zero1 = np.zeros(len(self.layouts)), self.layouts.partition.zero1
         for spec in self.work.parameters.values():
             numbers = np.full(len(self.layouts), float(spec.size))
             for axis, n in zip(spec.axes, spec.shape, strict=True):
                 numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "stored", n))
-            bytes_ += 28.0 * numbers / (self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1)
-        return bytes_ / self.hbm
+            parts = self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1
+            bytes_ += config.update_bytes(spec) * numbers / parts
+        flops = config.update_flops(self.work.parameters.values(), self.layouts.devices)
+        return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
 
 
 def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -1,0 +1,65 @@
+"""Families of models and optimizers: modules chosen by name, from this package or from a folder of the user."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+
+
+@dataclass(frozen=True)
+class Families:
+    """The modules that `KEY=NAME` can select; each defines a dataclass `Config`.
+
+    A module of `package` is known by its last name. Any other name is a module that can be imported, such as one in
+    the folder of `--config-dir`.
+
+    Args:
+        key: the config key that selects a family, such as `optimizer.family`.
+        package: the package whose modules are the families that ship with Valkyrie.
+        base: the class from which every `Config` derives.
+    """
+
+    key: str
+    package: str
+    base: type = object
+
+    def names(self) -> list[str]:
+        """Names of the families that ship with Valkyrie."""
+        return sorted(module.name for module in iter_modules(import_module(self.package).__path__))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names() or (name.isidentifier() and find_spec(name) is not None)
+
+    def config_class(self, name: str) -> type:
+        """Import a family and return its `Config`; ValueError if there is no such module or it has no `Config`."""
+        if name in self.names():
+            return import_module(f"{self.package}.{name}").Config
+        if name not in self:
+            raise ValueError(
+                f"{self.key}={name} is not known. Known: {', '.join(self.names())}, or the name of a module of yours "
+                "beside the YAMLs of --config-dir."
+            )
+        config = getattr(import_module(name), "Config", None)
+        if not isinstance(config, type):
+            raise ValueError(f"{self.key}={name} is a module without a class Config. A family's module defines one.")
+        if not issubclass(config, self.base):
+            base = f"{self.base.__module__}.{self.base.__name__}"
+            raise ValueError(f"{self.key}={name} is a module whose class Config must derive from {base}.")
+        return config
+
+    def user_folder(self, name: str) -> Path | None:
+        """Folder of a user's module, or None for a family that ships with Valkyrie."""
+        spec = None if name in self.names() else find_spec(name)
+        return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+
+
+def let_import(folders: Iterable[str | Path]) -> None:
+    """Let modules in these folders be imported, after all others: families and tasks of the user."""
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)
