@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from pathlib import Path
@@ -22,8 +21,9 @@ from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.data.config import DataConfig
 from valkyrie.hardware.chips import CHIPS
 from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.platforms import platform_of, platforms
 from valkyrie.hardware.slices import even_shape, parse_shape, shape_text
-from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
+from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
@@ -188,11 +188,11 @@ def default_mesh(target: str = "auto") -> str:
     chosen = target_named(target)
     if chosen.chips is not None:
         sizes = parse_shape(chosen.topology) or (chosen.chips,)
-        if chosen.platform is Platform.cpu:
+        if platform_of(chosen.platform).runs_on_host:
             sizes = even_shape(chosen.chips, 3)
         last = sizes[-1] * (chosen.chip.devices if chosen.chip else 1)
         return shape_text((*[1] * (3 - len(sizes)), *sizes[:-1], last))
-    count = 0 if chosen.platform is Platform.cpu else accelerators()
+    count = 0 if platform_of(chosen.platform).runs_on_host else accelerators()
     return f"1x1x{count}" if count else SIMULATED_MESH
 
 
@@ -220,8 +220,7 @@ def default_save(embed: int) -> list[str]:
 
 def default_precision(target: str = "auto") -> str:
     """Return the policy used when nothing names one: bfloat16 products on accelerators, float32 on a CPU."""
-    platform = target_named(target).platform
-    simulated = platform is Platform.cpu or (platform is Platform.any and not accelerators())
+    simulated = platform_of(target_named(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"
 
 
@@ -277,15 +276,8 @@ def accelerators() -> int:
     """Return how many accelerators of this host JAX could use, judged from device files, without importing JAX."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return 0
-    plugins = {"nvidia": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-    files = {
-        "nvidia": [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()],
-        "tpu": [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")],
-    }
-    for kind, names in plugins.items():
-        if files[kind] and any(importlib.util.find_spec(name) for name in names):
-            return len(files[kind])
-    return 0
+    counts = (len(platform.device_files()) for platform in platforms() if platform.is_installed())
+    return next(filter(None, counts), 0)
 
 
 def _open_rules(config: DictConfig) -> DictConfig:
@@ -311,4 +303,4 @@ def _target_config(name: str) -> DictConfig:
     chip = [] if target.chip is None else [f"chip/{target.chip.name}@chip"]
     values = {key: getattr(target, key) for key in ("name", "chips", "topology", "hosts")}
     bases = ["target_schema", *chip, "_self_"]
-    return OmegaConf.create({"defaults": bases, "platform": target.platform.value, **values})
+    return OmegaConf.create({"defaults": bases, "platform": target.platform, **values})

@@ -5,24 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from fractions import Fraction
 from typing import Any
 
+from valkyrie.hardware.platforms import platform_of, platform_problem
 from valkyrie.hardware.slices import TWISTED, WRAP_AXES, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
 from valkyrie.precision import DType
-
-ROUNDED = 1.01
-"""How much a program may have of a published memory, which is rounded: of v5p's 95 GiB the compiler gives 95.73."""
-
-
-class Platform(Enum):
-    """The JAX platform a chip belongs to; `any` is whatever the machine has."""
-
-    any = "any"
-    cpu = "cpu"
-    gpu = "gpu"
-    tpu = "tpu"
 
 
 @dataclass
@@ -65,7 +53,7 @@ class ChipConfig:
     """
 
     name: str = "unknown"
-    platform: Platform = Platform.any
+    platform: str = "any"
     peak_tflops: dict[str, float] = field(default_factory=dict)
     hbm_gib: float | None = None
     usable_hbm_gib: float | None = None
@@ -111,6 +99,8 @@ class ChipConfig:
 
     def problems(self) -> list[str]:
         """Return why there is no such chip, in the words of the command line."""
+        if wrong := platform_problem("target.chip.platform", self.platform):
+            return [wrong]
         counts = {"devices": self.devices, "ici_axes": self.ici_axes, "max_chips": self.max_chips}
         counts |= {"units_in_name": self.units_in_name, "single_host_chips": self.single_host_chips}
         problems = [f"target.chip.{k}={n}: at least 1 is needed." for k, n in counts.items() if n is not None and n < 1]
@@ -159,7 +149,7 @@ class TargetConfig:
     """
 
     name: str = "auto"
-    platform: Platform = Platform.any
+    platform: str = "any"
     chip: ChipConfig | None = None
     chips: int | None = None
     topology: str | None = None
@@ -196,6 +186,8 @@ class TargetConfig:
     def problems(self) -> list[str]:
         """Return why there is no such hardware, in the words of the command line."""
         chip, override = self.chip, f"target.topology={self.topology}"
+        if wrong := platform_problem("target.platform", self.platform):
+            return [wrong]
         for key in ("chips", "hosts", "slices"):
             if (count := getattr(self, key)) is not None and count < 1:
                 return [f"target.{key}={count}: at least 1 is needed."]
@@ -232,7 +224,7 @@ class TargetConfig:
     def resized(self, devices: int) -> TargetConfig | None:
         """Return one slice of so many devices of the same kind; None where there is none."""
         if self.chip is None:
-            return simulated(devices) if self.platform is Platform.cpu else None
+            return simulated(devices) if platform_of(self.platform).runs_on_host else None
         chips, rest = divmod(devices, self.chip.devices)
         shape = None if rest else self.chip.slices.default(chips)
         return None if shape is None else slice_of(self.chip, shape)
@@ -252,7 +244,7 @@ class TargetConfig:
         """Return how many chips its name says, None where it says none: 32 of `v4-64` and `v4-2x4x4`, 8 of `cpu8`."""
         if self.chip is None:
             size = self.name.removeprefix("cpu")
-            return int(size) if self.platform is Platform.cpu and size.isdecimal() else None
+            return int(size) if platform_of(self.platform).runs_on_host and size.isdecimal() else None
         size = self._size_in_name()
         if size.isdecimal():
             return int(size) // max(self.chip.units_in_name, 1)
@@ -357,7 +349,7 @@ def slice_of(chip: ChipConfig, shape: Shape, *, twisted: bool = False) -> Target
 
 def simulated(devices: int) -> TargetConfig:
     """Return so many simulated CPU devices."""
-    return TargetConfig(f"cpu{devices}", Platform.cpu, chips=devices)
+    return TargetConfig(f"cpu{devices}", "cpu", chips=devices)
 
 
 def topology_text(shape: Shape) -> str:
@@ -366,13 +358,5 @@ def topology_text(shape: Shape) -> str:
 
 
 def usable_hbm(chip: ChipConfig | None) -> int | None:
-    """Return the bytes that a program may have of one device's memory; None where that is not known.
-
-    What the compiler leaves of it, or all of it where that is less or the other is not known.
-    """
-    if chip is None:
-        return None
-    size, whole = chip.usable_hbm_gib, chip.hbm_gib
-    if size is None or (whole is not None and size > ROUNDED * whole):
-        size = whole
-    return None if size is None else int(size * 2**30 / chip.devices)
+    """Return the bytes that a program may have of one device's memory; None where that is not known."""
+    return None if chip is None else platform_of(chip.platform).usable_memory(chip)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.hardware.target import Platform
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.launch.gcloud import RUNTIMES, accelerator, resource_name
 from valkyrie.launch.options import PORT, Options
 from valkyrie.launch.plan import Call, Plan, Written, join
@@ -47,7 +47,8 @@ def task(options: Options, overrides: Sequence[str]) -> str:
     resources: dict[str, Any] = {}
     if options.zone:
         resources["infra"] = f"gcp/{options.zone.rpartition('-')[0]}/{options.zone}"
-    if hardware.platform is Platform.tpu:
+    platform = platform_of(hardware.platform)
+    if platform.rented_as_slices:
         if chip not in RUNTIMES or not hardware.name.rpartition("-")[2].isdecimal():
             raise ValueError(f"slice={options.slice}: SkyPilot has {', '.join(RUNTIMES)} in their usual shapes.")
         resources["accelerators"] = f"tpu-{accelerator(hardware)}"
@@ -59,9 +60,8 @@ def task(options: Options, overrides: Sequence[str]) -> str:
     if options.spot:
         resources["use_spot"] = True
     resources["job_recovery"] = {"max_restarts_on_errors": options.restarts, "recover_on_exit_codes": [PREEMPTED]}
-    nodes = hardware.hosts if hardware.platform is Platform.gpu else 1
-    extra = "tpu" if hardware.platform is Platform.tpu else "cuda"
-    sync = join(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", extra))
+    nodes = 1 if platform.rented_as_slices else hardware.hosts
+    sync = join(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", platform.extra or "cuda"))
     described = {
         "name": resource_name(options.name),
         "workdir": ".",

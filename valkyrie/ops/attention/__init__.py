@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
 from valkyrie.ops.attention.local import Method, local_attention, pick_chunk
 from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, Stretch
@@ -73,7 +74,7 @@ def attention(
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
         return checkpoint_name(out, CONTEXT)
-    method = Method(platform=backend if impl is AttentionImpl.kernel else None, chunk=chunk)
+    method = Method(kernel=platform_of(backend).attention if impl is AttentionImpl.kernel else None, chunk=chunk)
 
     def attend(stretch: Stretch) -> Array:
         return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch)
@@ -100,7 +101,7 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     `auto` is dense where one chunk would be the whole sequence, and otherwise the kernel before chunks.
     Raises ValueError for `kernel` where the backend's kernel does not support the request, with the reason.
     """
-    problem = _kernel_problem(backend, request, asked=impl is AttentionImpl.kernel)
+    problem = _kernel_problem(platform_of(backend), request, asked=impl is AttentionImpl.kernel)
     if impl is AttentionImpl.kernel and problem is not None:
         raise ValueError(
             f"attention=kernel was asked for, but {problem}. Use attention=chunked (memory linear in length), or auto."
@@ -115,16 +116,16 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
 
 
-def _kernel_problem(platform: str, request: Request, asked: bool) -> str | None:
+def _kernel_problem(platform: Platform, request: Request, asked: bool) -> str | None:
     """Return why the kernel of a platform does not support a request, or None when it does.
 
-    TPU: splash attention, always. GPU: cuDNN's, and where it has none this package's own, that only where it is `asked`
+    Splash attention: always. cuDNN's on a GPU; where it has none this package's own, that only where it is `asked`
     for: it has been run in Pallas' interpreter and lowered for CUDA, and timed nowhere.
     """
-    if platform == "tpu":
+    if platform.attention is None:
+        return f"there is no attention kernel for {platform.name}"
+    if platform.attention == "splash":
         return None
-    if platform != "gpu":
-        return f"there is no attention kernel for {platform}"
     problem = _cudnn_problem(request)
     if problem is None or not asked:
         return problem

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.machine import assumptions
 from valkyrie.parallel.slice import Slice
@@ -74,7 +75,7 @@ def predict_function(
     told = [
         Option(name, text, YOU) for name, value in (options or {}).items() if (text := option_text(value)) is not None
     ]
-    work, peak = work or Work(), None
+    work, peak, platform = work or Work(), None, platform_of(target.platform)
     if compiled is None:
 
         def compile(compiler_options: dict[str, str] | None = None) -> Any:
@@ -83,8 +84,8 @@ def predict_function(
 
         try:
             with refusals_in_plain_words(), without_cache():
-                compiled, told = within_memory(told, compile, "tpu")
-                peak = peak_beside_host(compiled, compile, told, "tpu")
+                compiled, told = within_memory(told, compile, platform)
+                peak = peak_beside_host(compiled, compile, told, platform)
         except jax.errors.JaxRuntimeError as error:
             if not is_about_memory(error) or mesh is None:
                 raise

@@ -23,8 +23,8 @@ from typing import Any
 
 from valkyrie.config.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, TargetConfig
-from valkyrie.hardware.topology import libtpu_missing
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.paths import cache_root, cache_trouble, source_digest
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.child import KEYS, OUTCOME
@@ -87,7 +87,8 @@ def compile_layout(
     Results that would come out the same again (fits, does not fit) are kept under `VALKYRIE_CACHE`.
     """
     began = time.perf_counter()
-    if missing := libtpu_missing(run.config.target):
+    target = run.config.target
+    if missing := platform_of(target.platform).missing_compiler(target):
         return Compiled({"status": "refused", "reason": missing}, cache_root(), False, 0.0)
     folder = cache_root() / "compile" / program_key(run)
     outcome = kept_outcome(folder, run.config.mode.hlo) if use_cache else None
@@ -219,10 +220,7 @@ def _in_child(run: Run, folder: Path, limit_s: float | int, progress: Progress) 
 
 
 def _environment(run: Run) -> dict[str, str]:
-    environment = dict(os.environ)
-    if run.config.target.platform is not Platform.gpu:
-        environment["JAX_PLATFORMS"] = "cpu"
-    return environment
+    return {**os.environ, **platform_of(run.config.target.platform).compile_environment()}
 
 
 def _last_line(log: Path) -> str:
