@@ -263,7 +263,7 @@ def test_tab_completion_offers_a_target_of_each_chip(command: Any, monkeypatch: 
 
 
 def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
-    free = Slices(3, Wrap.none, 1000, (2, 2, 1))
+    free = Slices(3, Wrap(), 1000, (2, 2, 1))
     assert [free.default(n) for n in (1, 2, 4, 8, 12, 16, 1004)] == [
         (1, 1, 1),
         (1, 1, 2),
@@ -274,7 +274,7 @@ def test_a_chip_without_a_known_rule_takes_any_shape_of_whole_hosts():
         None,
     ]
     assert free.exists((2, 6, 5)) and not free.exists((3, 3, 3))
-    assert Slices(2, Wrap.none, None, ()).default(10**12) == (10**6, 10**6)
+    assert Slices(2, Wrap(), None, ()).default(10**12) == (10**6, 10**6)
 
 
 def test_a_number_beyond_all_reason_is_refused_like_any():

@@ -14,7 +14,6 @@ from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_produc
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
-from valkyrie.machine import assumptions
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
@@ -136,7 +135,7 @@ def predict_file(
     if dumped.devices is None:
         dumped.module.partitions = devices
     in_a_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
-    refuse_other_chip(dumped.module, chip.name, assumptions.CORES.get(chip.name, 1) > 1, in_a_cycle, str(path))
+    refuse_other_chip(dumped.module, chip.name, chip.cores > 1, in_a_cycle, str(path))
     memory: dict[str, Any] = dumped.memory or {"argument_bytes": dumped.argument_bytes}
     about = _about(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
     predicted = _predicted(about, dumped.module, target, axes, lie, memory, work, [])

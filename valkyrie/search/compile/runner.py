@@ -46,7 +46,7 @@ SHAPING += ("axes.py", "buckets.py", "checkpoint", "checksums.py", "optim", "pat
 SHAPING += ("units.py", "__init__.py", "search/__init__.py", "search/compile/alternatives.py")
 SHAPING += ("search/compile/child.py", "search/compile/executable.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
-_NO_PROGRAM = ("estimate", "replay", "calibrated", "usd_per_hour", "spot_usd_per_hour")
+_NO_PROGRAM = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
 """What is known of a chip that decides no program, and no replay of one."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.machine import assumptions
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
@@ -59,7 +58,7 @@ class Step:
         peak = max(chip.peak_tflops.get(name, 0.0) for name in ("bfloat16", work.run.config.precision.compute.value))
         self.peak = peak * 1e12 / chip.devices
         self.hbm = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
-        self.host = assumptions.HOST_GBS.get(chip.name, assumptions.HOST_GBS_OTHERWISE) * 1e9
+        self.host = chip.host_gbs * 1e9
         self.rows = work.tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
         self.rows = self.rows / layouts.microbatches
         """Tokens of a device in a microbatch."""
