@@ -140,9 +140,9 @@ def at_rest(sizes: Any) -> int:
 
 @cache
 def platforms() -> tuple[Platform, ...]:
-    """Return every platform."""
-    names = sorted(module.name for module in iter_modules(__path__))
-    return tuple(import_module(f"{__name__}.{name}").PLATFORM for name in names)
+    """Return every platform, by name."""
+    found = (import_module(f"{__name__}.{module.name}").PLATFORM for module in iter_modules(__path__))
+    return tuple(sorted(found, key=lambda platform: platform.name))
 
 
 @cache
