@@ -137,10 +137,11 @@ def test_the_estimate_counts_its_state_and_its_products():
 
 
 def test_the_estimated_memory_is_that_of_the_arrays():
-    run = small_run("nanochat_tiny", "mesh=2x2x2", "partition=fsdp", "optimizer=muon", "target=v5e-8")
+    arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
+    run = small_run("nanochat_tiny", *arguments)
     (estimate,) = Need(work_of(run), candidates_of([run])).under(run.config.remat).optimizer
     state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
-    assert math.isclose(estimate, state.optimizer, rel_tol=0.05), "NorMuon's means and counts are not in it"
+    assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
 
 
 def test_settings_saved_before_optimizers_had_families_are_read():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,8 @@ def test_show_prints_its_memory(folder: Path) -> None:
 
 
 def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
-    assert composed(folder, "optimizer.beta2=1").problems() == ["optimizer.beta2=1.0: must be at least 0 and below 1."]
+    wrong = replace(composed(folder).config.optimizer, **{"beta2": 1.0})
+    assert wrong.problems() == ["optimizer.beta2=1.0: must be at least 0 and below 1."]
 
 
 def test_a_module_without_an_optimizer_is_refused(tmp_path: Path) -> None:

@@ -107,7 +107,10 @@ class Config(OptimizerConfig):
         return optax.partition(rules, labels)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Momentum of matrices in float32 (NorMuon's mean squares are a row each); AdamW's two moments of others."""
+        """Momentum of matrices in float32, two moments of other parameters.
+
+        NorMuon's mean squares, one number for each row or column, are left out.
+        """
         return 4.0 if is_matrix(parameter) else 8.0
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
