@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from helpers import compose_run
 from machines import compile_devices, needs_libtpu
-from valkyrie.hardware import topology as compiling
 from valkyrie.hardware.chips import known_chips, with_shipped_figures
 from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.platforms import tpu as compiling
 from valkyrie.hardware.slices import parse_shape, shape_text
 from valkyrie.hardware.target import (
     ChipConfig,

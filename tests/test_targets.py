@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from helpers import compose_run, names, some_quick
 from valkyrie.config.choices import target_named
 from valkyrie.config.compose import default_mesh, default_precision
+from valkyrie.hardware import chips
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.slices import Slices, Wrap, shape_text
-from valkyrie.hardware.target import chips, topology_of
+from valkyrie.hardware.target import topology_of
 from valkyrie.paths import read_config
 
 SLICES = {
