@@ -285,8 +285,8 @@ def test_a_ring_through_hosts_is_as_fast_as_their_network_cards() -> None:
 
 
 def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
-    from valkyrie.hardware import topology_of
     from valkyrie.hardware.names import parse_target
+    from valkyrie.hardware.target import topology_of
 
     topology = topology_of(parse_target("v4-128"))  # 4x4x4, every axis a ring
     placed = placements_of((1, 4, 4, 4), topology, True)

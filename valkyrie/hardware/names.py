@@ -95,10 +95,10 @@ def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Seque
     """Return the refusal of a name whose chip is none, with the names nearest to it."""
     near = [f"{chip}{size}" for chip in difflib.get_close_matches(word.lower(), list(chips))] if size else []
     near = near or difflib.get_close_matches(name, files, n=1)
-    if word.startswith("cpu"):
-        near = ["cpu8"]
     if any(word.lower() in (platform.name, *platform.aliases) for platform in platforms()):
         near = ["auto"]
+    if word.startswith("cpu"):
+        near = ["cpu8"]
     hint = f" Did you mean {' or '.join(f'target={other}' for other in near)}?" if near else ""
     return (
         f"target={name} is not known.{hint} Known chips: {', '.join(chips)}. A target is CHIP-N as its cloud names it "

@@ -101,5 +101,5 @@ def _from_json(text: bytes) -> Replay | None:
 def _digest(target: TargetConfig) -> str:
     """Return a name for what decides a replay beside the module: the source that reads it, and the target's figures."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
-    source = source_digest("compiled", "machine", "hardware.py", "slices.py")
+    source = source_digest("compiled", "hardware", "machine")
     return hashlib.sha256((figures + source).encode()).hexdigest()[:16]
