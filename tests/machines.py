@@ -46,6 +46,7 @@ CHIPS = {
         hop_us=1.0,
         host_bounds=[2, 2, 1],
         dcn_gbs_per_host=25.0,
+        cores=2,
     ),
     "v5e": ChipConfig(
         name="v5e",

@@ -20,7 +20,7 @@ def versions_fit(run: Run) -> Finding:
     """Return whether the installed versions are those that Valkyrie and JAX ask for, and whether one is missing."""
     wrong = list(dict.fromkeys(_wrong()))
     platform = platform_of(run.config.target.platform)
-    if platform.missing_compiler(run.config.target) is not None:
+    if platform.plugins and not any(map(_installed, platform.plugins)):
         wrong.append(f"{platform.plugins[0]} is not installed, without which JAX finds no {platform.name.upper()}")
     shown = ", ".join(f"{name} {found}" for name in _SHOWN if (found := _installed(name)))
     if wrong:

@@ -42,7 +42,17 @@ SHAPING = (
     "tasks",
     "train",
 )
-SHAPING += ("axes.py", "buckets.py", "checkpoint", "checksums.py", "optim", "paths.py", "precision.py", "trees.py")
+SHAPING += (
+    "axes.py",
+    "buckets.py",
+    "checkpoint",
+    "checksums.py",
+    "extensions.py",
+    "optim",
+    "paths.py",
+    "precision.py",
+    "trees.py",
+)
 SHAPING += ("units.py", "__init__.py", "search/__init__.py", "search/compile/alternatives.py")
 SHAPING += ("search/compile/child.py", "search/compile/executable.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
