@@ -20,7 +20,7 @@ import jax
 
 import valkyrie
 from valkyrie.config.run import Run
-from valkyrie.hardware.topology import compile_devices
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import config_names, write_whole
 from valkyrie.search.compile.child import parse_out_of_memory
@@ -73,7 +73,7 @@ def main() -> None:
 def compare(run: Run, needed: int | None) -> dict[str, Any]:
     """Return the bytes that a step needs, estimated and by the compiler, which is not asked where `needed` is known."""
     began = time.perf_counter()
-    devices = compile_devices(run.config.target)
+    devices = platform_of(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend="tpu")
     expected = expected_memory(run, program.abstract_state)
     if needed is None:

@@ -12,6 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from valkyrie.axes import Parameter
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.models.assembly import Assembly
@@ -49,6 +50,11 @@ CALM = ("optimizer.warmup_steps=2", "optimizer.learning_rate=1e-3")
 def names(group: str, pattern: str = "*") -> list[str]:
     """Return the choices of a config group by their files: a new file is tested the moment it exists."""
     return sorted(path.stem for path in (conf_dir() / group).glob(f"{pattern}.yaml"))
+
+
+def specs_of(groups: dict[str, str]) -> dict[str, Parameter]:
+    """Return vectors of two numbers in these groups of the optimizer."""
+    return {name: Parameter((None,), (2,), (None,), group) for name, group in groups.items()}
 
 
 MODELS = names("model", "*_tiny")

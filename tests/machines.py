@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.hardware.target import ChipConfig, Topology
-from valkyrie.hardware.topology import ENVIRONMENT
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.platforms.tpu import ENVIRONMENT
+from valkyrie.hardware.target import ChipConfig, TargetConfig, Topology
 from valkyrie.machine.network import Machine
 from valkyrie.machine.torus import Position
 from valkyrie.search.compile.executable import without_cache
@@ -29,6 +30,12 @@ needs_libtpu = pytest.mark.skipif(
     reason="compiles for a TPU: uv sync --extra tpu (Linux on x86_64; no TPU is needed)",
 )
 
+
+def compile_devices(target: TargetConfig) -> list[Any]:
+    """Return the devices of a slice to compile for."""
+    return platform_of(target.platform).compile_devices(target, target.devices or 1)
+
+
 CHIPS = {
     "v4": ChipConfig(
         name="v4",
@@ -39,6 +46,7 @@ CHIPS = {
         hop_us=1.0,
         host_bounds=[2, 2, 1],
         dcn_gbs_per_host=25.0,
+        cores=2,
     ),
     "v5e": ChipConfig(
         name="v5e",

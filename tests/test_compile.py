@@ -23,7 +23,8 @@ from helpers import compose_run
 from machines import needs_libtpu, tpu_mesh
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import ChipConfig, Platform
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import source_digest
 from valkyrie.search.compile import runner as compiling
 from valkyrie.search.compile.child import (
@@ -40,7 +41,6 @@ from valkyrie.search.compile.executable import without_cache
 from valkyrie.search.compile.replayed import _from_json
 from valkyrie.search.compile.runner import Compiled, compile_layout, program_key
 from valkyrie.search.modes import _others, work_key
-from valkyrie.train.memory import peak_of
 from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
 from valkyrie.units import GIB
 
@@ -128,7 +128,7 @@ def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
 def test_a_tpu_s_peak_is_the_compiler_s_not_its_temporaries_which_count_arrays_twice(backend: str, peak: int):
     sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 900, "generated_code": 7, "host_temp": 500}
     analysis = SimpleNamespace(peak_memory_in_bytes=700, **{f"{k}_size_in_bytes": n for k, n in sizes.items()})
-    assert peak_of(analysis, backend) == peak
+    assert platform_of(backend).peak_bytes(analysis) == peak
 
 
 @needs_libtpu
@@ -160,18 +160,18 @@ def test_activations_in_host_memory_are_not_in_the_peak_of_a_tpu(layers: int, ke
     lowered = jax.jit(jax.grad(loss)).lower(w, x)
     with without_cache():
         compiled = lowered.compile()
-        alone = peak_beside_host(compiled, lowered.compile, [], "tpu")
+        alone = peak_beside_host(compiled, lowered.compile, [], platform_of("tpu"))
     sizes = compiled.memory_analysis()
     activation, weights = 2 * rows * width, 2 * 2 * layers * width**2
     assert sizes is not None and sizes.host_temp_size_in_bytes == (0 if keeps else layers * activation)
     held = layers if keeps else 0
-    assert held + 2 <= (peak_of(sizes, "tpu") - weights) / activation <= held + 7
+    assert held + 2 <= (platform_of("tpu").peak_bytes(sizes) - weights) / activation <= held + 7
     assert (alone is None) == keeps and (alone is None or 2 <= (alone - weights) / activation <= 5)
 
 
 @pytest.mark.slow
 def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: Run):
-    chip = replace(ChipConfig(), name="small", platform=Platform.cpu, usable_hbm_gib=1e-6)
+    chip = replace(ChipConfig(), name="small", platform="cpu", usable_hbm_gib=1e-6)
     target = replace(tiny.config.target, chip=chip)
     outcome = compile_layout(tiny.changed(target=target), 300).outcome
     assert outcome["status"] == "does_not_fit" and outcome["needed"] > outcome["usable"] == int(1e-6 * GIB)
@@ -196,13 +196,13 @@ def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_th
         return "compiled"
 
     if calls == 2 and helps:
-        compiled, used = within_memory(options, compiling_it, platform)
+        compiled, used = within_memory(options, compiling_it, platform_of(platform))
         saved = [*options, Option("xla_tpu_order_dot_after_layout", "false", TO_FIT)]
         assert (compiled, used) == ("compiled", saved), "what the user set stays"
         assert asked[1] == {option.name: option.value for option in saved}
     else:
         with pytest.raises(RuntimeError, match=needs):
-            within_memory(options, compiling_it, platform)
+            within_memory(options, compiling_it, platform_of(platform))
     assert len(asked) == calls
 
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from pyarrow import parquet
 
 from valkyrie.data import cut as cutting
-from valkyrie.data.config import data_class
+from valkyrie.data.config import SOURCES
 from valkyrie.data.cut import Census, TokenDocument, cut, first_threshold, pieces, second_threshold
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.readers import Document
@@ -65,10 +65,10 @@ def test_every_dataset_of_conf_is_a_data_config(file: Path, monkeypatch: pytest.
     schema, last = loaded.pop("defaults")
     source = schema.removesuffix("_schema")
     assert last == "_self_" and (file.stem == source or file.stem.startswith(f"{source}_"))
-    merged = OmegaConf.merge(OmegaConf.structured(data_class(source)), loaded)
+    merged = OmegaConf.merge(OmegaConf.structured(SOURCES.config_class(source)), loaded)
     monkeypatch.setenv("VALKYRIE_CACHE", "/elsewhere")
     config = OmegaConf.to_object(merged)
-    assert isinstance(config, data_class(source))
+    assert isinstance(config, SOURCES.config_class(source))
     assert (config.name, config.source) == (file.stem, source)
     assert getattr(config, "cache_dir", "/elsewhere/data") == "/elsewhere/data"
 

@@ -125,8 +125,8 @@ ONE_LINE = {
     "a key of a group": (
         ["optimizer.lr=3"],
         "optimizer.lr is not a key. Did you mean optimizer.learning_rate? Known in optimizer: beta1, beta2, clip_norm, "
-        "decay_steps, ema_decay, epsilon, final_ratio, kind, learning_rate, muon, name, puzzle_learning_rate, "
-        "schedule, ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
+        "decay_steps, ema_decay, epsilon, family, final_ratio, learning_rate, name, puzzle_learning_rate, schedule, "
+        "ssm_learning_rate_ratio, warmdown, warmup_steps, weight_decay.",
     ),
     "a key of a model": (
         ["model.attention.head=3"],

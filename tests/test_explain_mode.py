@@ -13,6 +13,7 @@ import pytest
 from machines import needs_libtpu
 from runs import command
 from valkyrie.config.run import Run
+from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.search.compile.implementations import computed
 from valkyrie.search.explain import mode as explain_mode
 from valkyrie.search.explain.difference import difference
@@ -211,7 +212,7 @@ def test_what_is_no_pair_is_said_before_a_compile(
     arguments: tuple[str, ...], messages: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr(explain_mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     assert command("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", *arguments) == 2
     printed = capfd.readouterr().err
     assert all(message in printed for message in messages), printed
@@ -221,7 +222,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
-    monkeypatch.setattr(explain_mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     foreign = folder_of({"about": {"program": "mine"}, "status": "ok"}, tmp_path / "foreign")
     asked = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
     assert command(*asked, f"first={foreign}") == 2
@@ -236,7 +237,7 @@ def test_other_implementations_are_of_one_model(
         return None, of | {"model": computed(run)}, None
 
     monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
-    monkeypatch.setattr(explain_mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     asked = ("model=s5_tiny", "target=v5e-8", "batch=8", f"runs={tmp_path}", "name=why")
     assert command("mode=explain", *asked, "first=model.s5.scan=kernel", "second=model.s5.scan=blocked") == 0
     printed = capfd.readouterr().out

@@ -11,24 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import compose_run
-from machines import needs_libtpu
-from valkyrie.hardware import topology as compiling
-from valkyrie.hardware.chips import known_chips
+from machines import compile_devices, needs_libtpu
+from valkyrie.hardware.chips import known_chips, with_shipped_figures
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.slices import Wrap, parse_shape, shape_text
+from valkyrie.hardware.platforms import tpu as compiling
+from valkyrie.hardware.slices import parse_shape, shape_text
 from valkyrie.hardware.target import (
     ChipConfig,
-    Platform,
     TargetConfig,
     topology_of,
     usable_hbm,
 )
-from valkyrie.hardware.topology import compile_devices
 from valkyrie.paths import conf_dir
 from valkyrie.search.compile import replayed
 from valkyrie.search.compile import runner as compile_
 
-TPUS = [chip for chip in known_chips().values() if chip.platform is Platform.tpu]
+TPUS = [chip for chip in known_chips().values() if chip.platform == "tpu"]
 
 
 def target(name: str, **changes: object) -> TargetConfig:
@@ -173,7 +171,7 @@ def test_a_topology_that_does_not_exist_is_refused_with_its_neighbours(name: str
         ({"devices": 0}, "target.chip.devices=0: at least 1 is needed."),
         ({"units_in_name": -1}, "target.chip.units_in_name=-1: at least 1 is needed."),
         (
-            {"wrap": Wrap.axes_of_16},
+            {"wrap": "axes_of_16"},
             "target.chip.wrap=axes_of_16 is for a torus of 2 axes, target.chip.ici_axes=3 for another. Use "
             "target.chip.ici_axes=2, or target.chip.wrap=none.",
         ),
@@ -203,7 +201,7 @@ def test_neighbours_exist_and_enclose(chip: ChipConfig, data: st.DataObject):
         assert TargetConfig(chip=chip, topology=shape_text(other)).problems() == []
     asked = TargetConfig(name="mine", chip=chip, topology=shape_text(shape))
     if asked.problems() == []:
-        assert chip.wrap is not Wrap.cubes_of_4 or asked.chips in (1, 4, 8, 16, 32) or not any(n % 4 for n in shape)
+        assert chip.wrap != "cubes_of_4" or asked.chips in (1, 4, 8, 16, 32) or not any(n % 4 for n in shape)
         assert parse_shape(asked.topology) == topology_of(asked).shape
 
 
@@ -215,7 +213,7 @@ def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypa
     compile_.program_digest(run)
     replayed._digest(run.config.target)
     assert len(sources) == 2
-    assert all({"hardware.py", "slices.py"} <= set(names) for names in sources)
+    assert all("hardware" in names for names in sources)
 
 
 @needs_libtpu
@@ -268,6 +266,18 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.Monkey
     )
 
 
-def test_only_tpu_slices_have_devices_to_compile_for():
-    with pytest.raises(ValueError, match="is no TPU slice: only those are compiled for without a device"):
-        compile_devices(parse_target("cpu8"))
+def test_a_pod_of_any_side_needs_no_code():
+    chip = ChipConfig(name="small", platform="tpu", ici_axes=2, wrap="axes_of_8", host_bounds=[2, 2])
+    assert chip.slices.default(64) == (8, 8) and chip.slices.rings((4, 8)) == (False, True)
+    assert chip.slices.default(128) is None
+    (problem,) = dataclasses.replace(chip, wrap="axes").problems()
+    assert problem.startswith("target.chip.wrap=axes:")
+
+
+def test_a_chip_saved_before_it_had_a_figure_takes_the_shipped_one():
+    v4 = known_chips()["v4"]
+    saved = {"name": "v4", "hbm_gbs": 1000.0, "host_gbs": 8.0}
+    filled = with_shipped_figures(saved)
+    assert (filled["cores"], filled["host_gbs"], filled["hbm_gbs"]) == (2, 8.0, 1000.0)
+    assert filled["splash_bundles"]["dq"]["step"] == v4.splash_bundles["dq"].step
+    assert with_shipped_figures({"name": "mine"}) == {"name": "mine"}

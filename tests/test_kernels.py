@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from machines import CHIPS
 from valkyrie.compiled.hlo import parse
-from valkyrie.machine import assumptions
+from valkyrie.hardware.chips import known_chips
 from valkyrie.machine.kernels import kernel_cost
 from valkyrie.machine.operations import OpCosts
+
+
+def bundles_of(chip, kind):
+    """Return the bundles of a step, a block and the ends, each for three sizes."""
+    bundles = known_chips()[chip].splash_bundles[kind]
+    return bundles.step, bundles.block, bundles.ends
 
 
 def splash(kernel, blocks, body):
@@ -45,8 +52,8 @@ def test_a_kernel_whose_devices_mask_different_blocks_takes_what_the_busiest_one
         "  m = s8[1,2,2] fusion(t, d), kind=kLoop, calls=own\n"
     )
     forward = ("splash_mha_fwd", "bf16[3,1024,128]", "q, k, k")
-    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, (own, entry)), "v5e")
-    step, block, ends = (sizes[0] for sizes in assumptions.SPLASH_BUNDLES["v5e"]["forward"])
+    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, (own, entry)), known_chips()["v5e"])
+    step, block, ends = (sizes[0] for sizes in bundles_of("v5e", "forward"))
     assert work.cycles == 3 * (4 * step + 2 * block + 2 * ends)
     assert work.note == ""
 
@@ -58,9 +65,9 @@ def test_a_forward_kernel_begins_and_ends_every_row_of_blocks_once(head_dim):
         causal(4, 4) + f"  q = bf16[2,4,2048,{head_dim}] parameter(0)\n  k = bf16[2,2,2048,{head_dim}] parameter(1)\n"
     )
     forward = ("splash_mha_fwd", f"bf16[2,4,2048,{head_dim}]", "q, k, k")
-    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, ("", entry)), "v6e")
+    work = kernel_cost(splash(forward, {"block_q": 512, "block_kv": 512}, ("", entry)), known_chips()["v6e"])
     size = 0 if head_dim == 128 else 2
-    step, block, ends = (sizes[size] for sizes in assumptions.SPLASH_BUNDLES["v6e"]["forward"])
+    step, block, ends = (sizes[size] for sizes in bundles_of("v6e", "forward"))
     assert work.cycles == 8 * (16 * step + 10 * block + 4 * ends)
     assert work.flops == 8 * 10 * 2 * 2 * 512 * 512 * head_dim
 
@@ -72,8 +79,8 @@ def test_a_backward_kernel_ends_a_column_of_blocks_once_per_group_of_heads(kind)
     dq = "bf16[2,4,8,4096,128], " if kind == "dkv_dq" else ""
     result = f"(f32[2,1024,128], f32[2,1024,128], {dq}bf16[2,2,4096,128], bf16[2,2,4096,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}
-    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), "v5p")
-    step, block, ends = (sizes[1] for sizes in assumptions.SPLASH_BUNDLES["v5p"][kind])
+    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), known_chips()["v5p"])
+    step, block, ends = (sizes[1] for sizes in bundles_of("v5p", kind))
     assert work.cycles == 16 * (16 * step + 10 * block) + 4 * 4 * ends
     assert work.flops == 16 * 10 * 2 * (5 if kind == "dkv_dq" else 4) * 1024 * 1024 * 128
 
@@ -84,7 +91,7 @@ def test_blocks_of_other_sizes_are_near_what_the_compiler_makes_of_them():
     sums = "f32[1024,128], f32[2048,128], f32[2048,128]"  # dq's too, as dq is summed over halves of a block
     result = f"({sums}, bf16[4,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 2048}
-    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), "v6e")
+    work = kernel_cost(splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry)), known_chips()["v6e"])
     assert work.cycles == pytest.approx(32 * 538 + 20 * 11345 + 4 * 724, rel=0.02)
 
 
@@ -94,7 +101,8 @@ def test_a_kernel_is_no_faster_than_the_peak_whatever_its_bundles():
     result = "(f32[1024,128], f32[1024,128], bf16[8,1,8192,128], bf16[1,8192,128], bf16[1,8192,128])"
     blocks = {"block_q_dkv": 1024, "block_kv_dkv": 1024}
     kernel = splash(("splash_mha_dkv", result, "q, k, k"), blocks, ("", entry))
-    work, chip = kernel_cost(kernel, "v5e"), CHIPS["v5e"]
+    chip = replace(CHIPS["v5e"], splash_bundles=known_chips()["v5e"].splash_bundles)
+    work = kernel_cost(kernel, chip)
     assert work.cycles is not None and chip.clock_ghz is not None
     at_peak = work.flops / (chip.peak_tflops["bfloat16"] * 1e12)
     assert work.cycles / (chip.clock_ghz * 1e9) < at_peak

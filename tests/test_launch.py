@@ -234,7 +234,7 @@ def test_a_long_command_is_broken_before_its_flags():
             "target=gke slice=v5e-8 slices=2 cluster=c image=i -- a",
             "slices=2: GKE joins slices of several hosts, v5e-8 ",
         ),
-        ("target=gke slice=v3-8 cluster=c image=i -- a", "slice=v3-8: GKE has v4, v5e, v5p, v6e, tpu7x."),
+        ("target=gke slice=v3-8 cluster=c image=i -- a", "slice=v3-8: GKE has tpu7x, v4, v5e, v5p, v6e."),
         ("target=skypilot slice=tpu7x-16 -- a", "slice=tpu7x-16: SkyPilot has v3, v4, v5e, v5p, v6e in their usual "),
         ("target=skypilot -- a", "target=skypilot needs the slice: write slice=v5e-8."),
         ("target=skypilot slice=cpu8 -- a", "slice=cpu8 names no chip: write slice=v5e-8 or slice=h100-8."),

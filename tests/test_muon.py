@@ -27,8 +27,15 @@ from helpers import (
 )
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
-from valkyrie.optim import AdamGroup, Kind, MuonConfig, OptimizerConfig, Schedule, learning_rate, make_optimizer
+from valkyrie.optim import Schedule, Training, learning_rate, make_optimizer, with_family
+from valkyrie.optim.families.muon import AdamGroup, Config
 from valkyrie.optim.muon import Recipe, muon, orthogonal
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.search.estimate.memory import Need
+from valkyrie.search.estimate.runs import candidates_of
+from valkyrie.search.estimate.work import work_of
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
 PUBLISHED = Recipe(lambda _: 0.02, lambda _: 0.9, lambda _: 0.1, 0.9, "float32")
@@ -83,9 +90,7 @@ def test_only_what_a_step_makes_smaller_is_decayed():
 
 
 def test_the_schedule_is_held_and_lowered_evenly():
-    config = OptimizerConfig(
-        learning_rate=0.02, warmup_steps=4, final_ratio=0.05, schedule=Schedule.trapezoid, warmdown=0.5
-    )
+    config = Config(learning_rate=0.02, warmup_steps=4, final_ratio=0.05, schedule=Schedule.trapezoid, warmdown=0.5)
     rates = [float(learning_rate(config, 20)(step)) for step in range(21)]
     np.testing.assert_allclose(rates[:4], 0.02 * np.array([0.25, 0.5, 0.75, 1]), rtol=1e-6)
     np.testing.assert_allclose(rates[4:11], 0.02, rtol=1e-6)
@@ -99,26 +104,53 @@ def test_every_group_has_its_own_rate():
     specs = {
         n: Parameter(("embed",) * len(shapes[n]), shapes[n], (None,) * len(shapes[n]), g) for n, g in names.items()
     }
-    groups = MuonConfig().groups | {
+    groups = Config().groups | {
         "vector": AdamGroup(0.07),
         "embedding": AdamGroup(0.03),
         "input_scale": AdamGroup(0.5),
     }
-    config = OptimizerConfig(
+    config = Config(
         learning_rate=0.02,
         warmup_steps=0,
         schedule=Schedule.trapezoid,
         clip_norm=None,
-        kind=Kind.muon,
-        muon=MuonConfig(groups=groups),
+        groups=groups,
     )
     values = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    optimizer = make_optimizer(config, 10, names, specs)
+    optimizer = make_optimizer(config, specs, Training(10))
     gradient = {name: jnp.ones(shape) for name, shape in shapes.items()} | {"w": jnp.eye(4)}
     moved = optimizer.update(gradient, optimizer.init(values), values)[0]
     for name, rate in {"bias": 0.07, "table": 0.03, "scale": 0.5}.items():
         np.testing.assert_allclose(moved[name], -rate, rtol=1e-4, err_msg=name)
     np.testing.assert_allclose(moved["w"], -0.02 * np.eye(4), atol=1e-6)
+
+
+def test_the_estimate_counts_its_state_and_its_products():
+    """One matrix of 3 layers on 2 devices: 2 whole matrices on one of them, of 5 iterations each."""
+    config, devices = Config(), np.array([1.0, 2.0])
+    matrix = Parameter(("layers", "embed", "mlp"), (3, 8, 32), (None,) * 3)
+    table = Parameter(("vocab", "embed"), (64, 8), (None,) * 2, group="embedding")
+    assert [config.state_bytes(p) for p in (matrix, table)] == [4, 8]
+    assert [config.update_bytes(p) for p in (matrix, table)] == [20, 28]
+    iteration = 2 * 8 * 32 * 8 + 2 * 8**3 + 2 * 8 * 8 * 32
+    assert list(config.update_flops([matrix, table], devices)) == [3 * 5 * iteration, 2 * 5 * iteration]
+
+
+def test_the_estimated_memory_is_that_of_the_arrays():
+    arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
+    run = small_run("nanochat_tiny", *arguments)
+    (estimate,) = Need(work_of(run), candidates_of([run])).under(run.config.remat).optimizer
+    state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
+    assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
+
+
+def test_settings_saved_before_optimizers_had_families_are_read():
+    values = {"name": "muon", "kind": "muon", "learning_rate": 0.02, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-10}
+    values |= {"ssm_learning_rate_ratio": 0.5, "muon": {"beta2": 0.9, "momentum": 0.95}}
+    expected = {"name": "muon", "family": "muon", "learning_rate": 0.02, "epsilon": 1e-10}
+    assert with_family(values) == expected | {"beta2": 0.9, "momentum": 0.95}
+    adamw = {"name": "adamw", "kind": "adamw", "beta2": 0.95, "muon": None}
+    assert with_family(adamw) == {"name": "adamw", "family": "adamw", "beta2": 0.95}
 
 
 @pytest.mark.slow
@@ -148,8 +180,8 @@ def test_momentum_lies_as_its_parameter_does():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.muon.momentum=1", "optimizer.muon.momentum=1.0: must be at least 0 and below 1."),
-        ("optimizer.muon.momentum_warmup=0", "optimizer.muon.momentum_warmup=0: at least 1 is needed."),
+        ("optimizer.momentum=1", "optimizer.momentum=1.0: must be at least 0 and below 1."),
+        ("optimizer.momentum_warmup=0", "optimizer.momentum_warmup=0: at least 1 is needed."),
         ("optimizer.warmdown=0", "optimizer.warmdown=0.0: must be above 0 and at most 1."),
     ],
 )
@@ -159,14 +191,14 @@ def test_a_recipe_that_makes_no_sense_is_refused(override, message):
 
 
 def test_a_group_that_there_is_not_is_refused():
-    own = MuonConfig(groups=MuonConfig().groups | {"heads": AdamGroup()})
+    own = Config(groups=Config().groups | {"heads": AdamGroup()})
     assert own.problems() == [
-        "optimizer.muon.groups.heads is no group of parameters that AdamW takes. There are embedding, unembedding, "
+        "optimizer.groups.heads is no group of parameters that AdamW takes. There are embedding, unembedding, "
         "value_embedding, vector, residual_scale, input_scale, scalar, ssm."
     ]
 
 
 def test_rates_follow_the_width():
     run = Run.from_config(compose_config("optimizer=muon", "model=nanochat", "model.depth=16"))
-    assert run.config.optimizer.muon is not None
-    assert math.isclose(run.config.optimizer.muon.groups["embedding"].learning_rate, 0.3 * (768 / 1024) ** 0.5)
+    assert isinstance(run.config.optimizer, Config)
+    assert math.isclose(run.config.optimizer.groups["embedding"].learning_rate, 0.3 * (768 / 1024) ** 0.5)

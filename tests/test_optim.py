@@ -8,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from valkyrie.optim import OptimizerConfig, learning_rate, make_optimizer
+from helpers import specs_of
+from valkyrie.optim import OptimizerConfig, Training, learning_rate, make_optimizer
+from valkyrie.optim.families.adamw import Config
 
 GROUPS = {"w": "matrix", "scale": "vector", "B": "ssm"}
 
@@ -19,14 +21,14 @@ def parameters() -> dict[str, jnp.ndarray]:
 
 def one_update(config: OptimizerConfig, gradient: float = 0.5, steps: int = 10) -> dict[str, np.ndarray]:
     """Return how far the first update moves each parameter from 2."""
-    optimizer = make_optimizer(config, steps, GROUPS)
+    optimizer = make_optimizer(config, specs_of(GROUPS), Training(steps))
     start = parameters()
     updates, _ = optimizer.update({name: jnp.full(2, gradient) for name in start}, optimizer.init(start), start)
     return {name: np.asarray(update) for name, update in updates.items()}
 
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
-    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1)
+    config = Config(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1)
     schedule = learning_rate(config, 20)
     rates = [float(schedule(step)) for step in range(21)]
     np.testing.assert_allclose(rates[:5], 1e-2 * np.array([0.2, 0.4, 0.6, 0.8, 1.0]), rtol=1e-6)
@@ -35,7 +37,7 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_its_ratio() -> None:
 
 
 def test_a_schedule_of_its_own_length_stays_at_its_last_rate() -> None:
-    config = OptimizerConfig(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1, decay_steps=20)
+    config = Config(learning_rate=1e-2, warmup_steps=4, final_ratio=0.1, decay_steps=20)
     rates = [[float(learning_rate(config, steps)(step)) for step in range(40)] for steps in (20, 40)]
     assert rates[0] == rates[1]
     assert rates[0][:20] == [float(learning_rate(replace(config, decay_steps=None), 20)(step)) for step in range(20)]
@@ -44,16 +46,14 @@ def test_a_schedule_of_its_own_length_stays_at_its_last_rate() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_schedule_of_a_run_shorter_than_its_warmup_stays_within_the_peak(steps: int) -> None:
-    schedule = learning_rate(OptimizerConfig(learning_rate=1e-2, warmup_steps=20), steps)
+    schedule = learning_rate(Config(learning_rate=1e-2, warmup_steps=20), steps)
     rates = [float(schedule(step)) for step in range(steps)]
     assert all(0 < rate <= 1.001e-2 for rate in rates)
     assert rates == sorted(rates)
 
 
 def test_only_matrices_are_decayed_and_state_spaces_are_slower() -> None:
-    config = OptimizerConfig(
-        learning_rate=1.0, warmup_steps=0, weight_decay=0.1, ssm_learning_rate_ratio=0.25, clip_norm=None
-    )
+    config = Config(learning_rate=1.0, warmup_steps=0, weight_decay=0.1, ssm_learning_rate_ratio=0.25, clip_norm=None)
     moved = one_update(config)
     np.testing.assert_allclose(moved["scale"], -1.0, rtol=1e-5)
     np.testing.assert_allclose(moved["w"], -1.0 - 0.1 * 2.0, rtol=1e-5)
@@ -61,22 +61,22 @@ def test_only_matrices_are_decayed_and_state_spaces_are_slower() -> None:
 
 
 def test_clipping_is_by_one_norm_over_all_groups() -> None:
-    big = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
+    big = Config(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
     moved = one_update(big, gradient=100.0)
     clipped = 1.0 / math.sqrt(2 * len(GROUPS))
     np.testing.assert_allclose(moved["w"], -clipped / (clipped + 1.0), rtol=1e-5)
 
 
 def test_a_small_gradient_is_not_clipped() -> None:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
+    config = Config(learning_rate=1.0, warmup_steps=0, weight_decay=0.0, clip_norm=1.0, epsilon=1.0)
     np.testing.assert_allclose(one_update(config, 0.1)["w"], -0.1 / 1.1, rtol=1e-5)
 
 
 def test_adam_is_adam_with_the_betas_given() -> None:
-    config = OptimizerConfig(
+    config = Config(
         learning_rate=0.1, warmup_steps=0, final_ratio=1.0, weight_decay=0.0, clip_norm=None, beta1=0.5, beta2=0.75
     )
-    optimizer = make_optimizer(config, 3, GROUPS)
+    optimizer = make_optimizer(config, specs_of(GROUPS), Training(3))
     values, m, v, x = parameters(), 0.0, 0.0, 2.0
     state = optimizer.init(values)
     for step, gradient in enumerate([1.0, -2.0, 0.5], start=1):
@@ -105,8 +105,8 @@ def test_adam_is_adam_with_the_betas_given() -> None:
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(change: dict[str, float], message: str) -> None:
-    assert OptimizerConfig(**change).problems() == [message]
+    assert Config(**change).problems() == [message]
 
 
 def test_the_default_recipe_is_fine() -> None:
-    assert OptimizerConfig().problems() == []
+    assert Config().problems() == []

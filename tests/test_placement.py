@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from machines import needs_libtpu
+from machines import compile_devices, needs_libtpu
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import Topology, topology_of
-from valkyrie.hardware.topology import compile_devices
 from valkyrie.parallel.mesh import MeshConfig, build_mesh, parse_mesh
 from valkyrie.parallel.placement import (
     Factor,

@@ -11,11 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_run, initial_state, make_batch, make_program, named, names, small, small_run, some_quick
+from helpers import (
+    compose_run,
+    initial_state,
+    make_batch,
+    make_program,
+    named,
+    names,
+    small,
+    small_run,
+    some_quick,
+    specs_of,
+)
 from runs import command, saved, tiny
 from valkyrie.axes import UNSHARDED
 from valkyrie.ops.linear import Numerics, lookup
-from valkyrie.optim import OptimizerConfig, make_optimizer
+from valkyrie.optim import Training, make_optimizer
+from valkyrie.optim.families.adamw import Config as AdamW
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.precision import DType
 from valkyrie.train.memory import expected_memory
@@ -100,8 +112,8 @@ def test_the_average_moves_by_its_share_of_every_step(precision: str, rounding: 
 def test_second_moments_of_bfloat16_parameters_follow_their_gradients():
     """With beta2=0.999 a step changes a second moment by a thousandth, which bfloat16 rounds away."""
     parameters = {"w": jnp.ones(2, jnp.bfloat16)}
-    config = OptimizerConfig(beta2=0.999, clip_norm=None, learning_rate=1e-6)
-    optimizer = make_optimizer(config, 3000, {"w": "matrix"})
+    config = AdamW(beta2=0.999, clip_norm=None, learning_rate=1e-6)
+    optimizer = make_optimizer(config, specs_of({"w": "matrix"}), Training(3000))
 
     def step(_: int, state: Any) -> Any:
         return optimizer.update(jax.tree.map(jnp.ones_like, parameters), state, parameters)[1]

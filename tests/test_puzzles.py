@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import compose_run, make_program, named
+from helpers import compose_run, make_program, named, specs_of
 from valkyrie.axes import UNSHARDED
 from valkyrie.checkpoint import CheckpointConfig, Checkpoints
 from valkyrie.config.run import Run
 from valkyrie.data.batches import Loader
 from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 from valkyrie.ops.stablemax import log_stablemax, stablemax_cross_entropy
-from valkyrie.optim import make_optimizer
+from valkyrie.optim import Training, make_optimizer
 from valkyrie.tasks.puzzles import _halted
 from valkyrie.train.program import StepProgram
 from valkyrie.train.saving import about
@@ -135,7 +135,7 @@ def parts_of(name: str) -> list[str]:
 def updated(gradient: Any, table: Any) -> Any:
     """A table after one step of sign descent, as the golden's: rate 0.01, decay 0.5."""
     run = compose_run("model=trm_tiny", *FLAT, "optimizer.learning_rate=0.01", "optimizer.weight_decay=0.5")
-    optimizer = make_optimizer(run.config.optimizer, 10, {"table": "puzzle"})
+    optimizer = make_optimizer(run.config.optimizer, specs_of({"table": "puzzle"}), Training(10))
     updates, _ = optimizer.update({"table": gradient}, optimizer.init({"table": table}), {"table": table})
     return table + updates["table"]
 
@@ -166,7 +166,8 @@ def test_the_loss_in_float32_is_that_of_float64():
 
 def test_adam_atan2_by_hand():
     run = compose_run("model=trm_tiny", "optimizer=adam_atan2", *FLAT, "optimizer.learning_rate=0.1")
-    optimizer = make_optimizer(run.config.optimizer, 10, {"w": "matrix", "v": "vector", "start": "fixed"})
+    specs = specs_of({"w": "matrix", "v": "vector", "start": "fixed"})
+    optimizer = make_optimizer(run.config.optimizer, specs, Training(10))
     rng = np.random.default_rng(0)
     w = {name: rng.standard_normal(3).astype(np.float32) for name in ("start", "v", "w")}
     state, mine, m, v = optimizer.init(w), {k: x.astype(np.float64) for k, x in w.items()}, 0.0, 0.0

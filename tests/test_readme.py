@@ -33,6 +33,7 @@ from valkyrie.config.compose import default_partition
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.launch.options import read_options
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -114,7 +115,7 @@ def test_every_page_can_be_reached_from_the_readme():
 def test_every_command_composes(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str):
     arguments = arguments_of(line)
     if "-m" in arguments:
-        monkeypatch.setattr("valkyrie.sweep.plan.libtpu_missing", lambda target: None)
+        monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
         play(monkeypatch, **dict.fromkeys(PARTITIONS, Status.ok))
         ended, sweeps = command("tracking=off", *arguments), (tmp_path / "runs").iterdir()
         trials = [trial.status for sweep in sweeps for trial in TrialLog(sweep).read()]

@@ -196,12 +196,14 @@ def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
     assert off["within_15_percent"] >= 0.85 * off["layouts"] and off["models"] == 3
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
-        said = verdict(memory, usable * GIB, "a v5e chip", tpu=True)
+        said = verdict(memory, usable * GIB, "a v5e chip", measured=True)
         assert (
             said.startswith(f"{word}: an estimate of 10.0 GiB, ") and f"a v5e chip has {usable:.1f} GiB usable" in said
         )
     assert f"layouts of {off['models']} models" in said
-    assert verdict(memory, 3 * GIB, "a v5e chip", tpu=True).startswith("does not fit: "), "arrays at rest are exact"
+    assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
+        "arrays at rest are exact"
+    )
 
 
 def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_loss_or_the_gradients():

@@ -342,7 +342,7 @@ def test_auto_is_chosen_by_backend_and_a_named_form_is_kept(backend: str, impl: 
 
 def test_refusals_name_what_is_wrong() -> None:
     lam, bu = _pair(np.ones(1)), _pair(np.ones((1, 2, 1)))
-    with pytest.raises(ValueError, match=r"scan=auto has no default for backend 'abacus'.*sequential, associative, bl"):
+    with pytest.raises(ValueError, match="abacus is not known"):
         chosen_impl(ScanImpl.auto, "abacus")
     with pytest.raises(ValueError, match=r"scan block of 0 positions was asked for: it must be at least 1"):
         linear_recurrence(lam, bu, block=0)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from machines import needs_libtpu
-from valkyrie.hardware.topology import ENVIRONMENT
+from valkyrie.hardware.platforms.tpu import ENVIRONMENT
 from valkyrie.ops import scan_pallas
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan import linear_recurrence, sharded_linear_recurrence

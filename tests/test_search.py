@@ -15,6 +15,7 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.shorthand import written_out
+from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
@@ -158,7 +159,7 @@ def test_the_budget_ends_even_the_first_compile_and_leaves_estimates(
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(compiling, "carry_out", endless)
-    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     status, answer, _ = search(monkeypatch, tmp_path, "partition=fsdp", "remat=full", "mode.budget=1min")
     printed = capsys.readouterr().out
     assert status == 0 and 60 <= clock[0] < 62 and answer["best"][0]["stage"] == "estimate"
@@ -281,7 +282,7 @@ def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
 ) -> None:
     asked_for = ("mode.targets=[h100-8,v5e-8]", "partition=fsdp", "remat=full", "mode.compiles=1")
     compiler.steps = {tuple(one.candidate.overrides): one.step_s for one in listed_of(question(*asked_for)).fitting}
-    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     status, answer, _ = search(monkeypatch, tmp_path, *asked_for)
     printed = capsys.readouterr().out
@@ -535,7 +536,7 @@ def test_ctrl_c_prints_the_best_so_far(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compiling, "carry_out", interrupted)
-    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     status, answer, _ = search(monkeypatch, tmp_path)
     assert status == 130
     assert len(answer["best"]) == mode.SHOWN
@@ -546,7 +547,7 @@ def test_options_of_a_layout_that_another_is_faster_than_are_told_and_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
 ) -> None:
     compiler.steps = {tuple(one.candidate.overrides): one.step_s for one in listed_of(question()).fitting}
-    monkeypatch.setattr(mode, "libtpu_missing", lambda target: None)
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     monkeypatch.setattr(mode, "tune_best", lambda question, best, budget_s, console: (0, [f"xla_flag={budget_s:g}"]))
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     assert search(monkeypatch, tmp_path, "mode.tune=5min", "mode.compiles=2")[1]["options"] == ["xla_flag=300"]

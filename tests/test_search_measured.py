@@ -18,7 +18,7 @@ from runs import TINY
 from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import ChipConfig, Platform
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.search import at_hand, measuring
 from valkyrie.search.answer import Stage, rank_layouts
 from valkyrie.search.at_hand import not_at_hand, with_figures
@@ -33,9 +33,7 @@ from valkyrie.search.shortlist import Shortlist, place_of, shortlist
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
-CHIP = ChipConfig(
-    "cpu", Platform.cpu, {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"]
-)
+CHIP = ChipConfig("cpu", "cpu", {"float32": 0.02}, hbm_gbs=5.0, host_bounds=[8], switch_gbs=0.5, device_kinds=["cpu"])
 
 
 def question(*arguments: str) -> SearchRequest:

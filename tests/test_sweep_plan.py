@@ -14,7 +14,7 @@ from helpers import compose_run, some_quick
 from sweeps import plans_of, play
 from test_folder import make_run
 from valkyrie.config.run import Run
-from valkyrie.sweep import plan as plan_module
+from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.sweep.names import trial_key
 from valkyrie.sweep.plan import PREDICTED_BY
 from valkyrie.sweep.tracking import trial_id
@@ -119,7 +119,7 @@ def test_a_search_path_of_the_command_line_reaches_the_trials(
 
 
 def test_a_compile_without_its_compiler_is_refused_by_the_plan(command: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plan_module, "libtpu_missing", lambda target: f"{target.name} needs libtpu.")
+    monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: f"{target.name} needs libtpu.")
     asked = ["-m", "target=v4-8", "model=s5_tiny", "mesh=1x2x2", "partition=dp"]
     (compiled,) = plans_of(command, monkeypatch, *asked, "mode=compile")
     assert compiled.refusal == "v4-8 needs libtpu."

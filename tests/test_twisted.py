@@ -8,11 +8,10 @@ from collections import deque
 import numpy as np
 import pytest
 
-from machines import needs_libtpu
+from machines import compile_devices, needs_libtpu
 from valkyrie.config.arguments import run_of
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import Topology, topology_of
-from valkyrie.hardware.topology import compile_devices
 from valkyrie.machine.torus import Position, Torus
 from valkyrie.parallel.placement import describe_entries
 from valkyrie.search.estimate.placed import placements_of

@@ -24,10 +24,12 @@ class Families:
     Args:
         key: the config key that selects a family, such as `optimizer.family`.
         package: the package whose modules are the families that ship with Valkyrie.
+        base: the class from which every `Config` derives.
     """
 
     key: str
     package: str
+    base: type = object
 
     def names(self) -> list[str]:
         """Names of the families that ship with Valkyrie."""
@@ -52,6 +54,9 @@ class Families:
         config = getattr(import_module(name), "Config", None)
         if not isinstance(config, type):
             raise ValueError(f"{self.key}={name} is a module without a class Config. A family's module defines one.")
+        if not issubclass(config, self.base):
+            base = f"{self.base.__module__}.{self.base.__name__}"
+            raise ValueError(f"{self.key}={name} is a module whose class Config must derive from {base}.")
         return config
 
     def user_folder(self, name: str) -> Path | None:

@@ -20,11 +20,11 @@ def program_of(run: Run) -> str:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips compiled for are described, none is asked for
     import jax
 
+    from valkyrie.hardware.platforms import platform_of
     from valkyrie.parallel.mesh import build_mesh
-    from valkyrie.search.compile.child import devices_to_compile_for
     from valkyrie.train.program import StepProgram
 
-    devices = devices_to_compile_for(run)
+    devices = platform_of(run.config.target.platform).compile_devices(run.config.target, run.config.mesh.size)
     program = StepProgram(run, build_mesh(run.config.mesh, devices), backend=devices[0].platform)
     limit = jax.config.values["jax_traceback_in_locations_limit"]
     jax.config.update("jax_traceback_in_locations_limit", 0)  # kernels would hold the paths and lines of their sources

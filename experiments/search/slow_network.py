@@ -31,7 +31,7 @@ from scipy.stats import spearmanr
 
 from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import FIGURES, MEASURED
-from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
+from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
 from valkyrie.search.estimate.rank import Estimated, rank
@@ -99,7 +99,7 @@ def kept(batch: int) -> list[tuple[str, float, float]]:
 def layouts(figures: ChipConfig, batch: int) -> list[Estimated]:
     """Return every layout of four such devices without a pipeline, the one with the shortest estimate first."""
     run = run_of(["mode=show", *WORK, f"batch={batch}"])
-    target = TargetConfig(f"cpu{HOSTS}", Platform.cpu, figures, chips=HOSTS, hosts=HOSTS)
+    target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
     return list(rank(run, space_of(run, [target], partitions, (), microbatches=1)))
 

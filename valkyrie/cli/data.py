@@ -10,12 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
-from valkyrie.data.config import SOURCES, data_class
+from valkyrie.data.config import SOURCES
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.sources import text
 from valkyrie.paths import cache_root
 
-_SOURCES = [name for name in SOURCES.names() if issubclass(data_class(name), DocumentConfig)]
+_SOURCES = [name for name in SOURCES.names() if issubclass(SOURCES.config_class(name), DocumentConfig)]
 """The sources that are tokenised ahead; puzzles are prepared by the run itself, and a stream is not prepared."""
 
 
@@ -80,7 +80,7 @@ def _default_cache() -> str:
 def _prepare(arguments: argparse.Namespace) -> None:
     if arguments.paths and arguments.source != "text":
         raise ValueError(f"{arguments.source} takes no paths: use valkyrie-data prepare text {arguments.paths[0]}")
-    source = data_class(arguments.source)
+    source = SOURCES.config_class(arguments.source)
     known, defaults = {field.name for field in fields(source)}, text.Config()
     values = {key: value for key, value in vars(arguments).items() if hasattr(defaults, key) and key != "tokenizer"}
     for key, value in list(values.items()):

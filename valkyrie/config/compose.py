@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.config.choices import Chips, files, target_named
 from valkyrie.config.modes import MODES, ModeConfig
-from valkyrie.config.run import RunConfig
-from valkyrie.data.config import SOURCES, data_class
-from valkyrie.extensions import Families
+from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.hardware.chips import CHIPS
 from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.platforms import platform_of, platforms
 from valkyrie.hardware.slices import even_shape, parse_shape, shape_text
-from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
-from valkyrie.models import FAMILIES
-from valkyrie.optim import OptimizerConfig
+from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import MeshConfig, mesh_from_environment, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
@@ -35,35 +30,27 @@ from valkyrie.paths import config_files, defaults_of
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.tracking import TrackingConfig
-from valkyrie.tasks import TASKS, task_class
 
 SCHEMAS: dict[str, type] = {
     "mesh": MeshConfig,
     "partition": PartitionConfig,
     "remat": RematConfig,
     "precision": PolicyConfig,
-    "optimizer": OptimizerConfig,
     "target": TargetConfig,
     "mode": ModeConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
     "distributed": DistributedConfig,
 }
-"""The dataclass behind every config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
-FAMILIES_OF: dict[str, tuple[Families, Callable[[str], Callable[..., Any]]]] = {
-    "model": (FAMILIES, FAMILIES.config_class),
-    "data": (SOURCES, data_class),
-    "task": (TASKS, task_class),
-}
-"""The config groups with a dataclass per family, found by `NAME_schema`; such a module may be the user's."""
-GROUPS = (*FAMILIES_OF, *SCHEMAS)
-"""All config groups of a run."""
+"""The dataclass behind a config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+GROUPS = (*FAMILIES, *SCHEMAS)
+"""Every config group with a schema. YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
 SCHEMA_PATHS: dict[str, type] = {
     "run_schema": RunConfig,
     "target/chip/chip_schema": ChipConfig,
     **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
 }
-"""Where a defaults list finds each schema, except those of families. None of them is listed as a choice."""
+"""Where a defaults list finds each schema, except those of `FAMILIES`. None of them is listed as a choice."""
 
 AS_SAVED = "as_saved"
 """The choice of each group that holds what a run was saved with; it is not listed."""
@@ -99,7 +86,7 @@ class ValkyrieSource(ConfigSource):
         group, _, name = path.partition("/")
         is_mesh = group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)
         is_target = group == "target" and name != "" and "/" not in name
-        is_family = group in FAMILIES_OF and name.endswith("_schema")
+        is_family = group in FAMILIES and name.endswith("_schema") and name.removesuffix("_schema") in FAMILIES[group]
         is_mode = group == "mode" and name in MODES
         is_saved = name == AS_SAVED and group in saved_groups
         is_default = path == f"remat/{BY_WIDTH}"
@@ -122,7 +109,7 @@ class ValkyrieSource(ConfigSource):
             elif group == "mode":
                 config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name, **MODES[name].defaults})
             else:
-                value = _mesh(name) if group == "mesh" else FAMILIES_OF[group][1](name.removesuffix("_schema"))
+                value = _mesh(name) if group == "mesh" else FAMILIES[group].config_class(name.removesuffix("_schema"))
                 config = OmegaConf.structured(value)
         except ValueError as error:
             raise ConfigCompositionException(str(error)) from None
@@ -139,7 +126,7 @@ class ValkyrieSource(ConfigSource):
             return [*MODES]
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in files(CHIPS))]
-        return ["mesh", "mode", *FAMILIES_OF] if config_path == "" and results_filter is not ObjectType.CONFIG else []
+        return ["mesh", "mode", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
 
 
 def register() -> Path:
@@ -200,11 +187,11 @@ def default_mesh(target: str = "auto") -> str:
     chosen = target_named(target)
     if chosen.chips is not None:
         sizes = parse_shape(chosen.topology) or (chosen.chips,)
-        if chosen.platform is Platform.cpu:
+        if platform_of(chosen.platform).runs_on_host:
             sizes = even_shape(chosen.chips, 3)
         last = sizes[-1] * (chosen.chip.devices if chosen.chip else 1)
         return shape_text((*[1] * (3 - len(sizes)), *sizes[:-1], last))
-    count = 0 if chosen.platform is Platform.cpu else accelerators()
+    count = 0 if platform_of(chosen.platform).runs_on_host else accelerators()
     return f"1x1x{count}" if count else SIMULATED_MESH
 
 
@@ -232,8 +219,7 @@ def default_save(embed: int) -> list[str]:
 
 def default_precision(target: str = "auto") -> str:
     """Return the policy used when nothing names one: bfloat16 products on accelerators, float32 on a CPU."""
-    platform = target_named(target).platform
-    simulated = platform is Platform.cpu or (platform is Platform.any and not accelerators())
+    simulated = platform_of(target_named(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"
 
 
@@ -287,15 +273,8 @@ def accelerators() -> int:
     """Return how many accelerators of this host JAX could use, judged from device files, without importing JAX."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return 0
-    plugins = {"nvidia": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "tpu": ("libtpu",)}
-    files = {
-        "nvidia": [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()],
-        "tpu": [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")],
-    }
-    for kind, names in plugins.items():
-        if files[kind] and any(importlib.util.find_spec(name) for name in names):
-            return len(files[kind])
-    return 0
+    counts = (len(platform.device_files()) for platform in platforms() if platform.is_installed())
+    return next(filter(None, counts), 0)
 
 
 def _open_rules(config: DictConfig) -> DictConfig:
@@ -321,4 +300,4 @@ def _target_config(name: str) -> DictConfig:
     chip = [] if target.chip is None else [f"chip/{target.chip.name}@chip"]
     values = {key: getattr(target, key) for key in ("name", "chips", "topology", "hosts")}
     bases = ["target_schema", *chip, "_self_"]
-    return OmegaConf.create({"defaults": bases, "platform": target.platform.value, **values})
+    return OmegaConf.create({"defaults": bases, "platform": target.platform, **values})

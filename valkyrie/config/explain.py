@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import refusal_of
+from valkyrie.config.run import FAMILIES
 
 _GROUPS = ("experiment", "sweep", *GROUPS)
 _EXTRAS = {
@@ -74,6 +75,9 @@ def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> st
             f"--config-dir FOLDER {first}={name}"
             + (f", here --config-dir {folder}." if path.parent.name == first else ".")
         )
+    if group in FAMILIES and name == f"{group}_schema":
+        schemas = ", ".join(f"{family}_schema" for family in FAMILIES[group].names())
+        return f"{group}/{name}: the schema depends on the family. In `defaults:` write one of {schemas}."
     other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
     if other is not None:
         return f"{group}={name}: {other} is not looked at, for its name ends in .yml. Rename it to {name}.yaml."

@@ -27,6 +27,7 @@ _ELSEWHERE = {
     "lr": "optimizer.learning_rate",
     "wd": "optimizer.weight_decay",
     "warmup": "optimizer.warmup_steps",
+    "kind": "optimizer.family",
     "grad_clip": "optimizer.clip_norm",
     "max_steps": "steps",
     "num_steps": "steps",

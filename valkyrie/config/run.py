@@ -14,16 +14,17 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from valkyrie import models, optim
 from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import needs_disk
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
 from valkyrie.config.modes import MODES, ModeConfig, Needs, reads_run
 from valkyrie.config.refusals import mode_problems, refusal_of, too_large
-from valkyrie.data.config import SEEDS, SOURCES, DataConfig, data_class, full_path, without_foreign_keys
-from valkyrie.extensions import add_import_path
+from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path, without_foreign_keys
+from valkyrie.extensions import Families, add_import_path
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.models import FAMILIES, Model, activation_names, known_axes
+from valkyrie.models import Model, activation_names, known_axes
 from valkyrie.optim import OptimizerConfig
 from valkyrie.parallel.batches import Batches, batches_of
 from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems, make_layout
@@ -36,11 +37,20 @@ from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.tracking import TrackingConfig, profile_problems
-from valkyrie.tasks import TASKS, Task, task_class
+from valkyrie.tasks import TASKS, Task
 from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
+FAMILIES: dict[str, Families] = {
+    "model": models.FAMILIES,
+    "data": SOURCES,
+    "task": TASKS,
+    "optimizer": optim.FAMILIES,
+}
+"""The config groups whose schema depends on the family that is chosen; such a module may be the user's."""
+OPTIONAL_GROUPS = frozenset({"task"})
+"""Groups that a run may leave out: without `task` it has the task of its model family."""
 _COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
 
 
@@ -68,7 +78,7 @@ class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
     `task` None is the task of the model family.
-    `modules` are the folders of the user's own modules (a model family, a data source, a task), which a run in another
+    `modules` are folders with the user's own modules (models, data sources, tasks, optimizers), which a run in another
     process imports too.
     `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
     `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
@@ -83,7 +93,7 @@ class RunConfig:
     data: DataConfig = MISSING
     task: Any = None
     precision: PolicyConfig = field(default_factory=PolicyConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = MISSING
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     code_eval: CodeEvalConfig = field(default_factory=CodeEvalConfig)
@@ -158,7 +168,7 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """The task: that of `task=`, else the one of the model family. ValueError if there is no such task."""
-        return self.config.task or task_class(self.model.task)()
+        return self.config.task or TASKS.config_class(self.model.task)()
 
     @property
     def step_flops(self) -> float:
@@ -210,22 +220,17 @@ class Run:
         """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         add_import_path(OmegaConf.select(composed, "modules") or [])
-        family = OmegaConf.select(composed, "model.family")
-        if family is None:
-            raise ValueError("model.family is missing: choose a model, such as model=valkyrie_tiny.")
-        source, task = (OmegaConf.select(composed, key) for key in ("data.source", "task.family"))
-        if source is None:
-            raise ValueError("data.source is missing: choose data, such as data=stdlib.")
-        data = OmegaConf.to_container(composed.data)
-        assert isinstance(data, dict)
-        if (own := without_foreign_keys(data)) != data:
-            composed.data = own
-        elif OmegaConf.get_type(composed.data) not in (dict, data_class(source)):
-            raise ValueError(f"data.source={source} changes the source and none of the settings. Write data={source}.")
-        schema = OmegaConf.structured(RunConfig)
-        schema.model, schema.data = FAMILIES.config_class(family), data_class(source)
-        if task is not None:
-            schema.task = task_class(task)
+        schema, folders = OmegaConf.structured(RunConfig), []
+        for group, families in FAMILIES.items():
+            family = OmegaConf.select(composed, families.key)
+            if family is None and group in OPTIONAL_GROUPS:
+                continue
+            if family is None:
+                raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
+            if group == "data":
+                _drop_foreign_keys(composed, family)
+            schema[group] = OmegaConf.structured(families.config_class(family))
+            folders.append(families.user_folder(family))
         try:
             merged = OmegaConf.merge(schema, composed)
             OmegaConf.resolve(merged)
@@ -233,9 +238,10 @@ class Run:
         except OmegaConfBaseException as error:
             raise ValueError(refusal_of(error)) from error
         assert isinstance(typed, RunConfig)
-        chosen = ((FAMILIES, family), (SOURCES, source), (TASKS, task or typed.model.task))
-        folders = [families.user_folder(name) for families, name in chosen]
-        typed.modules += dict.fromkeys(str(f) for f in folders if f is not None and str(f) not in typed.modules)
+        if typed.task is None:
+            folders.append(TASKS.user_folder(typed.model.task))
+        user_folders = dict.fromkeys(str(folder) for folder in folders if folder is not None)
+        typed.modules += [folder for folder in user_folders if folder not in typed.modules]
         return Run(typed, typed.model)._with_batches()
 
     def _with_batches(self) -> Run:
@@ -401,3 +407,13 @@ class Run:
                 "step to the next, for the whole batch at once. Use microbatches=1."
             )
         return problems
+
+
+def _drop_foreign_keys(composed: DictConfig, source: str) -> None:
+    """Drop the settings of other data sources that a `run.yaml` of an earlier version has."""
+    data = OmegaConf.to_container(composed.data)
+    assert isinstance(data, dict)
+    if (own := without_foreign_keys(data)) != data:
+        composed.data = own
+    elif OmegaConf.get_type(composed.data) not in (dict, SOURCES.config_class(source)):
+        raise ValueError(f"data.source={source} changes the source and none of the settings. Write data={source}.")

@@ -18,9 +18,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import latest_step
-from valkyrie.config.compose import AS_SAVED, FAMILIES_OF, GROUPS, saved_groups
+from valkyrie.config.compose import AS_SAVED, GROUPS, saved_groups
 from valkyrie.config.modes import reads_run
-from valkyrie.config.run import HEADER, Run, RunConfig
+from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig
 from valkyrie.data.config import without_foreign_keys
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused
@@ -35,8 +35,6 @@ SETTINGS = "VALKYRIE_SETTINGS"
 """The variable by which the jobs of a multirun know the file with their settings."""
 SAVED_RUN = "saved_run"
 """The name under which Hydra finds these settings."""
-_OPTIONAL = {"task"}
-"""Groups of which a run may have no choice."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,8 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
     written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
-    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written | _OPTIONAL]
-    given = written & {*GROUPS} - _OPTIONAL
+    missing = [] if is_record else [f.name for f in fields(RunConfig) if f.name not in written | OPTIONAL_GROUPS]
+    given = written & {*GROUPS} - OPTIONAL_GROUPS
     wrong = [group for group in GROUPS if group in given and not isinstance(values.get(group), DictConfig)]
     if missing or (wrong and not is_record):
         raise ValueError(
@@ -161,9 +159,9 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
     values.data = without_foreign_keys(_plain(values.data))
-    saved = [group for group in GROUPS if group not in _OPTIONAL or values.get(group) is not None]
+    saved = [group for group in GROUPS if group not in OPTIONAL_GROUPS or values.get(group) is not None]
     for group in saved:
-        schema = f"{OmegaConf.select(values, FAMILIES_OF[group][0].key) if group in FAMILIES_OF else group}_schema"
+        schema = f"{OmegaConf.select(values, FAMILIES[group].key) if group in FAMILIES else group}_schema"
         nested = ["chip/chip_schema@chip"] if group == "target" and values.target.chip is not None else []
         saved_groups[group] = {"defaults": [schema, *nested, "_self_"], **_plain(values[group])}
     own = {str(key): value for key, value in _plain(values).items() if key not in (*GROUPS, "hydra")}

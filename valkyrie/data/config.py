@@ -16,7 +16,6 @@ from valkyrie.processes.team import ALONE, Team
 if TYPE_CHECKING:
     from valkyrie.data.batches import Dataset
 
-SOURCES = Families("data.source", "valkyrie.data.sources")
 """Data sources by name: modules with a dataclass `Config` derived from `DataConfig`."""
 
 TEXT = "text"
@@ -119,6 +118,9 @@ class DataConfig(ABC):
         return None
 
 
+SOURCES = Families("data.source", "valkyrie.data.sources", DataConfig)
+
+
 def full_path(path: str) -> str:
     """Absolute path of a file, with `~` expanded. An empty path and a URL are returned as they are."""
     return path if not path or scheme_of(path) else os.path.abspath(os.path.expanduser(path))
@@ -129,22 +131,14 @@ def names_file(tokenizer: str) -> bool:
     return tokenizer.endswith((".tiktoken", ".json")) or "/" in tokenizer
 
 
-def data_class(source: str) -> type[DataConfig]:
-    """The config class of a source. ValueError for an unknown source, or a module without one."""
-    config = SOURCES.config_class(source)
-    if not issubclass(config, DataConfig):
-        raise ValueError(f"data.source={source}: its Config must derive from valkyrie.data.config.DataConfig.")
-    return config
-
-
 def sources_with(key: str) -> list[str]:
     """Names of the sources of this package that have a key: `paths`, or `sudoku.side`."""
-    return [name for name in SOURCES.names() if _has_key(data_class(name), key)]
+    return [name for name in SOURCES.names() if _has_key(SOURCES.config_class(name), key)]
 
 
 def sources_of(kind: str) -> list[str]:
     """Names of the sources of this package with one kind of data."""
-    return [name for name in SOURCES.names() if data_class(name).kind == kind]
+    return [name for name in SOURCES.names() if SOURCES.config_class(name).kind == kind]
 
 
 def _has_key(config: object, key: str) -> bool:
@@ -157,7 +151,7 @@ def without_foreign_keys(data: Mapping[Any, Any]) -> dict[str, Any]:
     """The values of `data` in a `run.yaml`. In those with the keys of all sources, only the keys of its own source."""
     if not data.keys() >= _FLAT_KEYS:
         return dict(data)
-    config = data_class(str(data["source"]))
+    config = SOURCES.config_class(str(data["source"]))
 
     def owned(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         known = {key: value for key, value in values.items() if _has_key(config, f"{prefix}{key}")}

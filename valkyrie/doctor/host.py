@@ -12,7 +12,7 @@ from valkyrie.config.compose import accelerators
 from valkyrie.config.run import Run
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.doctor.size import state_bytes
-from valkyrie.hardware.target import Platform
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.processes.locks import Lock, lock
 from valkyrie.train.devices import missing_devices
 from valkyrie.train.host import free_memory
@@ -30,11 +30,11 @@ def chips(run: Run, processes: int) -> list[Finding]:
         return [Finding("chips", FAILS, problem) for problem in problems]
     target, mesh, found = run.config.target, run.config.mesh, accelerators()
     if not found:
-        verdict = FINE if target.platform is Platform.cpu else WARNING
+        verdict = FINE if platform_of(target.platform).runs_on_host else WARNING
         each = f", {mesh.size // processes} a process," if processes > 1 else ""
         text = f"no accelerator that JAX can use: {mesh.size} simulated CPU devices{each} on {os.cpu_count()} cores"
         return [Finding("chips", verdict, text)]
-    if target.chips is None or target.chip is None or target.platform is not Platform.tpu:
+    if target.chips is None or target.chip is None or not platform_of(target.platform).uses_every_device:
         return [Finding("chips", FINE, f"{found} on this host")]
     hosts, each = target.hosts * target.slices, target.chips // target.hosts
     findings = [Finding("chips", FINE, f"{found} {target.chip.name} chips on this host")]
@@ -78,7 +78,7 @@ def host_memory(run: Run, processes: int, free: int | None = None) -> Finding:
     free = free_memory() if free is None else free
     if free is None:
         return Finding("host memory", WARNING, "this system does not tell how much is free")
-    simulated = not accelerators() and run.config.target.platform in (Platform.any, Platform.cpu)
+    simulated = not accelerators() and platform_of(run.config.target.platform).is_simulated(0)
     copies = 3 if simulated else 1  # the state itself and its gradients lie there too
     needed = copies * state_bytes(run) // processes
     what = "the state, gradients and a copy to save" if simulated else "the copy of the state that is saved"

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from valkyrie.config.run import Run
 from valkyrie.doctor.findings import FAILS, FINE, Finding
-from valkyrie.hardware.target import Platform
+from valkyrie.hardware.platforms import platform_of
 
 _SHOWN = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 _WHO = ("valkyrie-jax", "jax")
@@ -19,11 +19,12 @@ _WHO = ("valkyrie-jax", "jax")
 def versions_fit(run: Run) -> Finding:
     """Return whether the installed versions are those that Valkyrie and JAX ask for, and whether one is missing."""
     wrong = list(dict.fromkeys(_wrong()))
-    if run.config.target.platform is Platform.tpu and _installed("libtpu") is None:
-        wrong.append("libtpu is not installed, without which JAX finds no TPU")
+    platform = platform_of(run.config.target.platform)
+    if platform.plugins and not any(map(_installed, platform.plugins)):
+        wrong.append(f"{platform.plugins[0]} is not installed, without which JAX finds no {platform.name.upper()}")
     shown = ", ".join(f"{name} {found}" for name in _SHOWN if (found := _installed(name)))
     if wrong:
-        extra = " --extra tpu" if run.config.target.platform is Platform.tpu else ""
+        extra = "" if platform.extra is None else f" --extra {platform.extra}"
         return Finding("versions", FAILS, f"{'; '.join(wrong)} (here: {shown})", f"Install what fits: uv sync{extra}")
     return Finding("versions", FINE, shown)
 

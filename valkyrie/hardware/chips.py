@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
+from typing import Any
 
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import config_names, read_config
@@ -36,6 +38,20 @@ def chip_of(device_kind: str) -> ChipConfig | None:
         if device_kind in chip.device_kinds:
             return chip
     return None
+
+
+def chips_rented_as(key: str) -> list[str]:
+    """Return the names of the chips that `ChipConfig.rented_as` has a name for at a cloud."""
+    return [chip.name for chip in known_chips().values() if key in chip.rented_as]
+
+
+def with_shipped_figures(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a chip from a `run.yaml`, with those that chips had no key for when it was written."""
+    name = saved.get("name")
+    if name not in config_names(CHIPS):
+        return dict(saved)
+    shipped = asdict(_chip(name))
+    return {key: shipped[key] for key in ("cores", "host_gbs", "splash_bundles")} | dict(saved)
 
 
 @cache

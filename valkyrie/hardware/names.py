@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.platforms import platforms
 from valkyrie.hardware.slices import Shape, nearest_hint, parse_shape, says_twisted, shortened
 from valkyrie.hardware.target import ChipConfig, TargetConfig, simulated, slice_of
 
@@ -94,10 +95,10 @@ def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Seque
     """Return the refusal of a name whose chip is none, with the names nearest to it."""
     near = [f"{chip}{size}" for chip in difflib.get_close_matches(word.lower(), list(chips))] if size else []
     near = near or difflib.get_close_matches(name, files, n=1)
+    if any(word.lower() in (platform.name, *platform.aliases) for platform in platforms()):
+        near = ["auto"]
     if word.startswith("cpu"):
         near = ["cpu8"]
-    if word.lower() in ("gpu", "tpu", "cuda"):
-        near = ["auto"]
     hint = f" Did you mean {' or '.join(f'target={other}' for other in near)}?" if near else ""
     return (
         f"target={name} is not known.{hint} Known chips: {', '.join(chips)}. A target is CHIP-N as its cloud names it "

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 TWISTED = "_twisted"
@@ -21,27 +20,46 @@ Shape = tuple[int, ...]
 """Chips along each axis of a slice."""
 
 
-class Wrap(Enum):
-    """Which shapes a torus comes in, and which of its axes close into rings.
+@dataclass(frozen=True)
+class Wrap:
+    """Which shapes a torus comes in, and which of its axes close into rings, as a chip's YAML names it.
 
-    `axes_of_16`, `axes_of_32`: a square pod of that side, cut into n x n and n x 2n; an axis as long as the pod closes.
-    `cubes_of_4`: built of cubes of 4x4x4; all axes close where all are whole cubes. `none`: any shape, without rings.
+    `axes_of_16`: a square pod of that side, cut into n x n and n x 2n; an axis as long as the pod closes. `cubes_of_4`:
+    built of cubes of that side; all axes close where all are whole cubes. `none`: any shape, without rings.
+
+    Attributes:
+        side: of the pod or of a cube, None for any shape.
+        cubes: whether slices are built of cubes.
     """
 
-    none = "none"
-    axes_of_16 = "axes_of_16"
-    axes_of_32 = "axes_of_32"
-    cubes_of_4 = "cubes_of_4"
+    side: int | None = None
+    cubes: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Wrap:
+        """Return what `none`, `axes_of_N` or `cubes_of_N` means; ValueError for other words."""
+        if text == "none":
+            return Wrap()
+        match = re.fullmatch(r"(axes|cubes)_of_([1-9][0-9]{0,3})", text)
+        if match is None:
+            raise ValueError(f"target.chip.wrap={text}: write none, axes_of_N or cubes_of_N, such as axes_of_16.")
+        return Wrap(int(match[2]), match[1] == "cubes")
+
+    @property
+    def axes(self) -> int | None:
+        """Axes of the torus that the rule is for, None for any number."""
+        return None if self.side is None else 3 if self.cubes else 2
+
+    @property
+    def largest(self) -> int | None:
+        """Chips of the largest slice that the rule allows, or None if it has no limit."""
+        return None if self.side is None else _LONGEST_AXIS**3 if self.cubes else self.side**2
 
 
-WRAP_AXES = {Wrap.axes_of_16: 2, Wrap.axes_of_32: 2, Wrap.cubes_of_4: 3}
-"""The axes of the torus that each rule is for."""
-
-_POD_SIDE = {Wrap.axes_of_16: 16, Wrap.axes_of_32: 32}
 _BELOW_A_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+"""Slices smaller than a cube of 4x4x4, the only cubes that there are."""
 _LONGEST_AXIS = 256
 """Of whole cubes: from 1 to 96 cubes, AXLearn lists the v5p sizes that have a shape within it, and no other."""
-_LARGEST = {Wrap.axes_of_16: 16**2, Wrap.axes_of_32: 32**2, Wrap.cubes_of_4: _LONGEST_AXIS**3}
 
 
 @dataclass(frozen=True)
@@ -75,17 +93,19 @@ class Slices:
         if len(shape) != (self.axes or 1) or not self._fits_hosts(shape):
             return False
         of_size = self._of_size(math.prod(shape))
-        return bool(of_size) and (self.wrap is Wrap.none or tuple(sorted(shape)) in {tuple(sorted(s)) for s in of_size})
+        return bool(of_size) and (self.wrap.side is None or tuple(sorted(shape)) in {tuple(sorted(s)) for s in of_size})
 
     def rule(self, chips: int) -> str:
         """Return what keeps a slice of so many chips, or some shape of them, from existing."""
         if self.largest is not None and chips > self.largest:
             return f"the largest has {self.largest} chips, this one would have {chips}"
-        if self.wrap is Wrap.cubes_of_4:
-            small = ", ".join(shape_text(s) for s in _BELOW_A_CUBE)
-            return f"below a cube of 4x4x4 there are {small}; from there on every axis is a multiple of 4"
-        if self.wrap in _POD_SIDE:
-            return f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {_POD_SIDE[self.wrap]}"
+        side = self.wrap.side
+        if side is not None and self.wrap.cubes:
+            small = ", ".join(shape_text(s) for s in _below_a_cube(side))
+            cube = shape_text([side] * 3)
+            return f"below a cube of {cube} there are {small}; from there on every axis is a multiple of {side}"
+        if side is not None:
+            return f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {side}"
         return f"beyond one host of {shape_text(self.host_bounds)} chips there are only whole hosts"
 
     def refusal(self, shape: Shape, chip: str, written: Callable[[Shape], str]) -> str | None:
@@ -109,7 +129,7 @@ class Slices:
 
     def nearest(self, chips: int | Fraction) -> list[Shape]:
         """Return the next smaller slice than one of so many chips, and the next larger, as far as there are any."""
-        largest = self.largest or _LARGEST.get(self.wrap) or math.ceil(chips) + math.prod(self.host_bounds)
+        largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
         below = (self.default(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
         above = (self.default(n) for n in range(math.floor(chips) + 1, largest + 1))
         return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
@@ -139,9 +159,9 @@ class Slices:
 
     def rings(self, shape: Shape) -> tuple[bool, ...]:
         """Return for each axis of a slice whether it closes into a ring."""
-        if self.wrap is Wrap.cubes_of_4:
-            return (all(side % 4 == 0 for side in shape),) * len(shape)
-        return tuple(side == _POD_SIDE.get(self.wrap) for side in shape)
+        if self.wrap.side is not None and self.wrap.cubes:
+            return (all(length % self.wrap.side == 0 for length in shape),) * len(shape)
+        return tuple(length == self.wrap.side for length in shape)
 
     def is_twisted(self, shape: Shape) -> bool:
         """Return whether a slice of this shape comes as a twisted torus as well."""
@@ -163,9 +183,9 @@ class Slices:
         """Return the shapes of so many chips, as Cloud TPU writes them; the most even one where any is legal."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
-        if self.wrap is Wrap.none:
+        if self.wrap.side is None:
             return self._of_hosts(chips)
-        return _of_cubes(chips) if self.wrap is Wrap.cubes_of_4 else _of_squares(chips, _POD_SIDE[self.wrap])
+        return _of_cubes(chips, self.wrap.side) if self.wrap.cubes else _of_squares(chips, self.wrap.side)
 
     def _of_hosts(self, chips: int) -> list[Shape]:
         """Return the most even shape of whole hosts, or of a part of one, where any shape is legal."""
@@ -217,14 +237,18 @@ def nearest_hint(shapes: Iterable[Shape], written: Callable[[Shape], str]) -> st
     return f"Nearest: {', '.join(named)}."
 
 
-def _of_cubes(chips: int) -> list[Shape]:
-    cubes, rest = divmod(chips, 64)
+def _below_a_cube(side: int) -> list[Shape]:
+    return [shape for shape in _BELOW_A_CUBE if max(shape) <= side]
+
+
+def _of_cubes(chips: int, side: int) -> list[Shape]:
+    cubes, rest = divmod(chips, side**3)
     if rest or not cubes:
-        return [shape for shape in _BELOW_A_CUBE if math.prod(shape) == chips]
-    longest = _LONGEST_AXIS // 4
+        return [shape for shape in _below_a_cube(side) if math.prod(shape) == chips]
+    longest = _LONGEST_AXIS // side
     sides = [n for n in range(1, min(cubes, longest) + 1) if cubes % n == 0]
     pairs = ((i, j) for i in sides for j in sides if i <= j and cubes % (i * j) == 0)
-    return [(4 * i, 4 * j, 4 * k) for i, j in pairs if j <= (k := cubes // (i * j)) <= longest]
+    return [(side * i, side * j, side * k) for i, j in pairs if j <= (k := cubes // (i * j)) <= longest]
 
 
 def _of_squares(chips: int, longest: int) -> list[Shape]:

@@ -5,24 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from valkyrie.hardware.slices import TWISTED, WRAP_AXES, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
+from valkyrie.hardware.platforms import platform_of, platform_problem
+from valkyrie.hardware.slices import TWISTED, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
 from valkyrie.precision import DType
-
-ROUNDED = 1.01
-"""How much a program may have of a published memory, which is rounded: of v5p's 95 GiB the compiler gives 95.73."""
-
-
-class Platform(Enum):
-    """The JAX platform a chip belongs to; `any` is whatever the machine has."""
-
-    any = "any"
-    cpu = "cpu"
-    gpu = "gpu"
-    tpu = "tpu"
 
 
 @dataclass
@@ -42,6 +30,30 @@ class ReplayConfig:
 
 
 @dataclass
+class SplashBundles:
+    """VLIW bundles of a splash attention kernel on one core, bfloat16, causal.
+
+    Each for a block of 512x512 at head size 128, of 1024x1024 at 128, and of 512x512 at 256. Compiled alone by libtpu,
+    with a batch and residuals, and read off its dumps (`LIBTPU_INIT_ARGS=--xla_jf_dump_to=DIR
+    --xla_jf_dump_llo_text=true`): in `*-final_bundles.txt` the loop over the grid begins at `LB:`, and in it the last
+    three branches ahead (`sbr.rel`) pass over the beginning of a row, the block and the end of a row; the bundles
+    between a branch and its region are theirs, and a step has the rest of the loop. A bundle is a cycle at best. Longer
+    grids, grouped heads and a kernel without a batch move a step by up to 80 bundles; segment ids and local masks add
+    up to 8% to a block.
+
+    Attributes:
+        step: every step of the grid takes these, also one at a block that the mask skips: fetching, index arithmetic,
+            and in the fused backward pass clearing dq.
+        block: a block that the mask does not skip.
+        ends: beginning and ending a row of blocks (dkv: a column): clearing the sums, then normalising and writing.
+    """
+
+    step: list[int] = field(default_factory=list)
+    block: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+
+
+@dataclass
 class ChipConfig:
     """One accelerator chip. Figures are per chip; sources stand in `conf/target/chip/*.yaml`.
 
@@ -58,6 +70,10 @@ class ChipConfig:
     `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
     `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: options that a step is compiled with,
     whether to train or to predict; null takes one away. `xla_options_until`: the last libtpu that takes one of them.
+    `cores`: TensorCores behind one JAX device, between which the grid of a Pallas kernel is split. `host_gbs`: GB/s one
+    way between its memory and its host's, over PCIe; by default gen 4 x8, as up to v5p (scaling book).
+    `splash_bundles`: of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; a chip without any is taken for a v5p.
+    `rented_as`: its names at clouds, `tpu_vm_type` and `tpu_vm_runtime` at Google's TPU VMs, `gke`, `skypilot`.
     `device_kinds`: by which JAX reports it. `estimate`: what it reaches of these figures, as `mode=search` estimates a
     step (`valkyrie.search.estimate.efficiency`). `replay`: what measured steps took of their replays, where that is
     known from runs of one's own. `calibrated`: the name of the chip that both were fitted to, as `mode=calibrate`
@@ -65,7 +81,7 @@ class ChipConfig:
     """
 
     name: str = "unknown"
-    platform: Platform = Platform.any
+    platform: str = "any"
     peak_tflops: dict[str, float] = field(default_factory=dict)
     hbm_gib: float | None = None
     usable_hbm_gib: float | None = None
@@ -75,7 +91,7 @@ class ChipConfig:
     ici_axes: int | None = None
     ici_link_gbs: float | None = None
     hop_us: float | None = None
-    wrap: Wrap = Wrap.none
+    wrap: str = "none"
     twists: bool = False
     host_bounds: list[int] = field(default_factory=list)
     single_host_chips: int | None = None
@@ -84,6 +100,10 @@ class ChipConfig:
     max_chips: int | None = None
     units_in_name: int = 1
     aliases: list[str] = field(default_factory=list)
+    cores: int = 1
+    host_gbs: float = 16.0
+    splash_bundles: dict[str, SplashBundles] = field(default_factory=dict)
+    rented_as: dict[str, str] = field(default_factory=dict)
     usd_per_hour: float | None = None
     spot_usd_per_hour: float | None = None
     compiler_name: str | None = None
@@ -107,12 +127,18 @@ class ChipConfig:
         if problems:
             raise ValueError("\n".join(problems))
         bounds = tuple(self.host_bounds)
-        return Slices(self.ici_axes, self.wrap, self.max_chips, bounds, self.single_host_chips, self.twists)
+        return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
 
     def problems(self) -> list[str]:
         """Return why there is no such chip, in the words of the command line."""
+        if wrong := platform_problem("target.chip.platform", self.platform):
+            return [wrong]
         counts = {"devices": self.devices, "ici_axes": self.ici_axes, "max_chips": self.max_chips}
-        counts |= {"units_in_name": self.units_in_name, "single_host_chips": self.single_host_chips}
+        counts |= {
+            "cores": self.cores,
+            "units_in_name": self.units_in_name,
+            "single_host_chips": self.single_host_chips,
+        }
         problems = [f"target.chip.{k}={n}: at least 1 is needed." for k, n in counts.items() if n is not None and n < 1]
         if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
             problems.append(
@@ -120,7 +146,7 @@ class ChipConfig:
                 f"which target.chip.ici_axes={self.ici_axes} of this chip has, each at least 1."
             )
         above_0 = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
-        above_0 += ("switch_gbs",)
+        above_0 += ("switch_gbs", "host_gbs")
         figures = {name: getattr(self, name) for name in above_0}
         figures |= {f"replay.{name}": getattr(self.replay, name) for name in ("factor", "low", "high")}
         figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in self.peak_tflops.items()}
@@ -141,10 +167,13 @@ class ChipConfig:
         for name, value in self.xla_options.items():
             if not isinstance(value, str | int | float | None):
                 problems.append(f"target.chip.xla_options.{name}={value}: write a word, a number, true, false or null.")
-        axes = WRAP_AXES.get(self.wrap)
+        try:
+            axes = Wrap.parse(self.wrap).axes
+        except ValueError as error:
+            return [*problems, str(error)]
         if axes not in (None, self.ici_axes):
             problems.append(
-                f"target.chip.wrap={self.wrap.value} is for a torus of {axes} axes, target.chip.ici_axes="
+                f"target.chip.wrap={self.wrap} is for a torus of {axes} axes, target.chip.ici_axes="
                 f"{self.ici_axes} for another. Use target.chip.ici_axes={axes}, or target.chip.wrap=none."
             )
         return problems
@@ -159,7 +188,7 @@ class TargetConfig:
     """
 
     name: str = "auto"
-    platform: Platform = Platform.any
+    platform: str = "any"
     chip: ChipConfig | None = None
     chips: int | None = None
     topology: str | None = None
@@ -196,6 +225,8 @@ class TargetConfig:
     def problems(self) -> list[str]:
         """Return why there is no such hardware, in the words of the command line."""
         chip, override = self.chip, f"target.topology={self.topology}"
+        if wrong := platform_problem("target.platform", self.platform):
+            return [wrong]
         for key in ("chips", "hosts", "slices"):
             if (count := getattr(self, key)) is not None and count < 1:
                 return [f"target.{key}={count}: at least 1 is needed."]
@@ -232,7 +263,7 @@ class TargetConfig:
     def resized(self, devices: int) -> TargetConfig | None:
         """Return one slice of so many devices of the same kind; None where there is none."""
         if self.chip is None:
-            return simulated(devices) if self.platform is Platform.cpu else None
+            return simulated(devices) if platform_of(self.platform).runs_on_host else None
         chips, rest = divmod(devices, self.chip.devices)
         shape = None if rest else self.chip.slices.default(chips)
         return None if shape is None else slice_of(self.chip, shape)
@@ -252,7 +283,7 @@ class TargetConfig:
         """Return how many chips its name says, None where it says none: 32 of `v4-64` and `v4-2x4x4`, 8 of `cpu8`."""
         if self.chip is None:
             size = self.name.removeprefix("cpu")
-            return int(size) if self.platform is Platform.cpu and size.isdecimal() else None
+            return int(size) if platform_of(self.platform).runs_on_host and size.isdecimal() else None
         size = self._size_in_name()
         if size.isdecimal():
             return int(size) // max(self.chip.units_in_name, 1)
@@ -357,7 +388,7 @@ def slice_of(chip: ChipConfig, shape: Shape, *, twisted: bool = False) -> Target
 
 def simulated(devices: int) -> TargetConfig:
     """Return so many simulated CPU devices."""
-    return TargetConfig(f"cpu{devices}", Platform.cpu, chips=devices)
+    return TargetConfig(f"cpu{devices}", "cpu", chips=devices)
 
 
 def topology_text(shape: Shape) -> str:
@@ -366,13 +397,5 @@ def topology_text(shape: Shape) -> str:
 
 
 def usable_hbm(chip: ChipConfig | None) -> int | None:
-    """Return the bytes that a program may have of one device's memory; None where that is not known.
-
-    What the compiler leaves of it, or all of it where that is less or the other is not known.
-    """
-    if chip is None:
-        return None
-    size, whole = chip.usable_hbm_gib, chip.hbm_gib
-    if size is None or (whole is not None and size > ROUNDED * whole):
-        size = whole
-    return None if size is None else int(size * 2**30 / chip.devices)
+    """Return the bytes that a program may have of one device's memory; None where that is not known."""
+    return None if chip is None else platform_of(chip.platform).usable_memory(chip)

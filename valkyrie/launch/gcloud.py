@@ -18,14 +18,6 @@ from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options
 from valkyrie.launch.plan import Call, Command
 
-# cloud.google.com/tpu/docs/runtimes, "PyTorch and JAX"; tpu7x is rented by GKE alone (tpu/docs/queued-resources)
-RUNTIMES = {
-    "v3": "tpu-ubuntu2204-base",
-    "v4": "tpu-ubuntu2204-base",
-    "v5e": "v2-alpha-tpuv5-lite",
-    "v5p": "v2-alpha-tpuv5",
-    "v6e": "v2-alpha-tpuv6e",
-}
 LOG = "launch.log"
 """The log of a worker in the folder of the code."""
 
@@ -57,7 +49,8 @@ class Slices:
     def create(self) -> Call:
         """Ask for them: `queued=true` waits in the queue for them, `queued=false` takes them now or fails."""
         options, hardware = self.options, self._hardware
-        runtime = options.runtime or RUNTIMES[hardware.chip.name if hardware.chip else ""]
+        assert hardware.chip is not None
+        runtime = options.runtime or hardware.chip.rented_as["tpu_vm_runtime"]
         if hardware.name.rpartition("-")[2].isdecimal():
             kind = (f"--accelerator-type={accelerator(hardware)}",)
         else:
@@ -150,10 +143,11 @@ class Slices:
 def check(options: Options, overrides: Sequence[str]) -> None:
     """Raise ValueError for what Cloud TPU VMs do not have."""
     hardware = options.hardware
-    chip = hardware.chip.name if hardware is not None and hardware.chip is not None else ""
-    if chip not in RUNTIMES:
+    chip = None if hardware is None else hardware.chip
+    if chip is None or "tpu_vm_runtime" not in chip.rented_as:  # tpu7x: cloud.google.com/tpu/docs/queued-resources
         raise ValueError(
-            f"target={options.target}: {chip} is rented by GKE alone. Write target=gke slice={options.target}."
+            f"target={options.target}: {chip.name if chip else ''} is rented by GKE alone. Write target=gke "
+            f"slice={options.target}."
         )
     if options.slices > 1 and not options.queued:
         raise ValueError(f"slices={options.slices} needs the queue, which gives all at once. Leave queued=false out.")
@@ -161,4 +155,4 @@ def check(options: Options, overrides: Sequence[str]) -> None:
 
 def _type(target: TargetConfig) -> str:
     assert target.chip is not None
-    return "v5litepod" if target.chip.name == "v5e" else target.chip.name
+    return target.chip.rented_as.get("tpu_vm_type", target.chip.name)

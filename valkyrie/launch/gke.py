@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from valkyrie.hardware.chips import chips_rented_as
 from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.local import RESTARTS
 from valkyrie.launch.options import Options
@@ -16,14 +17,6 @@ from valkyrie.launch.plan import Call, Plan, Written, join
 from valkyrie.launch.yaml_text import yaml_text
 from valkyrie.processes.child import INTERRUPTED, USER_ERROR
 
-# cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus: the value of cloud.google.com/gke-tpu-accelerator
-ACCELERATORS = {
-    "v4": "tpu-v4-podslice",
-    "v5e": "tpu-v5-lite-podslice",
-    "v5p": "tpu-v5p-slice",
-    "v6e": "tpu-v6e-slice",
-    "tpu7x": "tpu7x",
-}
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 """The annotation by which a pod knows how often the job was started again."""
 _PORTS = (8471, 8080, 8431)
@@ -34,8 +27,8 @@ def gke(options: Options, overrides: Sequence[str]) -> Plan:
     """Return the manifest and the commands that submit it; ValueError for a chip that GKE does not have."""
     hardware = options.hardware
     assert hardware is not None and hardware.chip is not None
-    if hardware.chip.name not in ACCELERATORS:
-        raise ValueError(f"slice={options.slice}: GKE has {', '.join(ACCELERATORS)}.")
+    if "gke" not in hardware.chip.rented_as:
+        raise ValueError(f"slice={options.slice}: GKE has {', '.join(chips_rented_as('gke'))}.")
     if options.slices > 1 and hardware.hosts == 1:
         raise ValueError(f"slices={options.slices}: GKE joins slices of several hosts, {options.slice} has one.")
     name = resource_name(options.name)
@@ -80,7 +73,7 @@ def manifest(options: Options, overrides: Sequence[str]) -> str:
     hardware = options.hardware
     assert hardware is not None and hardware.chip is not None and hardware.chips is not None
     selector = {
-        "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[hardware.chip.name],
+        "cloud.google.com/gke-tpu-accelerator": hardware.chip.rented_as["gke"],
         "cloud.google.com/gke-tpu-topology": hardware.topology,
     }
     if options.spot:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.target import Platform, TargetConfig
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig
 
 PORT = 8476
 """The port of JAX's coordinator where nobody else is on a host: the one that JAX takes on Cloud TPU."""
@@ -87,7 +88,7 @@ def read_options(words: Sequence[str], restarts: int) -> Options:
         raise ValueError(f"target= is missing. {_TARGETS}")
     if target not in ENGINES:
         try:
-            tpu = parse_target(target).platform is Platform.tpu
+            tpu = platform_of(parse_target(target).platform).rented_as_slices
         except ValueError as error:
             near = difflib.get_close_matches(target, ENGINES, n=1)
             hint = f" Did you mean target={near[0]}?" if near else ""
@@ -183,5 +184,5 @@ def _check(options: Options, given: Mapping[str, str]) -> None:
     hardware = options.hardware
     if hardware is not None and hardware.chip is None:
         raise ValueError(f"slice={options.slice} names no chip: write slice=v5e-8 or slice=h100-8.")
-    if target == "gke" and hardware is not None and hardware.platform is not Platform.tpu:
+    if target == "gke" and hardware is not None and not platform_of(hardware.platform).rented_as_slices:
         raise ValueError(f"target=gke slice={options.slice}: only slices of TPUs are known there. Use target=skypilot.")

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.hardware.target import Platform
-from valkyrie.launch.gcloud import RUNTIMES, accelerator, resource_name
+from valkyrie.hardware.chips import chips_rented_as
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.options import PORT, Options
 from valkyrie.launch.plan import Call, Plan, Written, join
 from valkyrie.launch.yaml_text import yaml_text
 from valkyrie.processes.child import PREEMPTED
 from valkyrie.processes.team import COORDINATOR, COUNT, INDEX
-
-GPUS = {"a100": "A100-80GB", "h100": "H100", "h200": "H200"}
-"""What `sky show-gpus` calls them."""
 
 
 def skypilot(options: Options, overrides: Sequence[str]) -> Plan:
@@ -43,25 +41,28 @@ def task(options: Options, overrides: Sequence[str]) -> str:
     """Return the task as YAML."""
     hardware = options.hardware
     assert hardware is not None and hardware.chip is not None and hardware.chips is not None
-    chip = hardware.chip.name
+    names = hardware.chip.rented_as
     resources: dict[str, Any] = {}
     if options.zone:
         resources["infra"] = f"gcp/{options.zone.rpartition('-')[0]}/{options.zone}"
-    if hardware.platform is Platform.tpu:
-        if chip not in RUNTIMES or not hardware.name.rpartition("-")[2].isdecimal():
-            raise ValueError(f"slice={options.slice}: SkyPilot has {', '.join(RUNTIMES)} in their usual shapes.")
+    platform = platform_of(hardware.platform)
+    if platform.rented_as_slices:
+        if "tpu_vm_runtime" not in names or not hardware.name.rpartition("-")[2].isdecimal():
+            chips = ", ".join(chips_rented_as("tpu_vm_runtime"))
+            raise ValueError(f"slice={options.slice}: SkyPilot has {chips} in their usual shapes.")
         resources["accelerators"] = f"tpu-{accelerator(hardware)}"
-        resources["accelerator_args"] = {"runtime_version": RUNTIMES[chip]}
-    elif chip in GPUS:
-        resources["accelerators"] = f"{GPUS[chip]}:{hardware.chips // hardware.hosts}"
+        resources["accelerator_args"] = {"runtime_version": names["tpu_vm_runtime"]}
+    elif "skypilot" in names:
+        resources["accelerators"] = f"{names['skypilot']}:{hardware.chips // hardware.hosts}"
     else:
-        raise ValueError(f"slice={options.slice}: of GPUs SkyPilot is asked for {', '.join(GPUS)}.")
+        raise ValueError(
+            f"slice={options.slice}: of GPUs SkyPilot is asked for {', '.join(chips_rented_as('skypilot'))}."
+        )
     if options.spot:
         resources["use_spot"] = True
     resources["job_recovery"] = {"max_restarts_on_errors": options.restarts, "recover_on_exit_codes": [PREEMPTED]}
-    nodes = hardware.hosts if hardware.platform is Platform.gpu else 1
-    extra = "tpu" if hardware.platform is Platform.tpu else "cuda"
-    sync = join(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", extra))
+    nodes = 1 if platform.rented_as_slices else hardware.hosts
+    sync = join(("python3", "-m", "uv", "sync", "--quiet", "--no-dev", "--extra", platform.extra or "cuda"))
     described = {
         "name": resource_name(options.name),
         "workdir": ".",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.compiled.hbm import hbm_bytes
 from valkyrie.compiled.hlo import Instruction
 from valkyrie.compiled.loops import origin
-from valkyrie.machine import assumptions
+from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.target import ChipConfig
 
 UNKNOWN_CHIP = "v5p"
-"""The chip whose bundle counts stand for those of a chip that has none, which a note then says."""
+"""Fallback chip for kernel cycle counts. Adds a note to the report."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class KernelCost:
     note: str = ""
 
 
-def kernel_cost(instruction: Instruction, chip: str) -> KernelCost:
+def kernel_cost(instruction: Instruction, chip: ChipConfig) -> KernelCost:
     """Return the work of a `tpu_custom_call`; `note` says what had to be assumed, if anything."""
     moved = hbm_bytes(instruction)
     config = instruction.config.get("custom_call_config", {})
@@ -49,7 +51,7 @@ def _splash_blocks(instruction: Instruction) -> dict[str, Any] | None:
     return json.loads(outer["xprof_metadata"])
 
 
-def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip: str) -> KernelCost:
+def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip: ChipConfig) -> KernelCost:
     """Splash attention: products and cycles of every block of the mask that is not empty, and of stepping over others.
 
     A forward block does two products of block_q x block_kv x head size, a dkv block four (five where it makes dq too),
@@ -68,8 +70,8 @@ def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip
     mask = instruction.operands[1]
     visited = _blocks_visited(mask)
     notes = []
-    if chip not in assumptions.SPLASH_BUNDLES:
-        notes.append(f"the cycles of splash attention on {chip} are not known: those of {UNKNOWN_CHIP} are taken")
+    if not chip.splash_bundles:
+        notes.append(f"the cycles of splash attention on {chip.name} are not known: those of {UNKNOWN_CHIP} are taken")
     if visited is None:
         notes.append(f"the mask of {name} was not found: every block is counted")
         rows, columns = length // block_q, keys // block_kv
@@ -84,9 +86,9 @@ def _splash(instruction: Instruction, blocks: dict[str, Any], moved: float, chip
     return KernelCost(2.0 * products * block_q * block_kv * head_dim * heads * visited, moved, cycles, "; ".join(notes))
 
 
-def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: str) -> tuple[float, float, float]:
+def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: ChipConfig) -> tuple[float, float, float]:
     """Cycles of one core for a step of the grid, a block of the mask, and the ends of a row (dkv: column) of blocks."""
-    bundles = assumptions.SPLASH_BUNDLES.get(chip, assumptions.SPLASH_BUNDLES[UNKNOWN_CHIP])[kind]
+    bundles = (chip.splash_bundles or known_chips()[UNKNOWN_CHIP].splash_bundles)[kind]
     lanes = -(-head_dim // 128)
     step = _scaled(bundles.step, block_q / 512, 2, lanes)
     block = _scaled(bundles.block, block_q * block_kv / 512**2, 4, lanes)
@@ -94,7 +96,7 @@ def _cycles(kind: str, block_q: int, block_kv: int, head_dim: int, chip: str) ->
     return step, block, end
 
 
-def _scaled(bundles: tuple[int, int, int], size: float, large_size: int, lanes: int) -> float:
+def _scaled(bundles: Sequence[int], size: float, large_size: int, lanes: int) -> float:
     """Bundles at a size (rows or area of a block, 1 at 512): a constant, a part by size, and one by size and lanes."""
     small, large, wide = bundles
     per_size = (large - small) / (large_size - 1)

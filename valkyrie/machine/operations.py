@@ -59,12 +59,12 @@ class OpCosts:
                 f"A replay on {chip.name} needs {missing}, which conf/target/chip/{chip.name}.yaml does not set. "
                 "Set it, or use a target whose chip has it."
             )
-        self._chip = chip.name
-        self._cores = assumptions.CORES.get(chip.name, 1)
+        self._chip = chip
+        self._cores = chip.cores
         self._clock = chip.clock_ghz * 1e9
         self._hbm = chip.hbm_gbs * 1e9 / chip.devices
         self._peak = chip.peak_tflops.get("bfloat16", 0.0) * 1e12 / chip.devices
-        self._host = assumptions.HOST_GBS.get(chip.name, assumptions.HOST_GBS_OTHERWISE) * 1e9 / chip.devices
+        self._host = chip.host_gbs * 1e9 / chip.devices
         self._known: dict[Instruction, OpCost] = {}
         self.notes: dict[str, None] = {}
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.choices import RopeStretch
 
 UNSTRETCHED = RopeStretch()
@@ -42,7 +43,7 @@ def rotate(
         frequencies = _stretched(frequencies, stretch)
     angles = (positions[..., None].astype(jnp.float32) * frequencies)[..., None, :]
     cos, sin = (jnp.concatenate([f(angles)] * 2, axis=-1) for f in (jnp.cos, jnp.sin))
-    by_product = (jax.default_backend() if backend is None else backend) == "tpu"
+    by_product = platform_of(backend or jax.default_backend()).rotates_by_product
     return _turned(_quarter_by_product if by_product else _quarter, x, cos, sin)
 
 

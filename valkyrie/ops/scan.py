@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.choices import STATES, ScanImpl
 from valkyrie.ops.scan_complex import (
     Carry,
@@ -35,14 +36,6 @@ from valkyrie.ops.scan_forms import FORMS, Keep, form_on
 DEFAULT_BLOCK = 128
 """Sequential steps of the blocked form: with 4096 positions it takes 128 + 32 steps."""
 
-_DEFAULT_IMPL = {
-    "cpu": ScanImpl.sequential,
-    "gpu": ScanImpl.associative,
-    "cuda": ScanImpl.associative,
-    "rocm": ScanImpl.associative,
-    "tpu": ScanImpl.kernel,
-}
-
 
 class _Plan(NamedTuple):
     """All that is fixed when a recurrence is traced."""
@@ -62,11 +55,11 @@ def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
     if impl is not ScanImpl.auto:
         return impl
     backend = jax.default_backend() if backend is None else backend
-    if backend not in _DEFAULT_IMPL:
+    default = platform_of(backend).scan
+    if default is None:
         named = ", ".join(form.value for form in FORMS)
-        known = ", ".join(_DEFAULT_IMPL)
-        raise ValueError(f"scan=auto has no default for backend {backend!r} (it has for {known}). Name one of {named}.")
-    return _DEFAULT_IMPL[backend]
+        raise ValueError(f"scan=auto has no default for backend {backend!r}. Name one of {named}.")
+    return ScanImpl(default)
 
 
 def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
@@ -76,7 +69,7 @@ def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
     axis are summed over it and divided again: (batch, seq, state) numbers sent for nothing.
     """
     backend = jax.default_backend() if backend is None else backend
-    return chosen_impl(impl, backend) is not ScanImpl.kernel or backend == "tpu"
+    return chosen_impl(impl, backend) is not ScanImpl.kernel or platform_of(backend).runs_pallas_tpu
 
 
 def linear_recurrence(

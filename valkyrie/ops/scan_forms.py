@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.choices import ScanImpl
 from valkyrie.ops.scan_complex import Carry, Complex, Eigenvalues, States, add, at, mul, powers, scaled, zeros_like
 from valkyrie.ops.scan_complex import power as power_of
@@ -118,7 +119,8 @@ FORMS: dict[ScanImpl, Form] = {
 
 def form_on(impl: ScanImpl, backend: str) -> Form:
     """Return the implementation behind a choice as it runs on a backend: the kernel is interpreted unless on a TPU."""
-    return partial(kernel, interpret=True) if impl is ScanImpl.kernel and backend != "tpu" else FORMS[impl]
+    interpreted = impl is ScanImpl.kernel and not platform_of(backend).runs_pallas_tpu
+    return partial(kernel, interpret=True) if interpreted else FORMS[impl]
 
 
 def _column(keep: Array | None) -> Array | None:

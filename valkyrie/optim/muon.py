@@ -7,7 +7,6 @@ devices send, where iterating on split matrices would sum a square matrix over d
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,7 +18,9 @@ import optax
 from jaxtyping import Array, Float
 from optax.contrib._muon import orthogonalize_via_newton_schulz
 
-from valkyrie.axes import LAYERS, Parameter
+from valkyrie.axes import Parameter
+from valkyrie.optim import is_parameter
+from valkyrie.optim.families.muon import matrix_shape
 
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -106,7 +107,7 @@ def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.Grad
         momentum = jax.tree.map(lambda m, g: part * m + (1 - part) * g, state.momentum, updates)
         ahead = jax.tree.map(lambda m, g: part * m + (1 - part) * g, momentum, updates)
         leaves, structure = jax.tree.flatten(ahead)
-        of_leaves = jax.tree.leaves(jax.tree.map(lambda _, s: s, ahead, specs), is_leaf=_is_spec)
+        of_leaves = jax.tree.leaves(jax.tree.map(lambda _, s: s, ahead, specs), is_leaf=is_parameter)
         values = jax.tree.leaves(params)
         second = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
         directions: list[Any] = [None] * len(leaves)
@@ -121,22 +122,6 @@ def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.Grad
         return jax.tree.unflatten(structure, steps), MuonState(state.count + 1, momentum, kept_second)
 
     return optax.GradientTransformation(init, update)
-
-
-def is_matrix(spec: Parameter) -> bool:
-    """Return whether Muon takes a parameter: a matrix, or several behind each other."""
-    return spec.group == "matrix" and len(spec.shape) - (LAYERS in spec.axes) >= 2
-
-
-def matrix_shape(spec: Parameter) -> tuple[int, int, int]:
-    """Return how many matrices a parameter has, and their rows and columns."""
-    stacked = LAYERS in spec.axes
-    count, shape = (spec.shape[0], spec.shape[1:]) if stacked else (1, spec.shape)
-    return count, shape[0], math.prod(shape[1:])
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, Parameter)
 
 
 def _alike(specs: list[Parameter], placed: Spread) -> list[list[int]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
     slices_present = len({getattr(d, "slice_index", 0) or 0 for d in chosen})
     if config.placement is not None:
         return placed_mesh(axes, chosen, config.placement)
-    if slices_present > 1 and (config.slices > 1 or chosen[0].platform == "tpu"):
+    if slices_present > 1 and (config.slices > 1 or platform_of(chosen[0].platform).has_torus):
         if config.slices != slices_present:
             raise ValueError(
                 f"mesh={config.name} needs {config.slices} slice{'s' * (config.slices > 1)}; its {config.size} devices "

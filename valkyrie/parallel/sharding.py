@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from valkyrie.axes import BATCH, SEQ, Axis, Head, Placed, Repeated, apply_head, scan_layers
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.alternating import alternating
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import GradientSum
@@ -145,7 +146,7 @@ class MeshShard:
         )
         if checked is None:
             # JAX's own kernels do not declare along which axes their results vary, so the check cannot pass on a TPU.
-            checked = (self.backend or jax.default_backend()) != "tpu"
+            checked = not platform_of(self.backend or jax.default_backend()).runs_pallas_tpu
         manual = _manual_axes(self.mesh)
         return jax.shard_map(
             f,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.hardware.target import Platform, TargetConfig, topology_of
-from valkyrie.hardware.topology import compile_devices
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
 
@@ -35,7 +35,8 @@ class Slice(TargetConfig):
         slice has another number of devices.
         """
         axes = self.axes(shape, names, placement)
-        return placed_mesh(axes, compile_devices(self), placement, self.slices)
+        devices = platform_of(self.platform).compile_devices(self, math.prod(shape))
+        return placed_mesh(axes, devices, placement, self.slices)
 
     def places(self, shape: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
         """Return where the devices of such a mesh lie, flattened: slice, coordinates, core; needs no libtpu."""
@@ -45,7 +46,7 @@ class Slice(TargetConfig):
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the axes of a mesh by name; ValueError where there can be no such mesh on this slice."""
         told = f"a mesh of {' x '.join(str(n) for n in shape) or 'no axes'}"
-        if self.platform is not Platform.tpu or self.devices is None:
+        if not platform_of(self.platform).compiles_without_devices or self.devices is None:
             raise ValueError(f"{self.describe()} is no TPU slice: only those are compiled for without a device.")
         if len(shape) != len(names) or len(set(names)) != len(names) or not shape:
             raise ValueError(f"{told} with the names {', '.join(names) or 'none'}: give each axis a name of its own.")

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from valkyrie.config.compose import accelerators
 from valkyrie.config.modes import FIGURES, MODES
-from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.processes.trial_lock import TrialLock
 from valkyrie.search.measure.figures_of import has_figures, in_words, read_figures
@@ -39,14 +40,14 @@ def not_at_hand(request: SearchRequest) -> str | None:
         return "several slices are compared"
     target = next(iter(request.targets))
     here = accelerators() * processes()
-    if target.platform is Platform.cpu or (target.slices == 1 and here >= (target.chips or 1)):
+    if platform_of(target.platform).runs_on_host or (target.slices == 1 and here >= (target.chips or 1)):
         return None
     return f"{target.describe()} is not this machine, which has {here} accelerators that JAX can use"
 
 
 def on_cpu(target: TargetConfig) -> bool:
     """Return whether a target is CPU devices of this machine, of which no chip is described."""
-    return target.platform is Platform.cpu and target.chip is None
+    return platform_of(target.platform).runs_on_host and target.chip is None
 
 
 def with_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:

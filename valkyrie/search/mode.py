@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, TargetConfig, usable_hbm
-from valkyrie.hardware.topology import libtpu_missing
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
@@ -258,9 +258,10 @@ def _no_compiler(request: SearchRequest) -> dict[str, str]:
     """Return why nothing can be compiled here for slices asked for, by their name; none of those that can."""
     missing = {}
     for target in request.targets:
-        if target.platform is not Platform.tpu:
+        platform = platform_of(target.platform)
+        if not platform.compiles_without_devices:
             missing[target.name] = "only TPU slices are compiled for without the devices"
-        elif (why := libtpu_missing(target)) is not None:
+        elif (why := platform.missing_compiler(target)) is not None:
             missing[target.name] = why
     return missing
 

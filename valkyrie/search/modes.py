@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.machine.timeline import write_timeline
 from valkyrie.paths import DiskError, cache_root, write_whole
 from valkyrie.runs.folder import run_folder, write_about
@@ -36,10 +36,7 @@ def compile_mode(run: Run) -> int:
     from valkyrie.search.compile.show import show
 
     console = make_console()
-    if run.config.target.platform in (Platform.any, Platform.cpu):
-        note = (
-            "COMPILED FOR CPU: memory and bytes per axis only; choose a TPU slice for step time, such as target=v4-64"
-        )
+    if note := platform_of(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
     compiled, summary, replay = compile_and_summarise(run, console)
     if compiled.status == "refused":

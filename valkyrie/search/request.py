@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
-from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig, slice_of
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig, TargetConfig, slice_of
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
@@ -112,7 +113,7 @@ def _targets(run: Run) -> list[TargetConfig]:
     targets = several or [target]
     if wrong := [problem for t in targets for problem in t.problems()]:
         raise ValueError("\n".join(dict.fromkeys(wrong)))
-    without = [t for t in targets if t.chips is None or (t.chip is None and t.platform is not Platform.cpu)]
+    without = [t for t in targets if t.chips is None or (t.chip is None and not platform_of(t.platform).runs_on_host)]
     if without and without[0].chips is not None:
         raise ValueError(
             f"target.chips={without[0].chips} says how many chips, and not which. Add target.chip=NAME, one of "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.slices import parse_shape
-from valkyrie.hardware.target import Platform, TargetConfig
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.search.answer import RankedLayout, Stage
 from valkyrie.search.compiling import Compiles
 from valkyrie.search.estimate.rank import Estimated, Ranking
@@ -30,7 +31,8 @@ def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> 
     """Return the rivals on a slice: of the partitions that were looked at, the rule on a torus of three axes alone."""
     partitions, here = {partition.name for partition in request.partitions}, ranked.on(target.name)
     rivals = []
-    if "2d_tp" in partitions and target.platform is Platform.tpu and len(parse_shape(target.topology) or ()) == 3:
+    torus = parse_shape(target.topology) or () if platform_of(target.platform).has_torus else ()
+    if "2d_tp" in partitions and len(torus) == 3:
         rivals.append(_fastest(RULE, (one for one in here.under("2d_tp") if _is_the_torus(one))))
     if "fsdp" in partitions:
         rivals.append(_fastest(PLAIN_FSDP, here.under("fsdp")))

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 
-from valkyrie.hardware.target import Platform, TargetConfig
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.layout import Layout, fused
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.placement import SLICE_AXIS, arrange
@@ -111,7 +112,8 @@ def sharding(layout: Layout, torus: bool) -> tuple[object, ...]:
 
 def may_be_a_torus(target: TargetConfig, accelerated: bool) -> bool:
     """Return whether devices of a target may lie on a torus; `accelerated` says that `target=auto` is no CPU."""
-    return target.platform is Platform.tpu or (target.platform is Platform.any and accelerated)
+    platform = platform_of(target.platform)
+    return platform.has_torus or (accelerated and platform.jax_name is None)
 
 
 def _devices(mesh: MeshConfig, axes: Sequence[str]) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 from valkyrie.config.modes import MODES, Mode, Needs
 from valkyrie.config.run import Run
 from valkyrie.config.saved import SAVED_RUN, SETTINGS
-from valkyrie.hardware.topology import libtpu_missing
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir, source_digest
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.search.compile.runner import program_digest
@@ -196,7 +196,7 @@ def _missing(run: Run) -> list[str]:
     """Return what this machine lacks for a legal run, as far as files tell."""
     needs = MODES[run.config.mode.name].needs
     if needs is Needs.compiler:
-        missing = libtpu_missing(run.config.target)
+        missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []
     return missing_devices(run) if needs is Needs.devices else []
 

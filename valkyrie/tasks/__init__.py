@@ -7,7 +7,7 @@ A model family names the task it is trained on unless `task=` chooses another. A
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.models import Model
     from valkyrie.models.layers import Checkpoint
-
-TASKS = Families("task.family", "valkyrie.tasks")
-"""Tasks by name."""
 
 
 class Array(NamedTuple):
@@ -131,9 +128,5 @@ class Task(ABC):
         """An evaluation in a few words, as it is printed."""
 
 
-def task_class(family: str) -> Callable[..., Task]:
-    """The config class of a task. ValueError for an unknown task, or a module without one."""
-    config = TASKS.config_class(family)
-    if not issubclass(config, Task):
-        raise ValueError(f"task.family={family}: its Config must derive from valkyrie.tasks.Task.")
-    return config
+TASKS = Families("task.family", "valkyrie.tasks", Task)
+"""Tasks by name."""

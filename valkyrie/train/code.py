@@ -18,6 +18,7 @@ from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of, rea
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import DiskError, write_whole
 from valkyrie.train.generate import Completer
 from valkyrie.train.program import StepProgram
@@ -30,7 +31,9 @@ class CodeEvaluation:
         mesh, self.config, self._program = program.mesh, program.run.config.code_eval, program
         assert isinstance(mesh, Mesh)
         self.problems = read_problems(self.config.problems)
-        self._one = mesh.devices.flat[0] if program.backend == "cpu" and jax.process_count() == 1 else None
+        self._one = (
+            mesh.devices.flat[0] if platform_of(program.backend).runs_on_host and jax.process_count() == 1 else None
+        )
         replicated = NamedSharding(mesh, PartitionSpec())
         self._complete = Completer(
             program.assembly,

@@ -14,7 +14,8 @@ from typing import Any
 from valkyrie.config.compose import accelerators
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import chip_of
-from valkyrie.hardware.target import ChipConfig, Platform
+from valkyrie.hardware.platforms import platform_of, platforms
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import cache_root, cache_trouble
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.train.host import too_many_simulated, unknown_flags
@@ -53,12 +54,14 @@ def missing_devices(run: Run) -> list[str]:
     target, mesh = run.config.target, run.config.mesh
     if unknown := unknown_flags(os.environ.get("XLA_FLAGS", "")):
         return [unknown]
-    if os.environ.get("JAX_PLATFORMS") == "tpu" and not accelerators():
-        return [_not_here("this machine has no TPU that JAX can use")]
-    if target.platform is Platform.cpu or (target.platform is Platform.any and not accelerators()):
+    forced, platform = os.environ.get("JAX_PLATFORMS"), platform_of(target.platform)
+    whole = [platform.name for platform in platforms() if platform.uses_every_device]
+    if forced in whole and not accelerators():
+        return [_not_here(f"this machine has no {forced.upper()} that JAX can use")]
+    if platform.is_simulated(accelerators()):
         too_many = None if run.config.force else too_many_simulated(mesh.name, mesh.size)
         return [too_many] if too_many else []
-    if target.platform is Platform.any or accelerators():
+    if platform.jax_name is None or accelerators():
         return []
     return [
         f"target={target.describe()} is not this machine: it has no accelerator that JAX can use "
@@ -93,7 +96,7 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backend is up already; the count below decides
             jax.config.update("jax_num_cpu_devices", mesh.size // team.count)
-    platform = None if target.platform is Platform.any else target.platform.value
+    platform = platform_of(target.platform).jax_name
     try:
         devices = jax.devices(platform)
     except (RuntimeError, AssertionError) as error:  # an AssertionError without words: no backend has come up
@@ -102,13 +105,13 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
         if os.environ.get("JAX_PLATFORMS"):
             raise ValueError(_not_here(reason)) from error
         raise ValueError(f"target={target.describe()}: {reason}.") from error
-    kind, platform = devices[0].device_kind, devices[0].platform
+    kind, found = devices[0].device_kind, platform_of(devices[0].platform)
     if target.chip is not None and kind not in target.chip.device_kinds:
         raise ValueError(
             f"target={target.describe()} wants {target.chip.name} chips; this machine has {len(devices)} x {kind}. "
             "Use target=auto to take them."
         )
-    if len(devices) < mesh.size or (platform == "tpu" and len(devices) != mesh.size):
+    if len(devices) < mesh.size or (found.uses_every_device and len(devices) != mesh.size):
         raise ValueError(
             f"mesh={mesh.name} needs {mesh.size} devices; this machine has {len(devices)} x {kind}. "
             f"Use a mesh of {len(devices)} devices, such as mesh=1x1x{len(devices)}, or target=cpu to simulate."
@@ -116,7 +119,7 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
     if team.count > 1:
         team.agree("devices", {"their order": [str(device) for device in devices]})
     chip = target.chip or chip_of(kind)
-    return Devices(tuple(devices[: mesh.size]), platform, chip, simulated=platform == "cpu")
+    return Devices(tuple(devices[: mesh.size]), devices[0].platform, chip, simulated=found.runs_on_host)
 
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:

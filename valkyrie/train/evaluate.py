@@ -9,6 +9,7 @@ import numpy as np
 
 from valkyrie.data.batches import Dataset
 from valkyrie.data.tokenizer import Tokenizer
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.train.generate import generate
 from valkyrie.train.options import refusals_in_plain_words
 from valkyrie.train.program import StepProgram
@@ -46,7 +47,7 @@ class Evaluator:
         """Return the run's prompt and what the parameters make of it."""
         config, mesh = self._program.run.config, self._program.mesh
         assert isinstance(mesh, jax.sharding.Mesh) and self._tokenizer is not None
-        if self._program.backend == "cpu" and jax.process_count() == 1:
+        if platform_of(self._program.backend).runs_on_host and jax.process_count() == 1:
             parameters = jax.device_put(parameters, mesh.devices.flat[0])  # one does it faster than many on its cores
         pieces = generate(
             self._program.assembly,

@@ -17,14 +17,6 @@ UNNAMED = "everything else"
 """What is kept of activations without a name."""
 
 
-OF_UNNAMED, OF_LOSS, OF_GROUP = 0.4, 0.65, 0.5
-"""What the TPU compiler takes of three parts, by least error over the layouts of experiments/memory.py.
-
-More of activations without a name (0.4 again: it pads them, and norms keep more), of the two copies of the logits that
-the model counts (1.3 copies), of a group's working set (half is there at a time).
-"""
-
-
 @dataclass(frozen=True)
 class KeptBytes:
     """The bytes of one device that a policy keeps for the backward pass, by activation: on it and in host memory."""

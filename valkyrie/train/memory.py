@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from valkyrie.axes import LAYERS, Parameter
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.models.block import BLOCK_INPUT
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import Memory
 from valkyrie.precision import ACCUMULATED
-from valkyrie.train.kept import OF_GROUP, OF_LOSS, OF_UNNAMED, UNNAMED, KeptBytes, bytes_of, kept_bytes
+from valkyrie.train.kept import UNNAMED, KeptBytes, bytes_of, kept_bytes
 
 ERRORS = Path(__file__).with_name("memory.json")
 """How far the estimate was off where it was held to the compiler; experiments/memory.py writes it."""
@@ -55,23 +55,7 @@ class ExpectedMemory:
 def compiled_peak(compiled: jax.stages.Compiled, backend: str) -> int | None:
     """Return the bytes of one device at the peak of a compiled step, as XLA counts them; None where it does not."""
     sizes = compiled.memory_analysis()
-    return None if sizes is None else peak_of(sizes, backend)
-
-
-def peak_of(sizes: Any, backend: str) -> int:
-    """Return the bytes of one device at the peak, by XLA's memory analysis of a program for a backend.
-
-    The TPU compiler states the peak, arguments included, and holds it to its limit: it is the number of its refusals.
-    What it calls temporaries has some arrays twice (20 GiB of a program that fits into 15.75, experiments/LOG.md).
-    Beside the arguments that peak has the larger of temporaries in HBM and in host memory: where offloaded activations
-    are the larger, all temporaries in HBM stand for it, which is too much at worst. Other backends state no peak, but
-    temporaries that are one allocation; the code is counted there too.
-    """
-    at_rest = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    if backend == "tpu" and (stated := sizes.peak_memory_in_bytes):
-        of_host = stated - at_rest <= 1.01 * sizes.host_temp_size_in_bytes  # small buffers are beside them
-        return min(stated, at_rest + sizes.temp_size_in_bytes) if of_host else stated
-    return at_rest + sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+    return None if sizes is None else platform_of(backend).peak_bytes(sizes)
 
 
 def parameter_rows(run: Run) -> list[ParameterRow]:
@@ -115,21 +99,16 @@ def _local_bytes(abstract: Any) -> int:
 
 
 def activation_bytes(run: Run, gradients: int, kept: KeptBytes) -> int:
-    """Return what a policy keeps for the backward pass, and the working set of one group of blocks and of the loss.
-
-    On a TPU the peak is at the loss, or in the backward pass, when gradients are there beside a group's working set.
-    """
+    """Return what a policy keeps for the backward pass, and the working set of one group of blocks and of the loss."""
     layout, working = run.layout, run.model.working()
     loss = sum(bytes_of(part, run, layout) for part in working if part.positions is not None)
     group = sum(bytes_of(part, run, layout.in_stage) for part in working if part.positions is None)
     if pipeline := layout.pipeline:
         loss /= pipeline.microbatches if pipeline.alternates else 1
         group += pipeline.microbatches * _stream_bytes(run, layout)
-    if run.config.target.platform is not Platform.tpu:
-        return int(kept.on_device + loss + group)
-    unnamed = OF_UNNAMED * kept.device.get(UNNAMED, 0)
-    backward = gradients + OF_GROUP * group + _gathered_bytes(run, layout)
-    return int(kept.on_device + unnamed + max(OF_LOSS * loss, backward)) - gradients
+    platform, unnamed = platform_of(run.config.target.platform), kept.device.get(UNNAMED, 0)
+    gathered = _gathered_bytes(run, layout)
+    return int(platform.activation_bytes(kept.on_device, unnamed, loss, group, gradients, gathered))
 
 
 def _stream_bytes(run: Run, layout: Layout) -> float:

@@ -16,11 +16,12 @@ import numpy as np
 from valkyrie.axes import Parameter
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import chip_of
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.models.assembly import Assembly
 from valkyrie.models.layers import Checkpoint
 from valkyrie.ops.linear import Numerics
-from valkyrie.optim import learning_rate, make_optimizer
+from valkyrie.optim import Training, is_parameter, learning_rate, make_optimizer
 from valkyrie.parallel.partition import GradientSum, Memory
 from valkyrie.parallel.sharding import AnyMesh, MeshShard
 from valkyrie.precision import DType
@@ -52,9 +53,9 @@ class StepProgram:
         self.parameter_names = list(self.assembly.specs)
         structure = jax.tree.structure(self.assembly.abstract_parameters)
         specs = jax.tree.unflatten(structure, self.assembly.specs.values())
-        self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=lambda node: isinstance(node, Parameter))
-        compute, spread = config.precision.compute.value, MatrixSpread(self.shard)
-        self.optimizer = make_optimizer(config.optimizer, config.steps, self.groups, specs, compute, spread)
+        self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=is_parameter)
+        training = Training(config.steps, config.precision.compute.value, MatrixSpread(self.shard))
+        self.optimizer = make_optimizer(config.optimizer, specs, training)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None
         assert not self.carry or self.layout.microbatches == 1, "refused by Run.problems"
@@ -128,7 +129,7 @@ class StepProgram:
         traced = self.step.trace(self.abstract_state, self.abstract_batch)
         if isinstance(self.mesh, jax.sharding.Mesh):
             return traced.lower()
-        return traced.lower(lowering_platforms=("cuda" if self.backend == "gpu" else self.backend,))
+        return traced.lower(lowering_platforms=(platform_of(self.backend).lowering_name,))
 
     @property
     def backend(self) -> str:
@@ -197,26 +198,19 @@ class StepProgram:
     def options(self) -> list[Option]:
         """The compiler's options and who set each, alike for training and for a compile without devices.
 
-        They are those of the chip, where it is of the backend's kind, and one more on a TPU. There XLA makes a loop of
-        small products out of a product whose result is scattered over a short ring, if the result is large. That pays
-        for activations over a tensor axis, but gradients of gathered weights become two to three times slower by it
-        (compiler estimates for v5p 4x4x4 and v6e 4x4, experiments/LOG.md): the threshold, in MiB, is put above the
-        largest of them.
+        They are those of the chip, if it is of the backend's kind, and those of the platform.
         """
-        chip = self._chip(self.mesh, self.backend)
-        if self.backend != "tpu":
-            return options_of(chip, {})
         itemsize = jnp.dtype(self.run.config.precision.reduction.value).itemsize
-        largest = max(self._gathered(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
-        threshold = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": str(largest * itemsize // 2**20 + 1)}
-        return options_of(chip, threshold)
+        gathered = (self._gathered(spec) for spec in self.assembly.specs.values() if "vocab" not in spec.axes)
+        platform = platform_of(self.backend)
+        return options_of(self._chip(self.mesh, self.backend), platform.step_options(max(gathered) * itemsize))
 
     def _chip(self, mesh: AnyMesh, backend: str | None) -> ChipConfig | None:
         """The chip whose options stand: the target's, else that of the devices; None where the backend is another."""
         chip = self.run.config.target.chip
         if chip is None and isinstance(mesh, jax.sharding.Mesh):
             chip = chip_of(mesh.devices.flat[0].device_kind)
-        return chip if chip is not None and chip.platform.value == (backend or jax.default_backend()) else None
+        return chip if chip is not None and chip.platform == (backend or jax.default_backend()) else None
 
     def _gathered(self, spec: Parameter) -> int:
         """How many numbers of one layer's parameter a device holds while it is used."""
@@ -250,10 +244,11 @@ _ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 
 def _check_memories(parameters: Memory, optimizer: Memory, mesh: jax.sharding.Mesh) -> None:
     device = mesh.devices.flat[0]
+    on_host = platform_of(device.platform).runs_on_host
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     for key, memory in (("parameter_memory", parameters), ("optimizer_memory", optimizer)):
-        if memory is Memory.host and ("pinned_host" not in kinds or device.platform == "cpu"):
-            has = "have no other than the host's" if device.platform == "cpu" else f"have {', '.join(kinds)}"
+        if memory is Memory.host and ("pinned_host" not in kinds or on_host):
+            has = "have no other than the host's" if on_host else f"have {', '.join(kinds)}"
             raise ValueError(
                 f"partition.{key}=host needs devices with memory_kind=pinned_host beside memory of their own; "
                 f"{device.device_kind} devices {has}. Use partition.{key}=device."

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.models.layers import Checkpoint
 from valkyrie.parallel.remat import ALL, PRODUCTS, RematConfig
 
@@ -40,7 +41,7 @@ def _policy(remat: RematConfig, backend: str) -> Policy:
 
 
 def _of_names(remat: RematConfig, backend: str) -> Policy:
-    if not remat.offload or backend == "cpu":
+    if not remat.offload or platform_of(backend).runs_on_host:
         return jax.checkpoint_policies.save_only_these_names(*remat.save, *remat.offload)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=remat.save,

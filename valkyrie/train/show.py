@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, usable_hbm
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import EVERYTHING
 from valkyrie.train.kept import by_policy, kept_bytes
@@ -80,16 +81,23 @@ def _print_memory(console: Console, run: Run, memory: ExpectedMemory) -> None:
     usable = usable_hbm(chip)
     if chip is not None and usable is not None:
         whose = f"a {chip.name} {'chip' if chip.devices == 1 else 'device'}"
-        console.print(verdict(memory, usable, whose, tpu=chip.platform is Platform.tpu), soft_wrap=True)
+        console.print(
+            verdict(memory, usable, whose, measured=platform_of(chip.platform).has_estimate_errors), soft_wrap=True
+        )
 
 
-def verdict(memory: ExpectedMemory, usable: int, whose: str, *, tpu: bool) -> str:
-    """Return whether a step fits into the usable bytes of a device, by the estimate and by how far off it was."""
-    off = estimate_errors() if tpu else {"low": 0.5, "high": 2.0}
+def verdict(memory: ExpectedMemory, usable: int, whose: str, *, measured: bool) -> str:
+    """Return whether a step fits into the usable bytes of a device, by the estimate and by how far off it was.
+
+    `measured`: the errors of the estimate have been measured on the platform.
+    """
+    off = estimate_errors() if measured else {"low": 0.5, "high": 2.0}
     at_rest = memory.parameters + memory.optimizer + memory.average
     low, high = (max(at_rest, off[key] * memory.total) for key in ("low", "high"))
     word = "does not fit" if low > usable else "should fit" if high <= usable else "may not fit"
-    held = f"it was for {off['layouts']} layouts of {off['models']} models" if tpu else "it may be, a factor of two"
+    held = (
+        f"it was for {off['layouts']} layouts of {off['models']} models" if measured else "it may be, a factor of two"
+    )
     numbers = f"{memory.total / GIB:.1f} GiB, {low / GIB:.1f} to {high / GIB:.1f} GiB by how far off {held}"
     return f"{word}: an estimate of {numbers}; {whose} has {usable / GIB:.1f} GiB usable. mode=compile says for certain"
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens
 from valkyrie.ops.attention.local import Method, local_attention, pick_chunk
 from valkyrie.ops.attention.pattern import GlobalTokens, Pattern, Stretch
@@ -69,7 +70,7 @@ def attention(
     if impl is AttentionImpl.dense:
         out = reference_attention(q, k, v, pattern=pattern, segment_ids=segment_ids, global_tokens=global_tokens)
         return checkpoint_name(out, CONTEXT)
-    method = Method(platform=backend if impl is AttentionImpl.kernel else None, chunk=chunk)
+    method = Method(kernel=platform_of(backend).attention if impl is AttentionImpl.kernel else None, chunk=chunk)
 
     def attend(stretch: Stretch) -> Array:
         return local_attention(q, k, v, pattern=pattern, method=method, stretch=stretch)
@@ -96,7 +97,7 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     `auto` is dense where one chunk would be the whole sequence, and otherwise the kernel before chunks.
     Raises ValueError for `kernel` where the backend's kernel does not support the request, with the reason.
     """
-    problem = _kernel_problem(backend, request)
+    problem = _kernel_problem(platform_of(backend), request)
     if impl is AttentionImpl.kernel and problem is not None:
         raise ValueError(
             f"attention impl=kernel is not possible here: {problem}. "
@@ -112,14 +113,16 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
     return AttentionImpl.dense if one_chunk else AttentionImpl.chunked
 
 
-def _kernel_problem(platform: str, request: Request) -> str | None:
+def _kernel_problem(platform: Platform, request: Request) -> str | None:
     """Return why the platform's kernel does not support a request, or None if it does.
 
     Splash attention on a TPU supports every request; cuDNN on a GPU supports some.
     """
-    if platform == "tpu":
+    if platform.attention is None:
+        return f"there is no attention kernel for {platform.name}"
+    if platform.attention == "splash":
         return None
-    return _cudnn_problem(request) if platform == "gpu" else f"there is no attention kernel for {platform}"
+    return _cudnn_problem(request)
 
 
 def _cudnn_problem(request: Request) -> str | None:

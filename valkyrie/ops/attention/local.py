@@ -38,9 +38,9 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 
 
 class Method(NamedTuple):
-    """How a stretch is computed: `platform` names the kernel to use, or None for chunks of `chunk` queries."""
+    """How a stretch is computed: `kernel` names it (`Platform.attention`), or None for chunks of `chunk` queries."""
 
-    platform: str | None = None
+    kernel: str | None = None
     chunk: int | None = None
     interpret: bool = False
 
@@ -49,11 +49,11 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
     """Return attention of the queries over the keys around them; `stretch.before` is a multiple of the dilation."""
     if pattern.dilation > 1:
         return _undilated(q, k, v, pattern, method, stretch)
-    if method.platform == "tpu":
+    if method.kernel == "splash":
         from valkyrie.ops.attention.splash import splash_window  # Pallas is slow to import and rarely needed
 
         return splash_window(q, k, v, pattern=pattern, stretch=stretch, interpret=method.interpret)
-    if method.platform == "gpu":
+    if method.kernel == "cudnn":
         assert stretch.before == 0 and stretch.columns is None
         window = None if pattern.window is None else (pattern.window - 1, 0)  # cuDNN's window does not count the token
         out = jax.nn.dot_product_attention(

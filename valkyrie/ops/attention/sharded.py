@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.attention.global_tokens import attend_with_global_tokens, take_positions
 from valkyrie.ops.attention.local import Method, chunked_attention, local_attention
 from valkyrie.ops.attention.pattern import GlobalTokens, Keys, Pattern, Stretch
@@ -47,12 +48,13 @@ def sharded_attention(
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
     start = jax.lax.axis_index(axis_names) * q.shape[1]
     backend = jax.default_backend() if backend is None else backend
-    method = Method(platform="tpu" if backend == "tpu" else None, chunk=chunk, interpret=interpret)
+    kernel = platform_of(backend).attention
+    method = Method(kernel=kernel if kernel == "splash" else None, chunk=chunk, interpret=interpret)
 
     def attend(stretch: Stretch) -> Array:
         if window is None:
             keys, values, stretch = _gathered(k, v, stretch, axis_names)
-            if method.platform == "tpu" and dilation == 1:
+            if method.kernel == "splash" and dilation == 1:
                 return _full_by_kernel(q, keys, values, pattern, method, stretch, axis_names, shards)
             return chunked_attention(q, keys, values, pattern=pattern, stretch=stretch, chunk=chunk)
         keys, values, stretch = _with_neighbours(k, v, pattern, stretch, axis_names, shards)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, topology_of, usable_hbm
+from valkyrie.hardware.platforms import Platform, platform_of
+from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.paths import write_whole
 from valkyrie.runs.folder import saved_config
 
@@ -64,7 +65,8 @@ def _end_with(parent: int, folder: Path) -> None:
 def _outcome(folder: Path) -> dict[str, Any]:
     run = Run.from_config(saved_config(folder))
     try:
-        devices = devices_to_compile_for(run)
+        target = run.config.target
+        devices = platform_of(target.platform).compile_devices(target, run.config.mesh.size)
     except ValueError as error:
         return {"status": "refused", "reason": str(error)}
     from valkyrie.train.options import OptionRefused
@@ -81,37 +83,6 @@ def _outcome(folder: Path) -> dict[str, Any]:
         return _too_large(run, parse_out_of_memory(text))
 
 
-def devices_to_compile_for(run: Run) -> list[Any]:
-    """Return the devices to compile for; ValueError says what this machine lacks."""
-    target, size = run.config.target, run.config.mesh.size
-    if target.platform is Platform.tpu:
-        from valkyrie.hardware.topology import compile_devices
-
-        return compile_devices(target)
-    if target.platform in (Platform.cpu, Platform.any):
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        import jax
-
-        jax.config.update("jax_num_cpu_devices", size)
-        return jax.devices("cpu")
-    import jax
-
-    try:
-        devices = jax.devices("gpu")
-    except RuntimeError:
-        raise ValueError(
-            f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, and JAX finds none "
-            "here. Run this on a machine with the GPU, after `uv sync --extra cuda` in the clone, or use a TPU target: "
-            "those compile anywhere."
-        ) from None
-    if len(devices) < size:
-        raise ValueError(
-            f"target={target.describe()}: XLA compiles for the GPUs it can see, {len(devices)} x "
-            f"{devices[0].device_kind} here, and mesh={run.config.mesh.name} needs {size}."
-        )
-    return devices
-
-
 def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.compile.alternatives import fuller_layouts, other_partitions
@@ -120,14 +91,14 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     from valkyrie.train.program import StepProgram
 
     mesh = build_mesh(run.config.mesh, devices)
-    program = StepProgram(run, mesh, backend=devices[0].platform)
+    program, platform = StepProgram(run, mesh, backend=devices[0].platform), platform_of(devices[0].platform)
     began = time.perf_counter()
     lowered = program.lower_step()
     lowered_at = time.perf_counter()
     with refusals_in_plain_words():
-        compiled, options = within_memory(program.options, lowered.compile, devices[0].platform)
+        compiled, options = within_memory(program.options, lowered.compile, platform)
     done_at = time.perf_counter()
-    peak = peak_beside_host(compiled, lowered.compile, options, devices[0].platform)
+    peak = peak_beside_host(compiled, lowered.compile, options, platform)
     built, usable = compiled_program(compiled, mesh, peak), usable_hbm(run.config.target.chip)
     if usable is not None and (needed := built.memory["peak"]) > usable:  # the user's limit is below the compiler's own
         needs, limit = (f"{size / 2**30:.2f} GiB" for size in (needed, usable))
@@ -153,7 +124,7 @@ def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def within_memory(options: list[Option], compile: Callable[..., Any], platform: str) -> tuple[Any, list[Option]]:
+def within_memory(options: list[Option], compile: Callable[..., Any], platform: Platform) -> tuple[Any, list[Option]]:
     """Return what `compile` returns, and the options it took.
 
     A program that a TPU's compiler refuses by at most a tenth of the memory is compiled once more with the options that
@@ -167,7 +138,13 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
         found = parse_out_of_memory(str(error))
         needed, usable = found["needed"], found["usable"]
         saving = with_saving(options)
-        if platform != "tpu" or saving == options or not needed or not usable or needed > NEARLY * usable:
+        if (
+            platform.memory_limit_option is None
+            or saving == options
+            or not needed
+            or not usable
+            or needed > NEARLY * usable
+        ):
             raise
         try:
             values = {option.name: option.value for option in saving if option.value is not None}
@@ -178,23 +155,23 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
             raise error from None
 
 
-def peak_beside_host(compiled: Any, compile: Callable[..., Any], options: list[Option], platform: str) -> int | None:
+def peak_beside_host(
+    compiled: Any, compile: Callable[..., Any], options: list[Option], platform: Platform
+) -> int | None:
     """Return the bytes of a device at the peak of a TPU's program that has arrays in host memory; None for others.
 
     XLA states the peak of both memories as one. Told that the device has 1 MiB, `compile(compiler_options=...)`
     refuses the program in seconds, with the bytes it needs: within 2% of a whole compile's (experiments/LOG.md).
     """
-    from valkyrie.train.memory import peak_of
-
-    sizes = compiled.memory_analysis()
-    if platform != "tpu" or sizes is None or not sizes.host_temp_size_in_bytes:
+    sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
+    if limit is None or sizes is None or not sizes.host_temp_size_in_bytes:
         return None
     values = {option.name: option.value for option in options if option.value is not None}
     try:
-        compile(compiler_options=values | {"xla_tpu_max_hbm_size_mib": "1"})
+        compile(compiler_options=values | {limit: "1"})
     except Exception as error:
         if is_about_memory(error) and (needed := parse_out_of_memory(str(error))["needed"]):
-            return min(needed, peak_of(sizes, platform))
+            return min(needed, platform.peak_bytes(sizes))
     return None
 
 
@@ -226,7 +203,7 @@ def _about_scratch_memory(text: str) -> str | None:
 
 def _placement(run: Run, mesh: Any) -> list[str]:
     """Return a line for each mesh axis of where it lies on the torus, and how to ask for another placement."""
-    if run.config.target.platform is not Platform.tpu:
+    if not platform_of(run.config.target.platform).has_torus:
         return []
     from valkyrie.parallel.placement import describe_placement, placement_of, placements
 

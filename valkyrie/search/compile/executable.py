@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from valkyrie.train.memory import expected_memory, peak_of
+from valkyrie.hardware.platforms import at_rest, platform_of
+from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram, serialised_module
 
 
@@ -51,14 +52,15 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
-    peak, code = peak or peak_of(sizes, platform), sizes.generated_code_size_in_bytes
-    at_rest = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    backend, code = platform_of(platform), sizes.generated_code_size_in_bytes
+    peak = peak or backend.peak_bytes(sizes)
+    resting = at_rest(sizes)
     host = sizes.host_argument_size_in_bytes + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
     return {
         "arguments": sizes.argument_size_in_bytes,
         "outputs": sizes.output_size_in_bytes,
         "aliased": sizes.alias_size_in_bytes,
-        "temporary": max(peak - at_rest - (0 if platform == "tpu" else code), 0),
+        "temporary": max(peak - resting - (code if backend.peak_has_code else 0), 0),
         "code": code,
         "peak": peak,
         "host": host + sizes.host_temp_size_in_bytes,

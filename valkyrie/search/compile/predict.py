@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
-from valkyrie.machine import assumptions
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
@@ -74,7 +74,7 @@ def predict_function(
     told = [
         Option(name, text, YOU) for name, value in (options or {}).items() if (text := option_text(value)) is not None
     ]
-    work, peak = work or Work(), None
+    work, peak, platform = work or Work(), None, platform_of(target.platform)
     if compiled is None:
 
         def compile(compiler_options: dict[str, str] | None = None) -> Any:
@@ -83,8 +83,8 @@ def predict_function(
 
         try:
             with refusals_in_plain_words(), without_cache():
-                compiled, told = within_memory(told, compile, "tpu")
-                peak = peak_beside_host(compiled, compile, told, "tpu")
+                compiled, told = within_memory(told, compile, platform)
+                peak = peak_beside_host(compiled, compile, told, platform)
         except jax.errors.JaxRuntimeError as error:
             if not is_about_memory(error) or mesh is None:
                 raise
@@ -135,7 +135,7 @@ def predict_file(
     if dumped.devices is None:
         dumped.module.partitions = devices
     in_a_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
-    refuse_other_chip(dumped.module, chip.name, assumptions.CORES.get(chip.name, 1) > 1, in_a_cycle, str(path))
+    refuse_other_chip(dumped.module, chip.name, chip.cores > 1, in_a_cycle, str(path))
     memory: dict[str, Any] = dumped.memory or {"argument_bytes": dumped.argument_bytes}
     about = _about(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
     predicted = _predicted(about, dumped.module, target, axes, lie, memory, work, [])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, TargetConfig, topology_of
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.machine.network import Machine
 from valkyrie.machine.replay import Cost, Replay, Span, replay
 from valkyrie.machine.torus import Position
@@ -26,13 +27,14 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
     Only the TPU compiler leaves a schedule with its own cycle estimates. Other targets have bytes sent and no time.
     """
     target = run.config.target
-    if target.platform is not Platform.tpu:
+    replay_module = REPLAYS.get(platform_of(target.platform).replay)
+    if replay_module is None:
         return None, traffic(parse(compiled.module.read_bytes()), compiled.outcome["axes"])
     kept = compiled.folder / f"replay-{_digest(target)}.json"
     result = _from_json(kept.read_bytes()) if kept.is_file() else None
     if result is None:
         outcome = compiled.outcome
-        result = replay_on(target, parse(compiled.module.read_bytes()), outcome["axes"], outcome["positions"])
+        result = replay_module(target, parse(compiled.module.read_bytes()), outcome["axes"], outcome["positions"])
         write_whole(kept, json.dumps(asdict(result)))
     result = corrected(result, target)
     return result, list(result.collectives)
@@ -77,6 +79,12 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
     return replay(module, Machine(target.chip, topology_of(target), places, axes))
 
 
+REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Sequence[Any]]], Replay]] = {
+    "libtpu": replay_on,
+}
+"""What replays a compiled module, by the platform's `replay`."""
+
+
 def _from_json(text: bytes) -> Replay | None:
     """Return a replay that was kept; None for a damaged file, which is then made again."""
     try:
@@ -93,5 +101,5 @@ def _from_json(text: bytes) -> Replay | None:
 def _digest(target: TargetConfig) -> str:
     """Return a name for what decides a replay beside the module: the source that reads it, and the target's figures."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
-    source = source_digest("compiled", "machine", "hardware.py", "slices.py")
+    source = source_digest("compiled", "hardware", "machine")
     return hashlib.sha256((figures + source).encode()).hexdigest()[:16]

@@ -23,8 +23,8 @@ from typing import Any
 
 from valkyrie.config.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, TargetConfig
-from valkyrie.hardware.topology import libtpu_missing
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.paths import cache_root, cache_trouble, source_digest
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.child import KEYS, OUTCOME
@@ -42,11 +42,21 @@ SHAPING = (
     "tasks",
     "train",
 )
-SHAPING += ("axes.py", "buckets.py", "checkpoint", "checksums.py", "optim", "paths.py", "precision.py", "trees.py")
+SHAPING += (
+    "axes.py",
+    "buckets.py",
+    "checkpoint",
+    "checksums.py",
+    "extensions.py",
+    "optim",
+    "paths.py",
+    "precision.py",
+    "trees.py",
+)
 SHAPING += ("units.py", "__init__.py", "search/__init__.py", "search/compile/alternatives.py")
 SHAPING += ("search/compile/child.py", "search/compile/executable.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
-_NO_PROGRAM = ("estimate", "replay", "calibrated", "usd_per_hour", "spot_usd_per_hour")
+_NO_PROGRAM = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
 """What is known of a chip that decides no program, and no replay of one."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 
@@ -87,7 +97,8 @@ def compile_layout(
     Results that would come out the same again (fits, does not fit) are kept under `VALKYRIE_CACHE`.
     """
     began = time.perf_counter()
-    if missing := libtpu_missing(run.config.target):
+    target = run.config.target
+    if missing := platform_of(target.platform).missing_compiler(target):
         return Compiled({"status": "refused", "reason": missing}, cache_root(), False, 0.0)
     folder = cache_root() / "compile" / program_key(run)
     outcome = kept_outcome(folder, run.config.mode.hlo) if use_cache else None
@@ -219,10 +230,7 @@ def _in_child(run: Run, folder: Path, limit_s: float | int, progress: Progress) 
 
 
 def _environment(run: Run) -> dict[str, str]:
-    environment = dict(os.environ)
-    if run.config.target.platform is not Platform.gpu:
-        environment["JAX_PLATFORMS"] = "cpu"
-    return environment
+    return {**os.environ, **platform_of(run.config.target.platform).compile_environment()}
 
 
 def _last_line(log: Path) -> str:

@@ -86,6 +86,11 @@ class Candidates:
             self._known[of].flags.writeable = False
         return self._known[of]
 
+    @property
+    def devices(self) -> np.ndarray:
+        """Devices of the mesh, one entry per layout."""
+        return self.parts(tuple(self.sizes))
+
     @cached_property
     def data(self) -> tuple[str, ...]:
         """The mesh axes that split data."""

@@ -8,15 +8,14 @@ from functools import cached_property
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
-from valkyrie.hardware.target import Platform
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation
-from valkyrie.optim import Kind
 from valkyrie.parallel.partition import Memory
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.precision import ACCUMULATED
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.work import Work, size_of
-from valkyrie.train.kept import OF_GROUP, OF_LOSS, OF_UNNAMED, place_of
+from valkyrie.train.kept import place_of
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,8 @@ class Need:
             parameters += numbers * (4 if spec.float32 else stored)
             reduced += numbers * sums
             added += numbers * size_of(ACCUMULATED)
-            of_moments = 1 if config.optimizer.kind is Kind.muon and spec.group == "matrix" else 2
-            moments += (
-                4 * of_moments * numbers / (layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1)
-            )
+            zero1 = layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1
+            moments += config.optimizer.state_bytes(spec) * numbers / zero1
             average += numbers * 4 * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced) + np.where(layouts.microbatches > 1, added, 0)
         return parameters, gradients, moments, average
@@ -80,10 +77,8 @@ class Need:
                 kept = kept + bytes_
                 unnamed = unnamed + (bytes_ if entry.name is None else 0.0)
         loss, group = self._working
-        if self.work.run.config.target.platform is not Platform.tpu:
-            return kept + loss + group
-        backward = gradients + OF_GROUP * group + self._gathered
-        return kept + OF_UNNAMED * unnamed + np.maximum(OF_LOSS * loss, backward) - gradients
+        platform = platform_of(self.work.run.config.target.platform)
+        return platform.activation_bytes(kept, unnamed, loss, group, gradients, self._gathered)
 
     @cached_property
     def _kept(self) -> list[tuple[SavedActivation, np.ndarray]]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from valkyrie.hardware.target import ChipConfig, Platform
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 
@@ -89,6 +90,6 @@ class Network:
 def network_of(chip: ChipConfig, efficiency: Efficiency) -> Network:
     """Return the links of a chip at the rates that it reaches."""
     hop = (chip.hop_us or 0.0) * 1e-6
-    torus = chip.platform is Platform.tpu
+    torus = platform_of(chip.platform).has_torus
     e = efficiency
     return Network(torus, e.gathers, e.sums, e.outside, e.start_s, hop, e.outer_start_s, e.scatters)

@@ -9,7 +9,8 @@ from functools import cache
 
 import numpy as np
 
-from valkyrie.hardware.target import ChipConfig, Platform, TargetConfig, Topology
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig, TargetConfig, Topology
 from valkyrie.machine import assumptions
 from valkyrie.search.estimate.candidates import Span
 
@@ -95,7 +96,7 @@ def spans_of(lies: Sequence[Sequence[Lying]], names: Sequence[str], chip: ChipCo
     """Return the spans of mesh axes that lie so, one entry a layout."""
     of_host = max(math.prod(chip.host_bounds or [1]), 1)
     outside = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host / chip.devices
-    torus, spans = chip.platform is Platform.tpu, {}
+    torus, spans = platform_of(chip.platform).has_torus, {}
     link = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
     for number, name in enumerate(names):
         column = [of_layout[number] for of_layout in lies]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from valkyrie.config.run import Run, known_axes
-from valkyrie.hardware.target import Platform, TargetConfig, topology_of
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.partition import resolve_rules
 from valkyrie.parallel.placement import AxisPlacement, describe_entries, describe_places
@@ -47,7 +48,7 @@ def candidates_of(runs: Sequence[Run]) -> Candidates:
     sizes = {axis: np.array([layout.mesh.axes[axis] for layout in layouts]) for axis in layouts[0].mesh.axes}
     chip = first.config.target.chip
     assert chip is not None
-    if chip.platform is Platform.tpu:
+    if platform_of(chip.platform).has_torus:
         spans = torus_spans([lies(run.config.target, layout) for run, layout in zip(runs, layouts, strict=True)], chip)
     else:
         spans = host_spans(sizes, chip)

@@ -16,7 +16,8 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
-from valkyrie.hardware.target import Platform, TargetConfig, Topology, topology_of
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig, Topology, topology_of
 from valkyrie.parallel.layout import derive_layout
 from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, resolve_rules, roles
@@ -277,7 +278,7 @@ def _rows(
     microbatches: int | None,
 ) -> list[_Row]:
     """Return every mesh with each of its placements and numbers of microbatches."""
-    topology, torus = topology_of(target), target.platform is Platform.tpu
+    topology, torus = topology_of(target), platform_of(target.platform).has_torus
     rows = []
     for mesh in meshes:
         sizes = {axis: mesh.get(axis, 1) for axis in axes}

@@ -17,7 +17,6 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.machine import assumptions
 from valkyrie.parallel.remat import Place, RematConfig
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
@@ -59,7 +58,7 @@ class Step:
         peak = max(chip.peak_tflops.get(name, 0.0) for name in ("bfloat16", work.run.config.precision.compute.value))
         self.peak = peak * 1e12 / chip.devices
         self.hbm = (chip.hbm_gbs or 1.0) * 1e9 / chip.devices * efficiency.hbm
-        self.host = assumptions.HOST_GBS.get(chip.name, assumptions.HOST_GBS_OTHERWISE) * 1e9
+        self.host = chip.host_gbs * 1e9
         self.rows = work.tokens / (layouts.parts(layouts.activations[BATCH]) * layouts.parts(layouts.activations[SEQ]))
         self.rows = self.rows / layouts.microbatches
         """Tokens of a device in a microbatch."""
@@ -354,14 +353,20 @@ class Step:
 
     @cached_property
     def _optimizer(self) -> np.ndarray:
-        """Return the seconds of the optimizer's step: parameters, two moments and gradients read, three written."""
+        """The seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's.
+
+        What Muon sends to gather whole matrices is not counted.
+        """
+        config = self.work.run.config.optimizer
         bytes_, zero1 = np.zeros(len(self.layouts)), self.layouts.partition.zero1
         for spec in self.work.parameters.values():
             numbers = np.full(len(self.layouts), float(spec.size))
             for axis, n in zip(spec.axes, spec.shape, strict=True):
                 numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "stored", n))
-            bytes_ += 28.0 * numbers / (self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1)
-        return bytes_ / self.hbm
+            parts = self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1
+            bytes_ += config.update_bytes(spec) * numbers / parts
+        flops = config.update_flops(self.work.parameters.values(), self.layouts.devices)
+        return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
 
 
 def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -15,8 +15,7 @@ from rich.table import Table
 from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import EXPLAINED, SUMMARY
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform
-from valkyrie.hardware.topology import libtpu_missing
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import unused, write_whole
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
 from valkyrie.search.compile.implementations import computed
@@ -114,9 +113,10 @@ def _layout(run: Run, text: str) -> Run | dict[str, Any]:
     mode = [o for o in overrides if key_value(o)[0] in ("mode.time_limit_s", "mode.cache")]
     other = run_of([*flags, *kept, "mode=compile", *mode, *changes])
     target, problems = other.config.target, other.problems()
-    if target.platform is not Platform.tpu:
+    platform = platform_of(target.platform)
+    if platform.replay is None:
         problems.append(f"target={target.name} has no predicted step: {NO_STEP}")
-    elif missing := libtpu_missing(target):
+    elif missing := platform.missing_compiler(target):
         problems.append(missing)
     if problems:
         raise ValueError("\n".join(f"{text}: {problem}" for problem in problems))

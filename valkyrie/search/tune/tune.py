@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import Platform, TargetConfig
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import TargetConfig
 from valkyrie.runs.folder import key_value
 from valkyrie.search.compile.implementations import Implementation, implementations
 from valkyrie.search.compile.replayed import replayed
@@ -81,7 +82,7 @@ def tune(
 
 def not_tunable(target: TargetConfig) -> str | None:
     """Return why a target has no compiler options to tune; None where it has."""
-    if target.platform is Platform.tpu:
+    if platform_of(target.platform).replay is not None:
         return None
     return (
         f"mode=tune predicts what compiler options are worth on a slice of TPUs, and target={target.describe()} is "

@@ -1,0 +1,88 @@
+"""The optimizer of valkyrie/optim/README.md, in a user's folder: it trains, is estimated and refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import valkyrie.optim
+from helpers import compose_run
+from valkyrie.config.run import Run
+from valkyrie.extensions import add_import_path
+from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.runs.folder import saved_config
+from valkyrie.search.estimate.efficiency import Efficiency
+from valkyrie.search.estimate.memory import Need
+from valkyrie.search.estimate.runs import candidates_of, estimated
+from valkyrie.search.estimate.work import work_of
+from valkyrie.train.memory import expected_memory
+from valkyrie.train.program import StepProgram
+
+README = Path(valkyrie.optim.__file__).parent / "README.md"
+SMALL = ("model=gpt_tiny", "model.embed=32", "batch=8", "seq=32", "mesh=2x2x2", "partition=fsdp", "tracking=off")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of README."""
+    folder = tmp_path_factory.mktemp("own")
+    for name, body in re.findall(r"```(?:python|yaml)\n# FOLDER/(\S+)\n(.*?)```", README.read_text(), re.DOTALL):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(body)
+    assert {file.name for file in folder.rglob("*.*")} == {"lion.py", "lion.yaml"}
+    add_import_path([folder])
+    return folder
+
+
+def composed(folder: Path, *overrides: str) -> Run:
+    return compose_run(*SMALL, f"hydra.searchpath=[valkyrie://groups,{folder}]", "optimizer=lion", *overrides)
+
+
+def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "valkyrie.cli.train", "--config-dir", str(folder), *SMALL, "optimizer=lion"]
+    return subprocess.run([*command, *arguments], cwd=folder.parent, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_it_trains_on_a_mesh_and_resumes(folder: Path) -> None:
+    done = train(folder, "name=own", "steps=2", "sample_tokens=0")
+    assert "step 2/2" in done.stdout, done.stdout + done.stderr
+    saved = saved_config(folder.parent / "runs" / "own")
+    assert saved.optimizer.family == "lion" and list(saved.modules) == [str(folder)]
+    command = [sys.executable, "-m", "valkyrie.cli.train", "resume=own", "steps=3", "sample_tokens=0"]
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    assert "training steps 3 to 3" in done.stdout, done.stdout + done.stderr
+
+
+def test_show_and_the_estimate_count_one_moment(folder: Path) -> None:
+    run = composed(folder, "target=v5e-8")
+    program = StepProgram(run, abstract_mesh(run.config.mesh))
+    shown = expected_memory(run, program.abstract_state).optimizer
+    layouts = candidates_of([run])
+    (bytes_,) = Need(work_of(run), layouts).under(run.config.remat).optimizer
+    assert shown == pytest.approx(bytes_, rel=1e-3)
+    lion, adamw = (estimated([run], Efficiency())[0] for run in (run, compose_run(*SMALL, "target=v5e-8")))
+    assert lion["optimizer"] / adamw["optimizer"] == pytest.approx(20 / 28)
+    assert lion | {"optimizer": 0, "step": 0} == adamw | {"optimizer": 0, "step": 0}
+
+
+def test_show_prints_its_memory(folder: Path) -> None:
+    assert "expected memory" in train(folder, "mode=show").stdout
+
+
+def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
+    wrong = replace(composed(folder).config.optimizer, **{"beta2": 1.0})
+    assert wrong.problems() == ["optimizer.beta2=1.0: must be at least 0 and below 1."]
+
+
+def test_a_module_without_an_optimizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no_optimizer.py").write_text("class Config: ...\n")
+    add_import_path([tmp_path])
+    for family in ("no_optimizer", "no_module"):
+        with pytest.raises(ValueError, match=f"optimizer.family={family}"):
+            valkyrie.optim.FAMILIES.config_class(family)

@@ -1,0 +1,38 @@
+"""Platforms: found by name, known without JAX, and refused by key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from valkyrie.hardware.platforms import Platform, platform_of, platforms
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+
+
+def test_a_platform_is_found_by_its_name_and_by_those_of_its_backend() -> None:
+    assert [platform.name for platform in platforms()] == ["any", "cpu", "gpu", "tpu"]
+    assert platform_of("cuda") is platform_of("gpu")
+    with pytest.raises(ValueError, match="platform=abacus"):
+        platform_of("abacus")
+
+
+@pytest.mark.parametrize("platform", platforms(), ids=lambda platform: platform.name)
+def test_simulated_devices_are_those_of_the_host(platform: Platform) -> None:
+    expected = {"any": (True, False), "cpu": (True, True)}.get(platform.name, (False, False))
+    assert (platform.is_simulated(0), platform.is_simulated(4)) == expected
+
+
+def test_an_unknown_platform_is_refused_by_its_key() -> None:
+    for problems, key in (
+        (TargetConfig(platform="abacus").problems(), "target.platform=abacus"),
+        (ChipConfig(platform="abacus").problems(), "target.chip.platform=abacus"),
+    ):
+        (problem,) = problems
+        assert problem.startswith(key) and "any, cpu, gpu, tpu" in problem
+
+
+def test_platforms_do_not_import_jax() -> None:
+    code = "import sys; from valkyrie.hardware.platforms import platforms; platforms(); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,33 @@
+"""CPU devices, of which one host simulates as many as a mesh needs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.hardware.platforms import Platform
+
+if TYPE_CHECKING:
+    from valkyrie.hardware.target import TargetConfig
+
+
+class Cpu(Platform):
+    """The CPU of the host."""
+
+    name = jax_name = lowering_name = "cpu"
+    runs_on_host = True
+    compile_note = (
+        "COMPILED FOR CPU: memory and bytes per axis only; choose a TPU slice for step time, such as target=v4-64"
+    )
+    scan = "sequential"
+
+    def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
+        """Return `size` simulated devices; must come before anything else initialises a JAX backend."""
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", size)
+        return jax.devices("cpu")
+
+
+PLATFORM = Cpu()

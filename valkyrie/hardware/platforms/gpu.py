@@ -1,0 +1,54 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from valkyrie.hardware.platforms import Platform
+
+if TYPE_CHECKING:
+    from valkyrie.hardware.target import TargetConfig
+
+
+class Gpu(Platform):
+    """NVIDIA GPUs, joined by a switch within a host."""
+
+    name = jax_name = "gpu"
+    aliases = ("cuda", "rocm")
+    lowering_name = "cuda"
+    extra = "cuda"
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    attention = "cudnn"
+    scan = "associative"
+
+    def device_files(self) -> list[Path]:
+        """`/dev/nvidia0` and so on."""
+        return [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+
+    def compile_environment(self) -> Mapping[str, str]:
+        """Nothing: XLA compiles for the GPUs that it can see."""
+        return {}
+
+    def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
+        """Return the GPUs of this machine; ValueError if there are fewer than `size`."""
+        import jax
+
+        try:
+            devices = jax.devices(self.jax_name)
+        except RuntimeError:
+            raise ValueError(
+                f"target={target.describe()}: compiling for a GPU needs a CUDA backend and its driver, and JAX finds "
+                "none here. Run this on a machine with the GPU, after `uv sync --extra cuda` in the clone, or use a "
+                "TPU target: those compile anywhere."
+            ) from None
+        if len(devices) < size:
+            raise ValueError(
+                f"target={target.describe()}: XLA compiles for the GPUs it can see, {len(devices)} x "
+                f"{devices[0].device_kind} here, and the mesh needs {size}."
+            )
+        return devices
+
+
+PLATFORM = Gpu()

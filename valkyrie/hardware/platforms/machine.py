@@ -1,0 +1,20 @@
+"""Whatever this machine has: accelerators if there are any, else simulated CPU devices."""
+
+from __future__ import annotations
+
+from valkyrie.hardware.platforms.cpu import Cpu
+
+
+class AnyPlatform(Cpu):
+    """Whatever this machine has. A program is compiled for it as for a CPU."""
+
+    name = "any"
+    jax_name = None
+    runs_on_host = False
+
+    def is_simulated(self, accelerators: int) -> bool:
+        """Return whether there are no accelerators."""
+        return accelerators == 0
+
+
+PLATFORM = AnyPlatform()

@@ -1,0 +1,1 @@
+"""The optimizers that ship with Valkyrie, a module each."""

@@ -1,0 +1,170 @@
+"""Muon for matrices, as in nanochat's `optim.py`, and AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from valkyrie.axes import GROUPS, LAYERS, Parameter
+from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, puzzle_rules
+
+if TYPE_CHECKING:
+    import optax
+
+ITERATIONS = 5
+"""Steps of the polynomial iteration that makes a matrix orthogonal: the rows of `valkyrie.optim.muon.POLAR_EXPRESS`."""
+
+
+@dataclass
+class AdamGroup:
+    """AdamW for a group of parameters: its own peak rate, which follows the run's schedule."""
+
+    learning_rate: float = 0.005
+    beta1: float = 0.8
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+
+
+_BY_ADAMW = [name for name in GROUPS if name not in ("matrix", *NOT_AVERAGED)]
+"""The groups that AdamW updates."""
+
+
+def _groups() -> dict[str, AdamGroup]:
+    return {
+        "embedding": AdamGroup(0.3, beta2=0.995, weight_decay=0.001),
+        "unembedding": AdamGroup(0.008, beta2=0.96, weight_decay=0.01),
+        "value_embedding": AdamGroup(0.15, beta2=0.995, weight_decay=0.01),
+        "vector": AdamGroup(0.005),
+        "residual_scale": AdamGroup(0.005, weight_decay=0.05),
+        "input_scale": AdamGroup(0.5, beta1=0.96),
+        "scalar": AdamGroup(0.2),
+        "ssm": AdamGroup(0.0025),
+    }
+
+
+@dataclass
+class Config(OptimizerConfig):
+    """Muon. `weight_decay` falls along a cosine to 0, and only decays what the step makes smaller too.
+
+    Args:
+        epsilon: of AdamW.
+        momentum_start: momentum at the first step, which rises to `momentum` over `momentum_warmup` steps.
+        momentum_end: momentum at the last step; it falls while the learning rate falls.
+        beta2: decay of the mean squares by which NorMuon scales rows, null for plain Muon.
+        groups: settings of AdamW by group of parameters.
+    """
+
+    name: str = "muon"
+    family: str = "muon"
+    epsilon: float = 1e-8
+    momentum_start: float = 0.85
+    momentum: float = 0.97
+    momentum_end: float = 0.90
+    momentum_warmup: int = 400
+    beta2: float | None = 0.9
+    groups: dict[str, AdamGroup] = field(default_factory=_groups)
+
+    def transformation(self, specs: Any, training: Training) -> optax.GradientTransformation:
+        """Muon for matrices, and AdamW for each other group that the model has."""
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        from valkyrie.optim.muon import Recipe, muon
+
+        schedule = learning_rate(self, training.steps)
+        length = self.decay_steps or training.steps
+        down = max(round(self.warmdown * length), 1)
+
+        def momentum(step: Any) -> Any:
+            part = jnp.clip(step / self.momentum_warmup, 0, 1)
+            risen = self.momentum_start + (self.momentum - self.momentum_start) * part
+            fallen = jnp.clip((step - (length - down)) / down, 0, 1) * (self.momentum - self.momentum_end)
+            return jnp.where(step < self.momentum_warmup, risen, self.momentum - fallen)
+
+        def decay(step: Any) -> Any:
+            return self.weight_decay * (1 + jnp.cos(jnp.pi * jnp.clip(step / length, 0, 1))) / 2
+
+        def adamw(group: AdamGroup) -> optax.GradientTransformation:
+            def rate(step: Any) -> Any:
+                return group.learning_rate / self.learning_rate * schedule(step)
+
+            return optax.adamw(rate, group.beta1, group.beta2, self.epsilon, weight_decay=group.weight_decay)
+
+        labels = jax.tree.map(_label, specs, is_leaf=is_parameter)
+        matrices = jax.tree.map(lambda s, of: s if of == "matrix" else optax.MaskedNode(), specs, labels)
+        recipe = Recipe(schedule, momentum, decay, self.beta2, training.compute)
+        rules: dict[Hashable, optax.GradientTransformation] = {"matrix": muon(recipe, matrices, training.spread)}
+        present = set(jax.tree.leaves(labels))
+        rules |= {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
+        if NOT_AVERAGED & present:
+            rules |= puzzle_rules(self, schedule)
+        return optax.partition(rules, labels)
+
+    def state_bytes(self, parameter: Parameter) -> float:
+        """Momentum of matrices in float32, two moments of other parameters.
+
+        NorMuon's mean squares, one number for each row or column, are left out.
+        """
+        return 4.0 if is_matrix(parameter) else 8.0
+
+    def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
+        """FLOPs of making matrices orthogonal, on the device that computes the most.
+
+        Matrices of one shape are stacked and the stack is split over all devices, each of which works on whole
+        matrices. An iteration on a matrix X of m rows and n columns, m <= n, computes A = X X^T, A A and A X.
+        """
+        counts: Counter[tuple[int, int]] = Counter()
+        for parameter in filter(is_matrix, parameters):
+            count, rows, columns = matrix_shape(parameter)
+            counts[min(rows, columns), max(rows, columns)] += count
+        flops = 0.0 * devices
+        for (m, n), count in counts.items():
+            flops = flops + np.ceil(count / devices) * ITERATIONS * (4.0 * m * m * n + 2.0 * m**3)
+        return flops
+
+    def problems(self) -> list[str]:
+        """Return the error message of every setting that makes no sense."""
+        problems = super().problems()
+        problems += self.not_in_unit_interval("momentum_start", "momentum", "momentum_end", "beta2")
+        if not 0 < self.epsilon < math.inf:
+            problems.append(f"optimizer.epsilon={self.epsilon}: must be above 0.")
+        if self.momentum_warmup < 1:
+            problems.append(f"optimizer.momentum_warmup={self.momentum_warmup}: at least 1 is needed.")
+        for name, group in self.groups.items():
+            key = f"optimizer.groups.{name}"
+            if name not in _BY_ADAMW:
+                known = ", ".join(_BY_ADAMW)
+                problems.append(f"{key} is no group of parameters that AdamW takes. There are {known}.")
+            if not 0 <= group.learning_rate < math.inf or not 0 <= group.weight_decay < math.inf:
+                problems.append(f"{key}: learning_rate and weight_decay must be at least 0.")
+            if not 0 <= group.beta1 < 1 or not 0 <= group.beta2 < 1:
+                problems.append(f"{key}: beta1 and beta2 must be at least 0 and below 1.")
+        missing = ", ".join(name for name in _BY_ADAMW if name not in self.groups)
+        return problems + ([f"optimizer.groups lacks {missing}."] if missing else [])
+
+
+def is_matrix(parameter: Parameter) -> bool:
+    """Return whether Muon updates a parameter: a matrix, or a stack of them over layers."""
+    return parameter.group == "matrix" and len(parameter.shape) - (LAYERS in parameter.axes) >= 2
+
+
+def matrix_shape(parameter: Parameter) -> tuple[int, int, int]:
+    """Return the number of matrices in a parameter, and their rows and columns.
+
+    Rows are the first dimension after `layers`, columns all others together.
+    """
+    stacked = LAYERS in parameter.axes
+    count, shape = (parameter.shape[0], parameter.shape[1:]) if stacked else (1, parameter.shape)
+    return count, shape[0], math.prod(shape[1:])
+
+
+def _label(parameter: Parameter) -> str:
+    if is_matrix(parameter):
+        return "matrix"
+    return "vector" if parameter.group == "matrix" else parameter.group
