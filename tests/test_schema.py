@@ -17,6 +17,7 @@ import pytest
 
 from helpers import MODELS, compose_config, small_run
 from valkyrie.config.run import Run
+from valkyrie.data.config import SOURCES, data_class
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
 from valkyrie.parallel.mesh import MeshConfig, abstract_mesh
@@ -89,8 +90,18 @@ def test_every_refusal_of_a_number_names_its_key() -> None:
         "model.vocab_multiple",
         "model.attention.kv_heads",
         "optimizer.clip_norm",
-        "data.states",
+        "data.shard_tokens",
     } <= refused
+
+
+@pytest.mark.parametrize("source", SOURCES.names())
+def test_every_number_of_a_source_is_refused_by_its_key(source: str) -> None:
+    run, config = base(MODELS[0]), data_class(source)
+    data = config(**({"paths": ["x"]} if "paths" in {field.name for field in dataclasses.fields(config)} else {}))
+    for key, value in numbers(data, "data."):
+        problems = run.changed(data=changed(data, key.removeprefix("data."), value)).problems()
+        assert all(key in problem for problem in problems), (key, value, problems)
+        assert problems or value in (0, *HUGE), (key, value)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,8 @@ def trace(run: Run) -> None:
 
 
 def data_problems(config: Any, key: str) -> list[str]:
-    value = {key.partition(".")[2]: getattr(config, key.partition(".")[2])}
+    name = key.partition(".")[2]
+    value = {name: getattr(config, name)}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "text.txt").write_text("a few words\n" * 200)
         try:

@@ -93,8 +93,8 @@ def test_the_key_is_of_what_decides_the_result():
 @pytest.mark.parametrize(
     ("mode", "same", "other"),
     [
-        ("compile", ["mode.hlo=true", "mode.repeats=3", "eval_batches=3", "data.max_bytes=9", "seed=3"], "steps=9"),
-        ("measure", ["mode.trace=true", "eval_batches=3", "data.max_bytes=9"], "mode.repeats=3"),
+        ("compile", ["mode.hlo=true", "mode.repeats=3", "eval_batches=3", "data.documents=9", "seed=3"], "steps=9"),
+        ("measure", ["mode.trace=true", "eval_batches=3", "data.documents=9"], "mode.repeats=3"),
         ("measure", ["mode.trace=true"], "mode.data=real"),
         ("generate", ["trial.retry=true"], "prompt=b"),
         ("eval", ["trial.retry=true"], "resume=other"),

@@ -33,7 +33,7 @@ class SudokuConfig(SampleConfig):
         problems = super().problems()
         if self.side not in (4, 9):
             problems.append(f"data.sudoku.side={self.side}: use 4 or 9.")
-        if not 0 <= self.clues < self.side**2:
+        elif not 0 <= self.clues < self.side**2:
             problems.append(f"data.sudoku.clues={self.clues}: use 0 to {self.side**2 - 1}.")
         if self.side == 4 and self.guesses:
             problems.append(f"data.sudoku.guesses={self.guesses}: no puzzle of 4x4 needs a guess. Use 0.")
