@@ -12,7 +12,7 @@ from helpers import names
 TOP = (
     "Known: batch, batch_tokens, checkpoint, code_eval, code_eval_every, data, debug, device_batch, distributed, "
     "eval_batches, eval_every, force, log_every, mesh, microbatches, mode, model, modules, name, optimizer, partition, "
-    "precision, profile, prompt, remat, resume, runs, sample_every, sample_tokens, seed, seq, steps, target, "
+    "precision, profile, prompt, remat, resume, runs, sample_every, sample_tokens, seed, seq, steps, target, task, "
     "temperature, top_k, tracking, trial."
 )
 SMALL = ["model=valkyrie_tiny", "mesh=2x2x2", "partition=2d_tp"]
