@@ -11,7 +11,8 @@ import pytest
 from helpers import CALM, assembly_of, compose_run, make_batch, make_program, run_steps
 from own_feed_forward import SMALL, write_folder
 from valkyrie.config.run import Run
-from valkyrie.models import add_import_path, known_axes, user_family_names
+from valkyrie.extensions import add_import_path
+from valkyrie.models import FAMILIES, known_axes
 from valkyrie.tasks.next_token import token_losses
 
 VALUES = ("unit/size", "unit/largest")
@@ -89,5 +90,5 @@ def test_equal_layers_share_a_scan(folder, pattern, repeats):
 
 
 def test_axes_of_the_users_families_are_known(folder):
-    assert "gated_unit" in user_family_names()
+    assert "gated_unit" in FAMILIES.user_names()
     assert known_axes()["units"] == "the hidden side of a gated unit"
