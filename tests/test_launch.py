@@ -20,18 +20,12 @@ from hypothesis import strategies as st
 from test_launch_local import is_gone, wait_until
 from valkyrie.cli import launch
 from valkyrie.hardware.names import parse_target
-from valkyrie.launch.choose import plan
-from valkyrie.launch.cost import cost
+from valkyrie.launch.choose import ENGINES, TPU_ENGINE, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.gcloud import Slices, accelerator, resource_name
-from valkyrie.launch.gke import manifest, xpk
-from valkyrie.launch.options import ENGINES, Options, read_options
+from valkyrie.launch.engines import gke, skypilot, slurm, ssh, tpu_vm
+from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.overrides import named
 from valkyrie.launch.plan import Call, Plan, Written, command_text
-from valkyrie.launch.skypilot import task
-from valkyrie.launch.slurm import script
-from valkyrie.launch.ssh import Hosts
-from valkyrie.launch.start import on_hosts, on_slices
 
 GOLDENS = Path(__file__).parent / "goldens" / "launch"
 GIB = "name=mine runs=/mnt/shared/runs"
@@ -59,8 +53,8 @@ def call(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     return int(ended.value.code or 0), shown.out, shown.err
 
 
-def options_of(line: str, restarts: int = 3) -> Options:
-    return read_options(line.split(), restarts)
+def config_of(line: str, restarts: int = 3) -> Any:
+    return read_config(line.split(), restarts)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +91,7 @@ def test_the_page_names_what_there_is(capsys: pytest.CaptureFixture[str], line: 
 
 
 def test_every_target_has_a_golden():
-    assert {CASES[case].split("target=")[1].split()[0] for case in CASES} >= {*ENGINES} - {"local"}
+    assert {CASES[case].split("target=")[1].split()[0] for case in CASES} >= {*ENGINES.names()} - {"local", TPU_ENGINE}
 
 
 ARGUMENT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -114,16 +108,14 @@ def words_of(call: Call) -> list[str]:
 @given(ARGUMENTS)
 def test_a_shell_reads_every_argument_as_it_was(arguments: list[str]):
     overrides = ("name=mine", *arguments)
-    slices = Slices(options_of("target=v4-64 zone=z"), overrides)
-    (command,) = slices.train().commands
+    (command,) = config_of("target=v4-64 zone=z").train(overrides).commands
     assert shlex.split(" ".join(map(shlex.quote, command))) == [*command]
     (text,) = [word for word in command if word.startswith("--command=")]
     inner = text.removeprefix("--command=").split("; ", 1)[1].rpartition(" 2>&1 | tee")[0]
     assert shlex.split(inner) == ["cd", "valkyrie", "&&", ".venv/bin/valkyrie-train", *overrides]
-    hosts = Hosts(options_of("target=ssh hosts=[a,b]"), overrides)
-    for step in hosts.train():
+    for step in config_of("target=ssh hosts=[a,b]").train(overrides):
         assert shlex.split(step.commands[0][-1])[-len(overrides) :] == [*overrides]
-    lines = script(options_of("target=slurm nodes=2"), overrides)
+    lines = slurm.script(config_of("target=slurm nodes=2"), overrides)
     srun = lines.split("valkyrie-train ")[1].split("\nstatus=$?")[0]
     assert shlex.split(srun) == [*overrides]
 
@@ -132,13 +124,13 @@ def test_a_shell_reads_every_argument_as_it_was(arguments: list[str]):
 @given(ARGUMENTS)
 def test_yaml_has_every_argument_as_it_was(arguments: list[str]):
     overrides = ("name=mine", *arguments)
-    options = options_of("target=gke slice=v5e-8 cluster=c image=i")
-    job = yaml.safe_load(manifest(options, overrides))["spec"]["replicatedJobs"][0]["template"]["spec"]
+    config = config_of("target=gke slice=v5e-8 cluster=c image=i")
+    job = yaml.safe_load(gke.manifest(config, overrides))["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     assert [word.replace("$$", "$") for word in container["command"]] == ["valkyrie-train", *overrides]
-    text = xpk(options, overrides)[-1].removeprefix("--command=")
+    text = gke.xpk(config, overrides)[-1].removeprefix("--command=")
     assert shlex.split(text) == ["valkyrie-train", *overrides]
-    described = yaml.safe_load(task(options_of("target=skypilot slice=v5e-8"), overrides))
+    described = yaml.safe_load(skypilot.task(config_of("target=skypilot slice=v5e-8"), overrides))
     assert shlex.split(described["run"]) == [".venv/bin/valkyrie-train", *overrides]
 
 
@@ -168,7 +160,7 @@ def shell_reads(text: str, folder: Path) -> list[list[str]]:
 @given(ARGUMENTS)
 def test_bash_runs_what_was_planned(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]):
     folder = tmp_path_factory.mktemp("script")
-    made = plan(options_of("target=v4-64 zone=us-central2-b name=mine"), ("name=mine", *arguments))
+    made = config_of("target=v4-64 zone=us-central2-b name=mine").plan(("name=mine", *arguments))
     planned = [list(step.commands[0]) for step in made.steps if isinstance(step, Call)]
     assert shell_reads(made.text(), folder) == planned
     (folder / "valkyrie/.venv/bin").mkdir(parents=True)
@@ -206,13 +198,13 @@ def test_a_long_command_is_broken_before_its_flags():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "target= is missing. Write target=local processes=4 for processes of this machine, target=host, "),
+        ("", "target= is missing. Write target=local processes=4 for processes of this machine, target=gke, "),
         ("target=loacl -- a", "target=loacl is no place to run. Did you mean target=local? Write target=local "),
         ("target=v4-63 -- a", "target=v4-63 is not a slice of v4: "),
         ("target=h100-8 -- a", "target=h100-8: only slices of TPUs are rented by name. Write "),
         ("target=tpu7x-16 -- a", "target=tpu7x-16: tpu7x is rented by GKE alone. Write target=gke slice=tpu7x-16."),
-        ("target=local processes=0 -- a", "processes=0: at least 1 is needed."),
-        ("target=local processes=two -- a", "processes=two: write a whole number."),
+        ("target=local processes=0 -- a", "processes=0: write a whole number, at least 1."),
+        ("target=local processes=two -- a", "processes=two: write a whole number, at least 1."),
         ("target=local processes=2", "the training's settings are missing. Write them behind --: valkyrie-launch "),
         ("target=local model=gpt_tiny -- a", "model= is not for target=local. It takes name, processes. Settings of "),
         ("target=local zone=z -- a", "zone= is not for target=local. It takes name, processes."),
@@ -239,10 +231,11 @@ def test_a_long_command_is_broken_before_its_flags():
         ("target=skypilot -- a", "target=skypilot needs the slice: write slice=v5e-8."),
         ("target=skypilot slice=cpu8 -- a", "slice=cpu8 names no chip: write slice=v5e-8 or slice=h100-8."),
         ("target=slurm -- a", "target=slurm needs the nodes: write nodes=2 gpus_per_node=8, or slice=h100-16."),
-        ("target=v4-64 spot=yes -- a", "spot=yes: write spot=true or spot=false."),
+        ("target=v4-64 spot=yes -- a", "spot=yes: write true or false."),
         ("target=v4-64 hours=0 -- a", "hours=0: write a number above 0."),
         ("target=v4-64 slices=2 queued=false -- a", "slices=2 needs the queue, which gives all at once. Leave "),
-        ("target=v4-64 zone=--x -- a", "zone='--x': a name begins with no dash and stands on one line."),
+        ("target=v4-64 zone=--x -- a", "zone='--x': a name starts with no dash and is one line."),
+        ("--config-dir nowhere target=local -- a", "--config-dir nowhere is not a folder."),
         ("target=local --restarts -1 -- a", "--restarts -1: write 0 or more."),
         ("target=local --restarts=-1 -- a", "--restarts -1: write 0 or more."),
         ("logs target=v4-64", "logs needs the name of the run: write name=NAME."),
@@ -254,6 +247,32 @@ def test_a_long_command_is_broken_before_its_flags():
 def test_mistakes_are_one_line_with_the_remedy(capsys: pytest.CaptureFixture[str], line: str, message: str):
     status, out, err = call(capsys, *line.split())
     assert (status, out) == (2, "") and err.startswith(f"valkyrie-launch: {message}") and err.count("\n") == 1
+
+
+def test_an_engine_in_a_folder_of_the_user_prints_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (name, engine), (command,) = (
+        re.findall(r"^```python\n# FOLDER/(\S+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0],
+        re.findall(r"^valkyrie-launch --config-dir FOLDER (.*)$", PAGE, re.MULTILINE),
+    )
+    (tmp_path / name).write_text(engine)
+    folder = ("--config-dir", str(tmp_path))
+    assert call(capsys, *folder, *shlex.split(command)) == (
+        0,
+        "# 1. write the job\ncat > job.pbs <<'END'\n#PBS -N mine\n#PBS -q large\n#PBS -l select=2\n"
+        "mpiexec --ppn 1 valkyrie-train model=gpt_tiny mesh=2x1x1 name=mine\nEND\n"
+        "# 2. submit it\nqsub job.pbs\n# jobs:\n#   qstat\n",
+        "",
+    )
+    assert call(capsys, *folder, "list", "target=pbs", "queue=large")[1] == "qstat\n"
+    for words, message in {
+        "": "target=pbs needs the queue: write queue=NAME.",
+        "zone=z": "zone= is not for target=pbs. It takes name, queue, nodes. It is a key of target=gke, ",
+    }.items():
+        status, _, err = call(capsys, *folder, "target=pbs", *words.split(), "--", "name=mine")
+        assert status == 2 and err.startswith(f"valkyrie-launch: {message}")
 
 
 def test_a_name_is_added_where_a_restart_would_begin_anew(capsys: pytest.CaptureFixture[str]):
@@ -273,15 +292,15 @@ def test_names_and_types_are_those_of_the_cloud():
 
 
 def test_the_price_is_listed_or_said_to_be_unknown():
-    assert cost(options_of("target=v4-64 hours=24")) == (
+    assert config_of("target=v4-64 hours=24").price_notes()[1] == (
         "cost of 32 v4 chips: $2,472.96 for 24 hours ($103.04 an hour) at the list price of $3.22 a chip; "
         "spot price not known here (spot_usd_per_hour= of a chip sets it)"
     )
-    assert cost(options_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1")) == (
+    assert config_of("target=v5e-8 spot=true spot_usd_per_hour=0.5 usd_per_hour=1").price_notes()[1] == (
         "cost of 8 v5e chips: $4.00 an hour at the spot price of $0.50 a chip; "
         "$8.00 an hour at the list price of $1.00 a chip"
     )
-    assert cost(options_of("target=ssh hosts=[a]")) == ""
+    assert config_of("target=slurm nodes=2").price_notes() == ()
 
 
 def test_the_dockerfile_copies_code_alone_and_all_that_the_wheel_needs():
@@ -358,8 +377,8 @@ def rented(folder: Path, monkeypatch: pytest.MonkeyPatch, attempts: str, restart
     program(folder, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(folder / "state"))
     (folder / "state.train").write_text(attempts)
-    slices = Slices(options_of("target=v5e-8 spot=true name=mine", restarts), ("name=mine",))
-    return on_slices(slices, Path("logs"), sleep=lambda seconds: None).run()
+    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.0)
+    return config_of("target=v5e-8 spot=true name=mine", restarts).supervisor(("name=mine",)).run()
 
 
 def test_a_slice_is_asked_for_trained_on_and_asked_for_again(programs: Path, monkeypatch: Any, capfd: Any):
@@ -396,7 +415,7 @@ def test_a_slice_that_cannot_be_reached_is_tried_thrice(programs: Path, monkeypa
 def test_the_command_rents_and_says_how_to_give_back(programs: Path, monkeypatch: Any, capfd: Any):
     program(programs, "gcloud", GCLOUD)
     monkeypatch.setenv("STATE", str(programs / "state"))
-    monkeypatch.setattr("valkyrie.launch.start._POLL_S", 0.01)
+    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.01)
     Path("pyproject.toml").touch()
     command = ["target=v5e-8", "--run", "--", "model=gpt_tiny", "mesh=2x4x1", "name=mine"]
     (programs / "state.train").write_text("0 0")
@@ -447,9 +466,8 @@ def test_hosts_of_ssh_start_together_and_none_is_left_when_one_fails(programs: P
     for host in ("a", "b"):
         (homes / host / "valkyrie" / ".venv" / "bin").mkdir(parents=True)
         program(homes / host / "valkyrie" / ".venv" / "bin", "valkyrie-train", TRAINING, flags="")
-    hosts = Hosts(options_of("target=ssh hosts=[a,b]"), ("name=only-this-test", "prompt=it's"))
-    monkeypatch.setattr(Hosts, "copy", lambda self: [])
-    supervisor = on_hosts(hosts, Path("logs"))
+    monkeypatch.setattr(ssh.Config, "copy", lambda self: [])
+    supervisor = config_of("target=ssh hosts=[a,b]").supervisor(("name=only-this-test", "prompt=it's"))
     assert replace(supervisor, grace_s=0.2).run() == 0
     assert "ended with status 134, first of 2" in capfd.readouterr().err
     ran = [int(file.read_text()) for file in homes.glob("pid-*")]
@@ -464,8 +482,8 @@ def test_run_writes_the_file_and_submits_it(programs: Path, capsys: pytest.Captu
     status, out, _ = call(capsys, "target=slurm", "nodes=2", "--run", "--", "name=mine", "mesh=2x1x1")
     assert (status, out) == (0, "")
     assert (programs / "calls").read_text() == "sbatch mine.sbatch\n"
-    assert Path("mine.sbatch").read_text() == script(
-        options_of("target=slurm nodes=2 name=mine"), ("name=mine", "mesh=2x1x1")
+    assert Path("mine.sbatch").read_text() == slurm.script(
+        config_of("target=slurm nodes=2 name=mine"), ("name=mine", "mesh=2x1x1")
     )
 
 

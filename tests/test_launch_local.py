@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from valkyrie.launch.local import RESTARTS, Supervisor, cluster
+from valkyrie.launch.supervisor import RESTARTS, Supervisor, cluster
 from valkyrie.processes.team import INDEX
 
 HEAD = f"""

@@ -34,7 +34,7 @@ from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms.tpu import Tpu
-from valkyrie.launch.options import read_options
+from valkyrie.launch.choose import read_config
 from valkyrie.sweep.trial import Status, TrialLog
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -146,11 +146,11 @@ LAUNCHED = [line for line in COMMANDS if line.startswith("valkyrie-launch")]
 @pytest.mark.parametrize("line", [line for line in LAUNCHED if " -- " in line])
 def test_what_is_launched_composes(command: Any, line: str):
     ahead, overrides = split_launch(arguments_of(line))
-    options = read_options([word for word in ahead if "=" in word], restarts=0)
+    config = read_config([word for word in ahead if "=" in word], restarts=0)
     composed = command(*(overrides or ()))
     assert (composed.status, composed.err) == (0, "") and composed.run is not None
-    devices = None if options.hardware is None else options.hardware.devices
-    assert devices is None or composed.run.config.mesh.size == devices * options.slices
+    mesh = composed.run.config.mesh
+    assert config.mesh_problems(mesh.name, mesh.size) == []
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("valkyrie-doctor ")])

@@ -9,19 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
-from valkyrie.launch.choose import action, plan
+from valkyrie.extensions import add_import_path
+from valkyrie.launch.choose import ENGINES, read_config
 from valkyrie.launch.dockerfile import dockerfile
-from valkyrie.launch.gcloud import Slices
-from valkyrie.launch.local import say
-from valkyrie.launch.options import Options, read_options
-from valkyrie.launch.overrides import name_in, named, runs_in, trains
-from valkyrie.launch.plan import Plan
-from valkyrie.launch.ssh import Hosts
-from valkyrie.launch.start import on_hosts, on_slices, on_this_host, run_steps
+from valkyrie.launch.engine import EngineConfig
+from valkyrie.launch.overrides import named, trains, value_in
+from valkyrie.launch.plan import Call
+from valkyrie.launch.supervisor import say
 from valkyrie.runs.folder import key_value
 
 ACTIONS = ("logs", "describe", "list", "delete", "dockerfile")
-"""What the command does in place of a training, where it is the first word."""
+"""First words that do something other than train."""
 TRAIN = (sys.executable, "-m", "valkyrie.cli.train")
 """The command of a process of this machine."""
 
@@ -37,105 +35,89 @@ def main(argv: Sequence[str] | None = None, command: Sequence[str] = TRAIN) -> N
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="valkyrie-launch",
-        usage="valkyrie-launch [-h] [--restarts N] [--run] [ACTION] KEY=VALUE [KEY=VALUE ...] [-- OVERRIDES]",
-        description="Start a training where it is to run: target=local in processes of this machine; for target=host, "
-        "ssh, slurm, gke, skypilot, or a slice of TPUs by its name, print the commands that do, or run them.",
+        usage="valkyrie-launch [-h] [--restarts N] [--run] [-cd FOLDER] [ACTION] KEY=VALUE ... [-- OVERRIDES]",
+        description=f"Start a training where it is to run: target=local in processes of this machine; for the other "
+        f"engines ({', '.join(ENGINES.names())}), or a slice of TPUs by its name, print the commands that do, or run "
+        "them.",
         epilog="Example: valkyrie-launch target=local processes=4 --restarts 3 -- model=gpt_tiny mesh=2x2x2",
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=f"{', '.join(ACTIONS)}; target= and its keys")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="starts after a crash, 3 if not given")
     parser.add_argument("--run", action="store_true", help="run the commands in place of printing them")
+    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="folder with launch engines of your own")
     return parser
 
 
 def _launch(arguments: Sequence[str], command: Sequence[str]) -> int:
     ahead, overrides = split(arguments)
-    asked = _parser().parse_intermixed_args(ahead)
-    word = next((word for word in asked.words[:1] if word in ACTIONS), None)
-    words = asked.words[1:] if word else asked.words
+    parsed = _parser().parse_intermixed_args(ahead)
+    word = next((word for word in parsed.words[:1] if word in ACTIONS), None)
+    words = parsed.words[1:] if word else parsed.words
     if word and overrides is not None:
         raise ValueError(f"{word} takes no settings of a training: leave out what is behind --.")
     if word == "dockerfile":
         sys.stdout.write(dockerfile(extra_of(words)))
         return 0
-    options = read_options(words, asked.restarts)
+    if parsed.config_dir is not None:
+        if not Path(parsed.config_dir).is_dir():
+            raise ValueError(f"--config-dir {parsed.config_dir} is not a folder.")
+        add_import_path([Path(parsed.config_dir).resolve()])
+    config = read_config(words, parsed.restarts)
     if word:
-        return _act(options, words, word, asked.run)
+        return _act(config, words, word, parsed.run)
     if overrides is None:
         ahead_of = " ".join(words)
         raise ValueError(
             f"the training's settings are missing. Write them behind --: valkyrie-launch {ahead_of} -- model=gpt_tiny"
         )
-    return _train(options, overrides, command, asked.run)
+    return _train(config, overrides, command, parsed.run)
 
 
-def _act(options: Options, words: Sequence[str], word: str, run: bool) -> int:
-    """Print or run the one command that an action stands for."""
+def _act(config: EngineConfig, words: Sequence[str], word: str, run: bool) -> int:
+    """Print or run the one command of an action."""
     if word != "list" and not any(given.startswith("name=") for given in words):
         raise ValueError(f"{word} needs the name of the run: write name=NAME.")
-    step = action(options, word)
+    calls = {step.action: step for step in config.plan(()).later if isinstance(step, Call) and step.action}
+    if word not in calls:
+        there = f" There {'is' if len(calls) == 1 else 'are'} {', '.join(calls)}." if calls else ""
+        raise ValueError(f"{word}: target={config.target} has nothing of the kind.{there}")
     if run:
-        return step.run()
-    print(step.text())
+        return calls[word].run()
+    print(calls[word].text())
     return 0
 
 
-def _train(options: Options, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
+def _train(config: EngineConfig, settings: Sequence[str], command: Sequence[str], run: bool) -> int:
     """Print the plan of a training or run it, and return its exit status."""
-    overrides, added = named(settings, options.name)
-    options = replace(options, name=name_in(overrides) or options.name)
-    if run and options.target != "local":
-        _refuse_wrong(options, overrides)
-    made = Plan((), ()) if options.target == "local" else plan(options, overrides)
+    overrides, added = named(settings, config.name)
+    config = replace(config, name=value_in(overrides, "name", "") or config.name)
+    if run and not config.runs_at_once:
+        _refuse_wrong(config, overrides)
+    plan = config.plan(overrides)
     if added:
-        say(f"name={options.name} added, by which a restart continues")
-    if options.target != "local":
-        if not run:
-            sys.stdout.write(made.text())
-            return 0
-        if options.target in ("slurm", "gke", "skypilot"):
-            return run_steps(made)
-        for note in made.notes:
-            say(note)
-    processes = options.processes if options.target == "local" else 1
-    logs = Path(runs_in(overrides)) / f"{options.name}.launch"
-    if options.target in ("local", "host"):
-        if processes > 1:
-            say(f"{processes} processes; all but process 0 write to {logs}")
-        return on_this_host((*command, *overrides), processes, options.restarts, logs).run()
-    if not Path("pyproject.toml").is_file():
-        raise ValueError("the code is copied from the current folder, which has no pyproject.toml: cd to the clone.")
-    if options.target == "ssh":
-        return on_hosts(Hosts(options, overrides), logs).run()
-    slices = Slices(options, overrides)
-    try:
-        return on_slices(slices, logs).run()
-    finally:
-        say(f"{slices.name} is rented until it is given back: {slices.delete().text()}")
+        say(f"name={config.name} added, by which a restart continues")
+    if not run and not config.runs_at_once:
+        sys.stdout.write(plan.text())
+        return 0
+    for note in plan.notes:
+        say(note)
+    return config.run(overrides, command)
 
 
-def _refuse_wrong(options: Options, overrides: Sequence[str]) -> None:
+def _refuse_wrong(config: EngineConfig, overrides: Sequence[str]) -> None:
     """Raise ValueError for a training that could not start where it is sent, before anything is rented for it."""
     if not trains(overrides) or any(key_value(override)[0] == "resume" for override in overrides):
-        return  # of a run to resume the settings may lie elsewhere
+        return  # the settings of a run to resume may be stored elsewhere
     from valkyrie.config.arguments import run_of
 
-    asked = run_of(overrides)
-    if problems := asked.problems():
-        raise ValueError(" ".join(problems))
-    hardware, mesh = options.hardware, asked.config.mesh
-    devices = None if hardware is None or hardware.devices is None else hardware.devices * options.slices
-    if devices not in (None, mesh.size):
-        where = f"slice={options.slice}" if options.slice else f"target={options.target}"
-        several = f" slices={options.slices}" if options.slices > 1 else ""
-        raise ValueError(
-            f"mesh={mesh.name} has {mesh.size} device{'s' * (mesh.size > 1)}, {where}{several} has {devices}. Write a "
-            f"mesh= whose sizes multiply to {devices}, or another slice."
-        )
+    training = run_of(overrides)
+    mesh = training.config.mesh
+    if problems := training.problems() or config.mesh_problems(mesh.name, mesh.size):
+        raise ValueError(" ".join(map(str, problems)))
 
 
 def extra_of(words: Sequence[str]) -> str:
-    """Return the extra that an image is to have; ValueError says what to write."""
+    """Return the extra of `pyproject.toml` to install in an image: `tpu`, `cuda`, or empty for CPUs."""
     if not words:
         return "tpu"
     extras = {"extra=tpu": "tpu", "extra=cuda": "cuda", "extra=none": ""}
@@ -145,11 +127,11 @@ def extra_of(words: Sequence[str]) -> str:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return what stands before the first `--` and what stands behind it; None where there is none."""
+    """Split arguments at the first `--`. The second part is None if there is no `--`."""
     if "--" not in arguments:
         return list(arguments), None
-    at = list(arguments).index("--")
-    return list(arguments[:at]), list(arguments[at + 1 :])
+    index = list(arguments).index("--")
+    return list(arguments[:index]), list(arguments[index + 1 :])
 
 
 if __name__ == "__main__":

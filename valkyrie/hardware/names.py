@@ -103,5 +103,5 @@ def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Seque
     return (
         f"target={name} is not known.{hint} Known chips: {', '.join(chips)}. A target is CHIP-N as its cloud names it "
         "(v4-64, v5e-8, h100-8), CHIP-AxBxC for the chips along each axis (v4-4x4x16), cpuN for simulated devices "
-        f"(cpu8), or a file: {', '.join(files)}."
+        f"(cpu8){', or a file: ' if files else ''}{', '.join(files)}."
     )

@@ -1,5 +1,1 @@
-"""Starting a training where it is to run: several processes of this machine, other hosts, a slice that is rented.
-
-`local` starts and watches processes; the other modules are functions from options and the training's arguments to the
-commands of ssh, Slurm, Google Cloud, GKE and SkyPilot, which schedule what one machine cannot hold.
-"""
+"""Launching: engines start a training on this machine, on other hosts, or on hardware that is rented for it."""

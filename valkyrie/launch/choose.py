@@ -1,76 +1,97 @@
-"""The plan of a target: what to run, in which order, what it costs, and what to know before."""
+"""Reads the words before `--`, such as `target=v4-64 zone=us-central2-b`, into the `Config` of a launch engine."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields
+from typing import Any, get_type_hints
 
-from valkyrie.launch import gcloud
-from valkyrie.launch.cost import cost
-from valkyrie.launch.gke import gke
-from valkyrie.launch.options import Options
-from valkyrie.launch.overrides import checkpoints_elsewhere, runs_in, trains
-from valkyrie.launch.plan import Call, Plan
-from valkyrie.launch.skypilot import skypilot
-from valkyrie.launch.slurm import slurm
-from valkyrie.launch.ssh import Hosts
+from valkyrie.extensions import Families
+from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.launch.engine import EngineConfig
 
-
-def plan(options: Options, overrides: Sequence[str]) -> Plan:
-    """Return the plan by which a training with these arguments runs; ValueError for what cannot be."""
-    engines = {"host": _host, "ssh": _ssh, "slurm": slurm, "gke": gke, "skypilot": skypilot}
-    made = engines.get(options.target, _slices)(options, tuple(overrides))
-    return replace(made, notes=(*_about(options), *made.notes, *_lost(options, overrides)))
+ENGINES = Families("target", "valkyrie.launch.engines", EngineConfig)
+TPU_ENGINE = "tpu_vm"
+"""The engine of a `target=` that names a slice of TPUs. Other platforms have no default engine."""
 
 
-def action(options: Options, word: str) -> Call:
-    """Return the one command that `logs`, `describe`, `list` or `delete` stands for; ValueError where there is none."""
-    calls = [step for step in plan(options, ()).later if isinstance(step, Call) and step.action]
-    named = {call.action: call for call in calls}
-    if word not in named:
-        there = f"There {'is' if len(named) == 1 else 'are'} {', '.join(named)}." if named else ""
-        raise ValueError(f"{word}: target={options.target} has nothing of the kind. {there}".strip())
-    return named[word]
+def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
+    """Return the configuration that `KEY=VALUE` words give; ValueError says what to write instead."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not sign or not value:
+            raise ValueError(f"{word}: write KEY=VALUE, such as target=local; the training's settings go behind --.")
+        if key in given:
+            raise ValueError(f"{key}= is given twice: {key}={given[key]} and {word}.")
+        given[key] = value
+    target = given.pop("target", None)
+    if target is None:
+        raise ValueError(f"target= is missing. {_how_to_write()}")
+    engine, fixed = _engine(target)
+    known = [key for key in engine_keys(engine) if key not in fixed]
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{key}= is not for target={target}. It takes {', '.join(known)}.{_where_known(key)}")
+    kinds = get_type_hints(engine)
+    values = {key: _value(key, text, kinds[key]) for key, text in given.items()}
+    name = time.strftime("run-%Y%m%d-%H%M%S")
+    config = engine(**{"name": name, **fixed, **values, "target": target, "restarts": restarts})
+    if problems := config.problems():
+        raise ValueError(" ".join(problems))
+    return config
 
 
-def _host(options: Options, overrides: tuple[str, ...]) -> Plan:
-    return Plan((), (Call("train", (("valkyrie-train", *overrides),)),))
+def engine_keys(engine: type[EngineConfig]) -> list[str]:
+    """Return the keys that an engine takes besides `target`."""
+    return [field.name for field in fields(engine) if field.name not in ("target", "restarts")]
 
 
-def _ssh(options: Options, overrides: tuple[str, ...]) -> Plan:
-    hosts = Hosts(options, overrides)
-    again = f"--run runs this, ends all when one fails and starts all again, up to {options.restarts} times"
-    return Plan((again,), (*hosts.copy(), *hosts.train()))
+def _engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
+    """Return the engine of a target, and the keys whose values the target gives."""
+    if target in ENGINES:
+        return ENGINES.config_class(target), {}
+    try:
+        hardware = parse_target(target)
+    except ValueError as error:
+        near = difflib.get_close_matches(target, ENGINES.names(), n=1)
+        wrong = f"target={target} is no place to run. Did you mean target={near[0]}?" if near else error
+        raise ValueError(f"{wrong} {_how_to_write()}") from None
+    if not platform_of(hardware.platform).rented_as_slices:
+        raise ValueError(f"target={target}: only slices of TPUs are rented by name. {_how_to_write()}")
+    return ENGINES.config_class(TPU_ENGINE), {"slice": target}
 
 
-def _slices(options: Options, overrides: tuple[str, ...]) -> Plan:
-    gcloud.check(options, overrides)
-    slices = gcloud.Slices(options, overrides)
-    again = (
-        "--run runs this; after a preemption it deletes the slice and begins at 1 again, after a crash at 6, up to "
-        f"{options.restarts} times"
+def _how_to_write() -> str:
+    names = ", ".join(f"target={name}" for name in ENGINES.names() if name not in ("local", TPU_ENGINE))
+    return (
+        f"Write target=local processes=4 for processes of this machine, {names}, the name of a module in the "
+        "folder of --config-dir, or a slice of TPUs such as target=v4-64."
     )
-    steps = (slices.create(), slices.state(), *slices.copy(), slices.train())
-    return Plan((again,), steps, (slices.logs(), slices.describe(), slices.list(), slices.delete()))
 
 
-def _about(options: Options) -> list[str]:
-    hardware = options.hardware
-    if hardware is None:
-        return []
-    several = f"{options.slices} slices of " if options.slices > 1 else ""
-    return [f"{options.name} on {several}{hardware.describe()}", cost(options)]
+def _where_known(key: str) -> str:
+    engines = [name for name in ENGINES.names() if key in engine_keys(ENGINES.config_class(name))]
+    if not engines:
+        return " Settings of the training go behind --."
+    return f" It is a key of {', '.join(f'target={name}' for name in engines)}."
 
 
-def _lost(options: Options, overrides: Sequence[str]) -> list[str]:
-    """Return what to change where the checkpoints would be lost with the disks that they lie on."""
-    own_disk = options.target not in ("local", "host", "slurm") and not Path(runs_in(overrides)).is_absolute()
-    if not own_disk or not trains(overrides) or not overrides or checkpoints_elsewhere(overrides):
-        return []
-    runs = runs_in(overrides)
-    goes = "are not seen by the other hosts" if options.target == "ssh" else "go with the machines"
-    return [
-        f"runs={runs} lies on each machine's own disk: checkpoints {goes}. Write runs=DIR with a folder of a disk that "
-        "all hosts mount (NFS, Filestore), or checkpoint.folder=gs://BUCKET/DIR."
-    ]
+def _value(key: str, text: str, kind: Any) -> object:
+    if kind is str:
+        return text
+    if kind == tuple[str, ...]:
+        return tuple(filter(None, map(str.strip, text.strip("[]").split(","))))
+    hows = {int: "a whole number, at least 1", float: "a number above 0", bool: "true or false"}
+    if kind not in hows:
+        raise ValueError(f"{key}=: the key of an engine is str, int, float, bool or tuple[str, ...], not {kind}.")
+    if kind is bool and text in ("true", "false"):
+        return text == "true"
+    with contextlib.suppress(ValueError):
+        if kind is not bool and 0 < (number := kind(text)) < float("inf"):
+            return number
+    raise ValueError(f"{key}={text}: write {hows[kind]}.")

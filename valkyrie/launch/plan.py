@@ -1,4 +1,4 @@
-"""A plan: the commands and files that start a training elsewhere, and the shell script that they are printed as."""
+"""Plans: the commands and files that start a training elsewhere, printed as a shell script."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from pathlib import Path
 from valkyrie.paths import write_whole
 
 WIDTH = 120
-"""From here on a printed command is broken before its flags."""
+"""Longest printed line: a longer command is broken before its flags."""
 
 Command = tuple[str, ...]
-"""A command and its arguments, as the operating system gets them."""
+"""A program and its arguments."""
 
 
 @dataclass(frozen=True)
 class Call:
     """A step that runs a command, or several joined by pipes.
 
-    `until`: it is repeated until it prints this word; `beside`: the following steps do not wait for it; `action`: the
-    word by which the command does this one alone.
+    Args:
+        about: what the step does, for people.
+        commands: the commands, each reading the output of the one before.
+        until: the step is repeated until it prints this word.
+        beside: whether the following steps start without waiting for this one.
+        action: word of `valkyrie-launch` that runs this step alone: logs, describe, list or delete.
     """
 
     about: str
@@ -34,14 +38,14 @@ class Call:
     action: str = ""
 
     def text(self) -> str:
-        """Return the step as a shell takes it."""
+        """Return the step as shell code."""
         text = " | ".join(command_text(command) for command in self.commands)
         if self.until:
             return f'until [ "$({text})" = {shlex.quote(self.until)} ]; do sleep 30; done'
         return f"{text} &" if self.beside else text
 
     def run(self) -> int:
-        """Run it and return the exit status of the last command."""
+        """Run it and return the exit status of the last command that fails, or 0."""
         running: list[subprocess.Popen[bytes]] = []
         for number, command in enumerate(self.commands, 1):
             source = running[-1].stdout if running else None
@@ -62,7 +66,7 @@ class Written:
     content: str
 
     def text(self) -> str:
-        """Return the step as a shell takes it: a here-document in which nothing is expanded."""
+        """Return the step as shell code: a here-document in which nothing is expanded."""
         end = "END"
         while re.search(rf"^{end}$", self.content, re.MULTILINE):
             end += "_"
@@ -79,14 +83,14 @@ Step = Call | Written
 
 @dataclass(frozen=True)
 class Plan:
-    """What starts a training: the steps in order, what to call later, and what to know, a line each."""
+    """Notes for the user, the steps that start a training, and the commands for later."""
 
     notes: tuple[str, ...]
     steps: tuple[Step, ...]
     later: tuple[Step, ...] = ()
 
     def text(self) -> str:
-        """Return the plan as a shell script: the steps, and what to call later as comments."""
+        """Return the plan as a shell script: the steps, with notes and later commands as comments."""
         lines = [f"# {line}" for note in self.notes for line in textwrap.wrap(note, WIDTH - 2)]
         for number, step in enumerate(self.steps, 1):
             lines += [f"# {number}. {step.about}", step.text()]
@@ -98,7 +102,7 @@ class Plan:
 
 
 def command_text(command: Sequence[str]) -> str:
-    """Return a command as a shell takes it, broken before its flags where it is long."""
+    """Return a command as shell code, broken before its flags if it is long."""
     words = [quoted(word) for word in command]
     whole = " ".join(words)
     if len(whole) <= WIDTH:
@@ -114,16 +118,22 @@ def command_text(command: Sequence[str]) -> str:
 
 
 def quoted(word: str) -> str:
-    """Return a word such that a shell reads it as one, `--flag='two words'` with the flag outside of the quotes."""
+    """Quote a word for a shell, leaving a flag outside the quotes: `--flag='two words'`."""
     match = re.fullmatch(r"(--[a-z][a-z-]*=)(.+)", word, re.DOTALL)
     return match[1] + shlex.quote(match[2]) if match else shlex.quote(word)
 
 
+def flags(**values: str | bool) -> Command:
+    """Return `--key=value` words; empty values are left out, and `True` gives the bare flag."""
+    given = ((f"--{key.replace('_', '-')}", value) for key, value in values.items() if value)
+    return tuple(flag if value is True else f"{flag}={value}" for flag, value in given)
+
+
 def join(command: Iterable[str]) -> str:
-    """Return a command as one word for another machine's shell."""
+    """Return a command as one line for another machine's shell."""
     return " ".join(quoted(word) for word in command)
 
 
 def gave_up(step: Call, status: int) -> ValueError:
-    """Return what to say when a step failed on which the others depend."""
+    """Return the error for a failed step on which the others depend."""
     return ValueError(f"it failed with status {status}: {step.text()}")

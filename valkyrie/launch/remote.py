@@ -1,18 +1,36 @@
-"""What a shell does on a host that the launcher reaches: unpack the code, start the training, end it."""
+"""Commands for hosts that the launcher reaches: copy the code, install it, train, end the training."""
 
 from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from valkyrie.launch.plan import join
+from valkyrie.launch.plan import Call, gave_up, join
+from valkyrie.launch.supervisor import say
 from valkyrie.runs.folder import key_value
 
 ARCHIVE = ("git", "archive", "--format=tar.gz")
 """Copies the tracked files of the last commit: no run folder, no data, no secret."""
 
 _TRAINING = r"^[^ ]*python[0-9.]* [^ ]*/valkyrie-train "
+_ANSWER_S = 120.0
+"""Seconds within which hosts end a training."""
+
+
+def folder_problems(folder: str) -> list[str]:
+    """Return why the code cannot be copied to this folder of the hosts."""
+    if not folder.startswith("~"):
+        return []
+    return [f"folder={folder}: it lies in the home folder anyway; write folder=NAME, or /a/b."]
+
+
+def check_clone() -> None:
+    """Raise ValueError if the current folder, from which the code is copied, is no clone."""
+    if not Path("pyproject.toml").is_file():
+        raise ValueError("the code is copied from the current folder, which has no pyproject.toml: cd to the clone.")
 
 
 def unpack(folder: str, archive: str | None = None) -> str:
@@ -22,28 +40,51 @@ def unpack(folder: str, archive: str | None = None) -> str:
 
 
 def install(folder: str, extra: str = "") -> str:
-    """Return the shell command that makes the code's environment: uv takes the Python that it needs."""
+    """Return the shell command that installs the code and its dependencies, with uv and the Python it needs."""
     sync = ("python3", "-m", "uv", "sync", "--quiet", "--no-dev", *(("--extra", extra) if extra else ()))
     return f"cd {join((folder,))} && python3 -m pip install --quiet --user uv && {join(sync)}"
 
 
 def train(folder: str, overrides: Sequence[str], environment: Mapping[str, str], log: str = "") -> str:
-    """Return the shell command that trains, its output also at the end of a log; bash where there is one."""
+    """Return the shell command that trains. With `log`, it needs bash and also appends its output to that file."""
     settings = "".join(f"{name}={join((setting,))} " for name, setting in environment.items())
     command = f"cd {join((folder,))} && {settings}{join(('.venv/bin/valkyrie-train', *overrides))}"
     return f"set -o pipefail; {command} 2>&1 | tee -ip -a {join((log,))}" if log else command
 
 
 def end(overrides: Sequence[str], number: int, alone: bool = False) -> str | None:
-    """Return the shell command that sends a signal to this training's process on a host; None where none tells it.
+    """Return the shell command that sends a signal to a training, or None if it cannot be told from others.
 
-    `alone`: nobody else trains there. Else its name tells it from others.
+    Args:
+        overrides: the arguments of the training, whose name identifies its process.
+        number: the signal.
+        alone: whether nothing else trains on the host, so that no name is needed.
     """
     names = [(key, value) for key, value in map(key_value, overrides) if key in ("name", "resume")]
     if not names and not alone:
         return None
-    told = ""
-    if names and not alone:
+    pattern = _TRAINING
+    if not alone:
         key, value = names[-1]
-        told = f"(.* )?{key}=['\"]?{re.escape(value)}['\"]?( |$)"
-    return join(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", _TRAINING + told))
+        pattern += f"(.* )?{key}=['\"]?{re.escape(value)}['\"]?( |$)"
+    return join(("pkill", f"-{signal.Signals(number).name.removeprefix('SIG')}", "-f", pattern))
+
+
+def loudly(step: Call) -> int:
+    """Report a step, run it, and return its exit status."""
+    say(f"{step.about}: {step.text()}")
+    return step.run()
+
+
+def must(step: Call) -> None:
+    """Report a step and run it; ValueError if it fails."""
+    if status := loudly(step):
+        raise gave_up(step, status)
+
+
+def quietly(step: Call) -> None:
+    """Run a step that may fail, such as ending a training on hosts that are gone."""
+    try:
+        subprocess.run(step.commands[0], capture_output=True, check=False, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        say(f"no answer within {_ANSWER_S:g} s: {step.text()}")

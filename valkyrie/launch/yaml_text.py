@@ -1,4 +1,4 @@
-"""YAML as people write it: keys in their order, several lines as a block."""
+"""YAML as people write it: keys in their order, long texts as blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import yaml
 
 
 class _Readable(yaml.SafeDumper):
-    """A dumper that writes text of several lines as a block where YAML allows that."""
+    """Indents lists below their key, and writes text of several lines as a block."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        """Indent the entries of a list below their key."""
         super().increase_indent(flow, indentless=False)
 
 
@@ -23,5 +22,5 @@ _Readable.add_representer(str, _text)
 
 
 def yaml_text(described: dict[str, Any]) -> str:
-    """Return it as YAML in ASCII: PyYAML reads some of the other signs as line breaks."""
+    """Return a mapping as YAML in ASCII, because PyYAML reads some other characters as line breaks."""
     return yaml.dump(described, Dumper=_Readable, sort_keys=False, width=1000)

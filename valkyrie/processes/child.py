@@ -1,4 +1,4 @@
-"""One process of a training, as the launcher sees it: its group, its log, how it ended."""
+"""A child process of the launcher: one process of a training, with its group, log and exit status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DONE = 0
 """Exit status of a training that reached its last step."""
 
 LAST_LINES = 20
-"""How much of a log is shown when its process ends first."""
+"""Lines of a log that are shown when its process is the first to end."""
 _LAST_BYTES = 64 * 2**10
 _BECOME = """
 import ctypes, os, sys
@@ -34,10 +34,15 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class Process:
-    """A process of a training: leader of a session of its own, it gets signals from the launcher alone.
+    """A process of a training, in a separate session, so that it gets signals from the launcher alone.
 
-    Output goes to the launcher's where `log` is None, else to the end of that file. On Linux it is killed when the
-    launcher is.
+    On Linux it is killed when the launcher is.
+
+    Args:
+        index: number of the process.
+        command: the program and its arguments.
+        environment: variables added to the launcher's.
+        log: file to append output to, or None for the launcher's output.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
@@ -59,26 +64,26 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """The exit status, minus the number of the signal that ended it; None while it runs."""
+        """Exit status, negative for the signal that ended it, or None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Send a signal to it and to what it has started."""
+        """Send a signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it, and what it has started, at once."""
+        """Kill the process and its children."""
         self.send(signal.SIGKILL)
         self._process.wait()
 
     def last_lines(self) -> list[str]:
-        """Return the last lines that it wrote into its log; none where it has no log."""
+        """Return the last lines of its log, or an empty list if it has none."""
         if self.log is None:
             return []
         with contextlib.suppress(OSError), self.log.open("rb") as file:
@@ -88,7 +93,7 @@ class Process:
 
 
 def how_it_ended(status: int) -> str:
-    """Return an exit status in words: `with status 1`, `by SIGKILL`."""
+    """Describe an exit status: `with status 1`, `by SIGKILL`."""
     if status >= 0:
         return f"with status {status}"
     with contextlib.suppress(ValueError):
@@ -97,14 +102,14 @@ def how_it_ended(status: int) -> str:
 
 
 def wait_for(processes: Sequence[Process], seconds: float, poll_s: float = 0.02) -> None:
-    """Return when all have ended, or after some seconds."""
+    """Wait until all have ended, for at most `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(process.status is None for process in processes):
         time.sleep(poll_s)
 
 
 def _ending_with_launcher(command: Sequence[str]) -> list[str]:
-    """Return a command that becomes the given one, and that the kernel kills when this process is killed."""
+    """Return a command that executes the given one, and that the kernel kills when this process dies."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"{command[0]} is not installed here, or not on the PATH.")
     if sys.platform != "linux":

@@ -1,0 +1,28 @@
+"""One process of this machine: the command of a training that something else starts on every host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from valkyrie.launch.engine import EngineConfig
+from valkyrie.launch.plan import Call, Plan
+from valkyrie.launch.supervisor import Supervisor, cluster, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(EngineConfig):
+    """`target=host` has no keys."""
+
+    processes = 1
+
+    def plan(self, overrides: Sequence[str]) -> Plan:
+        """Return the command."""
+        return Plan((), (Call("train", (("valkyrie-train", *overrides),)),))
+
+    def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
+        """Train in supervised processes of this machine."""
+        logs = self.log_folder(overrides)
+        if self.processes > 1:
+            say(f"{self.processes} processes; all but process 0 write to {logs}")
+        return Supervisor(lambda starts: cluster((*command, *overrides), self.processes), self.restarts, logs).run()
