@@ -9,6 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from valkyrie.records import decode
+from valkyrie.runs.layout_record import LayoutRecord, with_hardware
+from valkyrie.sweep.names import key_values
 from valkyrie.sweep.results import kept_results
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -18,7 +21,7 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 
 def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return the line that a stage's summary becomes."""
-    about = summary["about"]
+    about = decode(LayoutRecord, summary["about"], stage)
     return Trial(
         key=f"{stage}:{name}",
         name=name,
@@ -26,8 +29,8 @@ def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Tria
         stage=stage,
         status=Status(summary["status"]),
         reason=summary.get("reason"),
-        overrides=[f"mode={stage}", f"mesh={about['mesh']}", f"partition={about['partition']}"],
-        about=about,
+        overrides=[f"mode={stage}", f"mesh={about.mesh}", f"partition={about.partition}"],
+        about=with_hardware(about, {}),
         started="2026-01-01T00:00:00+00:00",
         wall_s=9.5,
         folder=name,
@@ -56,7 +59,6 @@ def trial(
     reason: str | None = None,
     price: float | None = None,
     batch: int | None = None,
-    described: str | None = None,
     asked: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
     sharding: str | None = None,
@@ -72,12 +74,13 @@ def trial(
     """
     mesh, _, partition = layout.partition("-")
     found = trial_of(golden(stage), stage, sweep, layout)
-    about: dict[str, Any] = found.about | {"layout": layout, "mesh": mesh, "partition": partition}
-    about |= {"degrees": degrees} if degrees else {}
-    about |= {"sharding": sharding} if sharding else {}
-    about |= {"target": target, "described": described or target} if target else {}
-    about |= {"batch": batch} if batch else {}
-    key = ":".join([stage, described or str(target), layout, str(batch), *asked])
+    assert found.about is not None
+    about = replace(found.about, layout=layout, mesh=mesh, partition=partition)
+    about = replace(about, degrees=degrees or about.degrees, sharding=sharding, batch=batch or about.batch)
+    if target:
+        about = with_hardware(replace(about, target=target, hardware=None), key_values(asked))
+        about = replace(about, described=target if about.hardware is None else about.hardware.described)
+    key = ":".join([stage, str(target), layout, str(batch), *asked])
     found = replace(found, key=key, about=about, status=status, reason=reason)
     found = replace(found, overrides=[*found.overrides, *asked], values=dict(values or {}))
     if per_chip is None:
@@ -85,7 +88,7 @@ def trial(
         return replace(found, folder=None, results={"memory": held} if held else {})
     results = dict(found.results)
     rate = 8 * per_chip
-    step_s = about["batch"] * about["seq"] / rate
+    step_s = (about.batch or 0) * (about.seq or 0) / rate
     speed = results["step"] | {"step_s": step_s, "tokens_per_second": rate, "tokens_per_second_per_chip": per_chip}
     if stage == "measure":
         speed |= {"p90_s": p90 * step_s, "min_s": least * step_s}

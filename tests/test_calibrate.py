@@ -53,7 +53,7 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
             step_s = estimated([run_of(asked)], truth)[0]["step"]
             one = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
             results = one.results | {"step": one.results["step"] | {"step_s": step_s, "replayed_s": step_s / SLOWER}}
-            about = one.about | {"seq": SEQ}
+            about = replace(one.about, seq=SEQ)
             made.append(replace(one, key=" ".join(asked), overrides=asked, results=results, about=about, flags=[]))
     return made
 

@@ -29,7 +29,8 @@ from valkyrie.report.rank import (
 )
 from valkyrie.report.records import Row, find_sweeps, read_rows
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.report.trace import timeline, topology_named, torus
+from valkyrie.report.trace import timeline, torus, torus_of
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.table import table
 from valkyrie.sweep.trial import Status, Trial
@@ -217,7 +218,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):
-    found = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about['layout']}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
+    found = rows_of(tmp_path, FSDP, TP, *(trial(f"{t.about.layout}", r, **NOISY) for t, r in ((FSDP, 40), (TP, 41))))
     assert len(predicted_and_measured(found)) == 2 and agreement(predicted_and_measured(found)) is None
 
 
@@ -331,18 +332,33 @@ def test_torus_has_every_device_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("described", "chip", "shape", "slices"),
+    ("target", "overrides", "shape", "slices", "twisted"),
     [
-        ("v4-64 (32 v4 chips 2x4x4, 8 hosts)", "v4", (2, 4, 4), 1),
-        ("v4-64 with topology 4x4x4 (64 v4 chips, 16 hosts)", "v4", (4, 4, 4), 1),
-        ("v5e-256 (256 v5e chips 16x16, 64 hosts in each of 2 slices)", "v5e", (16, 16), 2),
-        ("cpu8", None, None, 1),
-        ("h100-8 (8 h100 chips, 1 host)", "h100", None, 1),
+        ("v4-64", [], (2, 4, 4), 1, False),
+        ("v4-64", ["target.topology=4x4x4"], (4, 4, 4), 1, False),
+        ("v5e-256", ["target.slices=2"], (16, 16), 2, False),
+        ("v4-256", ["target.topology=4x4x8_twisted"], (4, 4, 8), 1, True),
+        ("v4-4x4x8_twisted", [], (4, 4, 8), 1, True),
+        ("cpu8", [], None, 1, False),
+        ("h100-8", [], None, 1, False),
     ],
 )
-def test_topology_is_read_from_a_described_target(described, chip, shape, slices):
-    found = topology_named(described, chip)
-    assert (found and found.shape, found.slices if found else 1) == (shape, slices)
+def test_the_torus_of_a_target(target, overrides, shape, slices, twisted):
+    found = torus_of(trial("8x1x1-fsdp", 9, target=target, asked=overrides).about)
+    known = (None, 1, False) if found is None else (found.shape, found.slices, found.twisted)
+    assert known == (shape, slices, twisted)
+
+
+def test_a_twisted_torus_has_a_picture(tmp_path: Path):
+    summary = golden("compile")
+    summary["positions"] = [f"0:{a},{b},{c}:0" for a in range(4) for b in range(4) for c in range(8)]
+    twisted = trial("4x4x8-fsdp", 9, target="v4-256", asked=["target.topology=4x4x8_twisted"])
+    folder = sweep_folder(tmp_path / "hand", [twisted], timelines=1)
+    (folder / twisted.name / "compile.json").write_text(json.dumps(summary))
+    (row,) = read_rows([folder])
+    drawing = torus(row)
+    assert drawing is not None and drawing["shape"] == [4, 4, 8]
+    assert drawing["shifts"] == [[0, 0, 4], [0, 0, 4], [0, 0, 0]]
 
 
 def test_markdown(rows):
@@ -374,8 +390,8 @@ def test_sweeps_are_found_at_and_below_a_path(tmp_path: Path):
 
 
 def test_a_refused_layout_is_named_by_what_was_asked(tmp_path: Path):
-    about = {"mesh": "3x1x1", "partition": "fsdp", "microbatches": 2, "remat": "full", "target": "auto"}
-    found = rows_of(tmp_path, replace(WRONG, about=about), replace(WRONG, key="bare", about={}))
+    about = LayoutRecord("m", "3x1x1", "fsdp", "auto", microbatches=2, remat="full")
+    found = rows_of(tmp_path, replace(WRONG, about=about), replace(WRONG, key="bare", about=None))
     assert layouts(found) == ["3x1x1-fsdp-mb2-remat_full", "3x1x1-dp"]
     assert data_of(page(found))["rows"][0][5] == "refused"
 

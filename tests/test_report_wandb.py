@@ -13,6 +13,7 @@ import pytest
 import wandb
 
 from test_sweep_tracking import OK
+from valkyrie.records import encode
 from valkyrie.report.wandb import add_arguments, main_wandb
 from valkyrie.sweep.tracking import summary_of
 
@@ -50,7 +51,7 @@ def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
         "mfu",
         *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z")),
     }
-    config = {*OK.about, "stage"}
+    config = {*encode(OK.about), "stage"}
     read: set[str] = set()
     for panel in panels(dry):
         shown = panel["config"]

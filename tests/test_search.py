@@ -62,7 +62,7 @@ class Compiler:
     def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
         (plan,) = plans
         self.plans.append(plan)
-        fits = plan.about["partition"] not in self.does_not_fit
+        fits = plan.about.partition not in self.does_not_fit
         step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
         results = {"step": {"step_s": step_s}, "memory": {"peak": 2**30}} if fits else {"memory": {"needed": 2**40}}
         status = Status.ok if fits else Status.does_not_fit
@@ -99,7 +99,7 @@ def test_it_stops_when_no_other_layout_can_be_faster(compiler: Compiler, tmp_pat
     assert best is not None and best.step_s == pytest.approx(listed.fitting[0].step_s)
     assert compiles.why == "no other layout can be faster, by the errors of estimates so far"
     assert len(compiles.done) < len(listed.fitting)
-    first = {(p.about["mesh"], p.about["partition"]) for p in compiler.plans[: compiling.FIRST]}
+    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.FIRST]}
     assert len(first) == compiling.FIRST
 
 

@@ -60,7 +60,7 @@ class Devices:
         (plan,) = plans
         self.plans.append(plan)
         start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
-        step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about["partition"] in self.slow else 2)
+        step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about.partition in self.slow else 2)
         results = {"step": {"step_s": step_s, "min_s": 0.9 * step_s, "p90_s": 1.1 * step_s}}
         ended = plan.ended(self.status, None if self.status is Status.ok else "no such devices", "", 1.0, results)
         return {plan.key: ended}
@@ -87,7 +87,7 @@ def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tm
     best = listed_of(of).fitting[0].group.candidates.partition.name
     devices = Devices(of, slow=[best])
     measures = measured_by(devices, of, monkeypatch, tmp_path)
-    partitions = [plan.about["partition"] for plan in devices.plans]
+    partitions = [plan.about.partition for plan in devices.plans]
     assert partitions[0] == best and best not in partitions[3:]
     assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
     assert "regret of the expected best" in measurement_summary(measures) and "Spearman" in measurement_summary(

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from valkyrie.records import encode
 from valkyrie.report.records import Row
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.trial import Status
@@ -47,4 +48,4 @@ def _summary(row: Row) -> dict[str, Any] | None:
         or "step" not in results
     ):
         return None
-    return {"about": row.trial.about, "status": "ok", **results}
+    return {"about": encode(row.trial.about), "status": "ok", **results}

@@ -198,7 +198,7 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
 
 def _may_meet(pair: Pair) -> bool:
     """Return whether what was run says something of what was predicted: the same target, or no one target at all."""
-    at_hand = pair.b.trial.about.get("target") == AT_HAND
+    at_hand = pair.b.trial.about is not None and pair.b.trial.about.target == AT_HAND
     return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
 
 

@@ -96,8 +96,8 @@ def details(row: Row) -> dict[str, Any]:
     about, results = row.trial.about, row.trial.results
     memory_results = results.get("memory") or {}
     facts = {
-        "roles": about.get("roles"),
-        "on": about.get("described"),
+        "roles": about and about.roles,
+        "on": about and about.described,
         "work": f"{row.work.label}, {row.work.precision}",
         "parameters": f"{count:,}" if (count := results.get("parameters")) else None,
         "command": _arguments(row),

@@ -12,6 +12,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.report.trainings import TRAIN, find_trainings, training
 from valkyrie.report.varied import target_of, varied_of
 from valkyrie.runs.goodput import Goodput
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.tracking import bytes_by_axes
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
 
@@ -140,7 +141,7 @@ class Row:
     @property
     def sharding(self) -> str | None:
         """A name that rows of a model share where every array is split alike; None in a record without it."""
-        return self.trial.about.get("sharding")
+        return None if self.trial.about is None else self.trial.about.sharding
 
     @property
     def ok(self) -> bool:
@@ -207,10 +208,13 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
     `devices` are what a measurement on whatever devices there are took: `8 x NVIDIA H100`; `varied` is what its sweep
     varies beside the layout.
     """
-    about, results, target = trial.about, trial.results, target_of(trial.about)
+    about, results, target = (
+        trial.about or LayoutRecord("?", "?", "?", "unknown target"),
+        trial.results,
+        target_of(trial),
+    )
     step, memory = results.get("step") or {}, results.get("memory") or {}
     sent = results.get("communication") or {}
-    chips = about.get("chips")
     rate = _number(step.get("tokens_per_second"))
     price = _price(trial, simulated)
     run_folder = None if trial.folder is None else folder / trial.folder
@@ -219,17 +223,17 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         source=folder,
         group=Group(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
         work=Work(
-            model=str(about.get("model") or "?"),
-            batch=about.get("batch"),
-            seq=about.get("seq"),
-            precision=str(about.get("precision") or ""),
+            model=about.model,
+            batch=about.batch,
+            seq=about.seq,
+            precision=about.precision or "",
             varied=varied,
         ),
-        layout=str(about.get("layout") or _layout_of(about) or trial.name),
-        mesh=str(about.get("mesh") or "?"),
-        partition=str(about.get("partition") or "?"),
-        chips=chips,
-        degrees=dict(about.get("degrees") or {}),
+        layout=trial.name if trial.about is None else about.name,
+        mesh=about.mesh,
+        partition=about.partition,
+        chips=about.chips,
+        degrees=about.degrees or {},
         step_s=_number(step.get("step_s")) or _step_of(about, rate),
         p90_s=_number(step.get("p90_s")),
         min_s=_number(step.get("min_s")),
@@ -242,7 +246,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         sent=bytes_by_axes(sent),
         exposed_s=_number(sent.get("exposed_s")) if results.get("seconds") else None,
         price=price,
-        per_million=1e6 * price * chips / (3600 * rate) if price and chips and rate else None,
+        per_million=1e6 * price * about.chips / (3600 * rate) if price and about.chips and rate else None,
         goodput=_goodput(results.get("goodput") or {}),
         data_wait=_number((results.get("goodput") or {}).get("data_wait")),
         reason=_reason(trial),
@@ -269,11 +273,11 @@ def _goodput(told: dict[str, Any]) -> Goodput | None:
 
 def _price(trial: Trial, simulated: bool) -> float | None:
     """Return the dollars of a chip in an hour: as the stage counted, else as the chip's file says."""
-    step, chips = trial.results.get("step") or {}, trial.about.get("chips")
+    step, about = trial.results.get("step") or {}, trial.about
     per_dollar = (step.get("tokens_per_dollar") or {}).get("on_demand")
-    if per_dollar and chips:
-        return step["tokens_per_second"] * 3600 / per_dollar / chips
-    chip = known_chips().get(trial.about.get("chip") or "")
+    if per_dollar and about is not None and about.chips:
+        return step["tokens_per_second"] * 3600 / per_dollar / about.chips
+    chip = None if about is None else known_chips().get(about.chip or "")
     return None if chip is None or simulated or not step else chip.usd_per_hour
 
 
@@ -281,19 +285,9 @@ def _number(value: int | float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _layout_of(about: dict[str, Any]) -> str | None:
-    """Return the name of a layout that was refused before it had one, from its settings."""
-    if not about.get("mesh") or not about.get("partition"):
-        return None
-    parts = [str(about["mesh"]), str(about["partition"])]
-    parts += [f"mb{about['microbatches']}"] if about.get("microbatches", 1) != 1 else []
-    parts += [f"remat_{about['remat']}"] if about.get("remat", "none") != "none" else []
-    return "-".join(parts)
-
-
-def _step_of(about: dict[str, Any], rate: float | None) -> float | None:
+def _step_of(about: LayoutRecord, rate: float | None) -> float | None:
     """Return the seconds of a step from its tokens and its rate, which is what a training records."""
-    return about["batch"] * about["seq"] / rate if rate and about.get("batch") and about.get("seq") else None
+    return about.batch * about.seq / rate if rate and about.batch and about.seq else None
 
 
 def _numbers(values: dict[str, int | float] | None) -> dict[str, float]:
@@ -321,7 +315,7 @@ def _by_kind(trials: Sequence[Trial], key: str) -> dict[tuple[str, str], Any]:
 
 
 def _kind(trial: Trial) -> tuple[str, str]:
-    return trial.stage, str(trial.about.get("target"))
+    return trial.stage, "" if trial.about is None else trial.about.target
 
 
 def _is_simulated(trial: Trial, others: bool | None) -> bool:
@@ -329,7 +323,7 @@ def _is_simulated(trial: Trial, others: bool | None) -> bool:
     if trial.stage == "compile":
         return False
     recorded = trial.results.get("simulated", others)
-    return trial.about.get("chip") is None if recorded is None else bool(recorded)
+    return (trial.about is None or trial.about.chip is None) if recorded is None else bool(recorded)
 
 
 def _reason(trial: Trial) -> str | None:

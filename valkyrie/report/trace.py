@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from typing import Any
 
 from valkyrie.config.modes import SUMMARY
 from valkyrie.hardware.chips import known_chips
-from valkyrie.hardware.target import TargetConfig, Topology, topology_of
+from valkyrie.hardware.target import Topology, topology_of
 from valkyrie.report.records import Row, read_json
 from valkyrie.report.values import part_name
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.search.modes import TIMELINE
 
@@ -57,10 +57,11 @@ def torus(row: Row) -> dict[str, Any] | None:
     `shape` and `wrap` are those of the torus, `axes` the names and sizes of mesh axes; `at` is the mesh index of each
     chip's first device, chips in row-major order, the first slice alone.
     """
-    about = row.trial.about
-    summary, topology = read_json(row, SUMMARY), topology_named(about.get("described"), about.get("chip"))
-    places, axes = (summary or {}).get("positions") or [], about.get("axes")
-    if topology is None or topology.chips > CHIPS or len(places) != topology.devices or not axes:
+    about, topology = row.trial.about, torus_of(row.trial.about)
+    if about is None or topology is None:
+        return None
+    places, axes = (read_json(row, SUMMARY) or {}).get("positions") or [], about.axes
+    if topology.chips > CHIPS or len(places) != topology.devices or not axes:
         return None
     parsed = [_place(place) for place in places]
     least = [min(coords[i] for _, coords, _ in parsed) for i in range(len(topology.shape))]
@@ -74,23 +75,17 @@ def torus(row: Row) -> dict[str, Any] | None:
     return {
         "shape": list(topology.shape),
         "wrap": list(topology.wrap),
+        "shifts": [list(shift) for shift in topology.shifts] if topology.twisted else None,
         "slices": topology.slices,
         "axes": [[name, size] for name, size in axes.items()],
         "at": at,
     }
 
 
-def topology_named(described: str | None, chip: str | None) -> Topology | None:
-    """Return the torus of a target as messages print it: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`; None if it has none."""
-    known = known_chips().get(chip or "")
-    match = re.search(r"\b[0-9]+(?:x[0-9]+)+\b", described or "")
-    if known is None or match is None:
-        return None
-    slices = re.search(r"in each of ([0-9]+) slices", described or "")
-    chips = math.prod(int(n) for n in match[0].split("x"))
-    target = TargetConfig(chip=known, platform=known.platform, chips=chips, topology=match[0])
-    target.slices = int(slices[1]) if slices else 1
-    return None if target.problems() else topology_of(target)
+def torus_of(about: LayoutRecord | None) -> Topology | None:
+    """Return the torus that a layout was made for; None if it has none, or its chip is not known."""
+    target = about.hardware.config(known_chips()) if about is not None and about.hardware is not None else None
+    return None if target is None or target.problems() else topology_of(target)
 
 
 def _place(text: str) -> tuple[int, list[int], int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.config.modes import MODES
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.trial import Status, Trial
 
@@ -31,7 +32,7 @@ def training(folder: Path) -> Trial:
         run = Run.from_config(saved_config(folder))
         about, values = run.about(), run.values()
     except ValueError as error:
-        return _trial(folder, Status.failed, str(error), {}, {})
+        return _trial(folder, Status.failed, str(error), None, {})
     results = training_results(folder / _METRICS)
     reason = None if results.get("step") else "it has no finished step yet"
     return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
@@ -41,7 +42,7 @@ def _trial(
     folder: Path,
     status: Status,
     reason: str | None,
-    about: dict[str, Any],
+    about: LayoutRecord | None,
     values: dict[str, str],
     results: dict[str, Any] | None = None,
 ) -> Trial:

@@ -241,7 +241,7 @@ def _products(fast: Row, slow: Row) -> str:
 
 
 def _recomputes(row: Row) -> bool:
-    return row.trial.about.get("remat", "none") != "none"
+    return row.trial.about is not None and row.trial.about.remat != "none"
 
 
 def _differs(fast: Row, slow: Row) -> str:

@@ -253,7 +253,7 @@ def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str
     `about` has the names of groups (`mesh`: `4x4x2`), which stand inside them (`mesh.name`): a key is one thing.
     """
     names = {key: {"name": about[key]} for key in _GROUPS if key in about}
-    derived = {key: value for key, value in about.items() if key not in _GROUPS}
+    derived = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
     groups = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
     return derived | dict(settings) | groups
 

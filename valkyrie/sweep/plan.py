@@ -16,6 +16,7 @@ from valkyrie.config.saved import SAVED_RUN, SETTINGS
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir, source_digest
 from valkyrie.runs.folder import RUN, find_run, versions
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.runner import program_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
@@ -23,9 +24,6 @@ from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-
-PREDICTED_BY = "predicted_by"
-"""The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Plan:
     stage: str
     folder: Path
     overrides: tuple[str, ...]
-    about: dict[str, Any]
+    about: LayoutRecord | None
     refusal: str | None = None
     run: Run | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -108,7 +106,7 @@ class Plan:
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
-        if trial.about.get(PREDICTED_BY) != self.about.get(PREDICTED_BY):
+        if _predictor_of(trial.about) != _predictor_of(self.about):
             return False
         if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.files):
             return False
@@ -133,7 +131,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     about = run.asked() if problems else run.about()
     plan = Plan(
         key=key,
-        name=trial_name(run, key, about.get("layout")),
+        name=trial_name(run, key, about.layout),
         stage=mode.name,
         folder=folder,
         overrides=tuple(overrides),
@@ -152,7 +150,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     tracking = changes.pop("tracking.group", config.tracking.group)
     return replace(
         plan,
-        about=about | ({PREDICTED_BY: _predictor(run)} if mode.predicts else {}),
+        about=replace(about, predicted_by=_predictor(run) if mode.predicts else None),
         refusal=" ".join(refusals) or None,
         run=run.changed(**changes, tracking=replace(config.tracking, group=tracking)),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
@@ -167,7 +165,7 @@ def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str
     key = unread_key(overrides)
     name = f"{folder_name(mode)}-{key[:6]}"
     folder, flags = sweep_folder(hydra), config_flags(hydra)
-    return Plan(key, name, mode, folder, tuple(overrides), {}, str(error), flags=flags)
+    return Plan(key, name, mode, folder, tuple(overrides), None, str(error), flags=flags)
 
 
 def sweep_folder(hydra: Any) -> Path:
@@ -199,6 +197,10 @@ def _missing(run: Run) -> list[str]:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []
     return missing_devices(run) if needs is Needs.devices else []
+
+
+def _predictor_of(about: LayoutRecord | None) -> str | None:
+    return None if about is None else about.predicted_by
 
 
 def _predictor(run: Run) -> str:

@@ -29,11 +29,10 @@ _REASON = 160
 def title(trial: Trial | Plan) -> str:
     """Return what was tried, or is to be, in few words."""
     about = trial.about
-    if not about:
+    if about is None:
         return " ".join(trial.overrides)
-    layout = about.get("layout") or f"{about['mesh']}-{about['partition']}"
-    target = "" if about["target"] == "auto" else f" {about['target']}"
-    return f"{about['model']} {layout}{target} {trial.stage}"
+    target = "" if about.target == "auto" else f" {about.target}"
+    return f"{about.model} {about.name}{target} {trial.stage}"
 
 
 def verdict(trial: Trial) -> str:

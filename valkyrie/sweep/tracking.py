@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from valkyrie.config.modes import MODES
 from valkyrie.paths import write_whole
 from valkyrie.processes.locks import lock
+from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
 from valkyrie.runs.tracking import (
     TrackingConfig,
@@ -107,7 +108,12 @@ class SweepTracker:
         if _trained(trial, self._folder):
             _remove_offline(self._runs(run_id))
             return
-        about = {**trial.about, "stage": trial.stage, "sweep": self._sweep, "simulated": _simulated(trial)}
+        about = {
+            **encode(trial.about or {}),
+            "stage": trial.stage,
+            "sweep": self._sweep,
+            "simulated": _simulated(trial),
+        }
         about |= {"overrides": trial.overrides, "started": trial.started, "trial_key": trial.key}
         self._log_run(
             run_id,
@@ -252,8 +258,8 @@ def _trained(trial: Trial, folder: Path) -> bool:
 
 
 def _row(trial: Trial) -> list[Any]:
-    row = {**trial.about, **summary_of(trial), "name": trial.name}
-    layout = row.get("layout", trial.name)
+    row = {**encode(trial.about or {}), **summary_of(trial), "name": trial.name}
+    layout = row.get("layout") or trial.name
     word = "simulated " if row["simulated"] else ""
     row |= {"layout": layout, "label": f"{layout} ({word}{trial.stage})"}
     return [row.get(column) for column in COLUMNS]

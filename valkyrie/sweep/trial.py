@@ -10,15 +10,18 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from valkyrie import records
 from valkyrie.processes.locks import lock
+from valkyrie.runs.layout_record import LayoutRecord, with_hardware
 from valkyrie.runs.tracking import cut_torn_line
+from valkyrie.sweep.names import key_values
 
 SCHEMA = 1
 """The version of a line; it grows when a key changes its meaning. Keys may be added without it."""
@@ -65,7 +68,7 @@ class Trial:
     status: Status
     reason: str | None
     overrides: list[str]
-    about: dict[str, Any]
+    about: LayoutRecord | None
     started: str
     wall_s: float
     folder: str | None = None
@@ -75,8 +78,8 @@ class Trial:
 
     def to_json(self) -> str:
         """Return the line, without its end. A number that is not finite, as a diverged loss, becomes null."""
-        values = {"schema": SCHEMA, **asdict(self), "status": self.status.value}
-        return json.dumps(_finite(values), allow_nan=False)
+        values = {"schema": SCHEMA} | records.encode(self)
+        return json.dumps(_finite(values | {"about": values["about"] or {}}), allow_nan=False)
 
     @staticmethod
     def from_json(line: str | bytes) -> Trial:
@@ -98,9 +101,12 @@ class Trial:
         for path, fits in _parts():
             if (value := _at(values, path)) is not _ABSENT and not fits(value):
                 raise _damaged(f"{'.'.join(path)} cannot be {json.dumps(value)[:100]}")
-        known = {f.name for f in fields(Trial)}
-        kept = {key: value for key, value in values.items() if key in known}
-        return Trial(**{**kept, "status": Status(values["status"])})
+        try:
+            trial = records.decode(Trial, values | {"about": values["about"] or None}, TRIALS)
+        except records.RecordError as error:
+            raise _damaged(f"{error.field.removeprefix('$.')}: {error.reason}") from error
+        about = trial.about
+        return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
 
 
 class TrialLog:
@@ -146,9 +152,6 @@ _ABSENT = object()
 _NUMBER, _TEXT, _NUMBERS = float | None, str | None, dict[str, float]
 _OF_STEP = ("step_s", "p90_s", "min_s", "tokens_per_second", "tokens_per_second_per_chip", "mfu", "product_rate")
 _INNER: dict[str, Any] = {
-    **{f"about.{key}": _TEXT for key in ("model", "layout", "mesh", "partition", "target", "described", "chip")},
-    **{f"about.{key}": _NUMBER for key in ("batch", "seq", "chips", "microbatches")},
-    **{f"about.{key}": _NUMBERS | None for key in ("axes", "degrees")},
     **{f"results.{key}": dict[str, Any] for key in ("step", "memory", "communication", "compile", "goodput")},
     **{f"results.step.{key}": _NUMBER for key in (*_OF_STEP, "executed_flops")},
     "results.step.tokens_per_dollar": dict[str, _NUMBER] | None,
@@ -174,7 +177,7 @@ def _damaged(why: str) -> ValueError:
 @cache
 def _parts() -> list[tuple[tuple[str, ...], Callable[[Any], bool]]]:
     """Return where a line's keys are, and the parts of them that are computed with, and what tells their type."""
-    kinds = get_type_hints(Trial) | _INNER
+    kinds = {name: kind for name, kind in get_type_hints(Trial).items() if name != "about"} | _INNER
     return [(tuple(name.split(".")), _test_of(kind)) for name, kind in kinds.items()]
 
 

@@ -24,6 +24,7 @@ from valkyrie.paths import writing
 from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import only_writer
 from valkyrie.processes.team import ALONE, Team
+from valkyrie.records import encode
 from valkyrie.runs.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.runs.tracking import Silent, Tracker, config_of
@@ -368,7 +369,7 @@ def _meter(run: Run, devices: Devices) -> Meter:
 def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
     """Return the fields by which runs are compared: what was asked, the layout, the devices, and MFU's denominator."""
     chip = devices.chip
-    return run.about() | {
+    return encode(run.about()) | {
         "stage": "train",
         "chip": devices.devices[0].device_kind if chip is None else chip.name,
         "chips": devices.chips,

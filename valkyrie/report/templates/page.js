@@ -282,7 +282,7 @@
     const width = Math.max(right, far) + 60, height = low + 30;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
     const links = svg("g", { "stroke-width": 3.5, "stroke-linecap": "round" }), chips = svg("g", {});
-    const title = `torus of ${torus.shape.join("x")} chips${torus.slices > 1 ? `, one of ${torus.slices} slices` : ""}`;
+    const title = `${torus.shifts ? "twisted torus" : "torus"} of ${torus.shape.join("x")} chips${torus.slices > 1 ? `, one of ${torus.slices} slices` : ""}`;
     picture.append(svg("title", {}, title), links, chips);
     const drawn = new Set();
     for (let a = 0; a < rows; a++) for (let b = 0; b < across; b++) for (let c = 0; c < deep; c++) {
@@ -292,7 +292,10 @@
         next[axis] += 1;
         const wraps = next[axis] === size;
         if (wraps && (!torus.wrap[axis] || size < 3)) return;
-        if (wraps) next[axis] = 0;
+        if (wraps) {
+          next[axis] = 0;
+          (torus.shifts?.[axis] ?? []).forEach((by, other) => { next[other] = (next[other] + by) % sizes[other]; });
+        }
         const over = between(index(...here), index(...next));
         if (over) drawn.add(over);
         const line = { stroke: colour(over), "stroke-opacity": over ? 0.95 : 0.25 };
