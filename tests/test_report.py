@@ -20,18 +20,18 @@ from valkyrie.report.rank import (
     best_per_target,
     compare,
     front,
-    groups,
     memory_of,
     predicted_and_measured,
     price_of,
-    ranked,
     refusals,
 )
-from valkyrie.report.records import Row, find_sweeps, read_rows
+from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.report.text import as_csv, as_markdown
-from valkyrie.report.trace import timeline, torus, torus_of
+from valkyrie.report.trace import read_timeline, read_torus, torus_of
 from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.noise import places
+from valkyrie.sweep.rows import Row, groups, ranked
 from valkyrie.sweep.table import table
 from valkyrie.sweep.trial import Status, Trial
 
@@ -182,7 +182,8 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     (row,) = rows_of(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
     assert sum(row.seconds.values()) == pytest.approx(row.step_s), "never above the step"
-    del slower.results["communication"]["traced_step_s"]
+    traffic = replace(slower.results.communication, traced_step_s=None)
+    slower = replace(slower, results=replace(slower.results, communication=traffic))
     (row,) = rows_of(tmp_path / "old", slower)
     assert row.seconds == {}, "an older record counted what overlaps twice"
 
@@ -313,22 +314,23 @@ def test_timeline_is_reduced_and_keeps_its_time(tmp_path: Path):
     row = rows_of(tmp_path, FSDP, timelines=1)[0]
     events = json.loads((GOLDENS / "timeline.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    found, whole = timeline(row, 100), timeline(row, len(spans))
+    found, whole = read_timeline(row, 100), read_timeline(row, len(spans))
     assert found is not None and whole is not None
-    assert len(found["spans"]) <= 100 < len(whole["spans"]) == len(spans)
-    assert found["step_us"] == whole["step_us"] == pytest.approx(max(e["ts"] + e["dur"] for e in spans), abs=0.01)
-    assert found["tracks"] == whole["tracks"] and found["tracks"][0] == "compute" and "copies" in found["tracks"]
-    assert sum(span[5] for span in found["spans"]) == len(spans)
-    assert any(values.axes_named(name) for name in found["names"])
+    assert found is not None and whole is not None
+    assert len(found.spans) <= 100 < len(whole.spans) == len(spans)
+    assert found.step_us == whole.step_us == pytest.approx(max(e["ts"] + e["dur"] for e in spans), abs=0.01)
+    assert found.tracks == whole.tracks and found.tracks[0] == "compute" and "copies" in found.tracks
+    assert sum(span[5] for span in found.spans) == len(spans)
+    assert any(values.axes_named(name) for name in found.names)
 
 
 def test_torus_has_every_device_once(tmp_path: Path):
     row = rows_of(tmp_path, trial_of(golden("compile"), "compile", "real", "run"), timelines=1)[0]
-    found = torus(row)
+    found = read_torus(row)
     assert found is not None
-    assert (found["shape"], found["wrap"]) == ([2, 4], [False, False])
-    assert sorted(found["at"]) == list(range(8))
-    assert found["axes"] == [["x", 2], ["y", 4], ["z", 1]]
+    assert (found.shape, found.wrap) == ((2, 4), (False, False))
+    assert sorted(found.at) == list(range(8))
+    assert found.axes == [("x", 2), ("y", 4), ("z", 1)]
 
 
 @pytest.mark.parametrize(
@@ -356,9 +358,9 @@ def test_a_twisted_torus_has_a_picture(tmp_path: Path):
     folder = sweep_folder(tmp_path / "hand", [twisted], timelines=1)
     (folder / twisted.name / "compile.json").write_text(json.dumps(summary))
     (row,) = read_rows([folder])
-    drawing = torus(row)
-    assert drawing is not None and drawing["shape"] == [4, 4, 8]
-    assert drawing["shifts"] == [[0, 0, 4], [0, 0, 4], [0, 0, 0]]
+    drawing = read_torus(row)
+    assert drawing is not None and drawing.shape == (4, 4, 8)
+    assert drawing.shifts == ((0, 0, 4), (0, 0, 4), (0, 0, 0))
 
 
 def test_markdown(rows):
@@ -397,9 +399,9 @@ def test_a_refused_layout_is_named_by_what_was_asked(tmp_path: Path):
 
 
 def test_a_training_has_a_rate_and_no_step(tmp_path: Path):
-    trained = replace(FSDP, stage="train", results={"simulated": True, "step": {}, "loss": 2.0})
-    rated = replace(trained, key="rated", results=trained.results | {"step": {"tokens_per_second": 800.0}})
-    rated.results["step"]["tokens_per_second_per_chip"] = 100.0
+    trained = replace(FSDP, stage="train", results=TrialResult(simulated=True, loss=2.0))
+    speed = StepResult(tokens_per_second=800.0, tokens_per_second_per_chip=100.0)
+    rated = replace(trained, key="rated", results=replace(trained.results, step=speed))
     found = rows_of(tmp_path, trained, rated)
     assert [row.ok for row in found] == [False, True]
     assert found[1].step_s == pytest.approx(1.28) and found[1].group.label == "trained on simulated devices (v5e-8)"

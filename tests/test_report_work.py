@@ -13,10 +13,12 @@ from reported import golden, sweep_folder, trial, trial_of
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
-from valkyrie.report.rank import agreement, compare, groups, memory_of, predicted_and_measured, unbeaten
+from valkyrie.report.rank import agreement, compare, memory_of, predicted_and_measured, unbeaten
 from valkyrie.report.ranking import command, details
-from valkyrie.report.records import Row, read_rows
+from valkyrie.report.records import read_rows
 from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.runs.results import StepResult, TrialResult
+from valkyrie.sweep.rows import Row, groups
 from valkyrie.sweep.trial import Status, Trial
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
@@ -253,7 +255,7 @@ def test_real_devices_at_hand_are_named(tmp_path: Path):
     found = rows_of(tmp_path, real, refused, predicted)
     assert [row.group.label for row in found[:2]] == ["measured on 8 x NVIDIA H100"] * 2
     assert len(predicted_and_measured(found)) == 1
-    trained = replace(real, stage="train", results={"simulated": False, "step": real.results["step"]})
+    trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
     assert rows_of(tmp_path / "old", trained)[0].group.label == "trained on the devices at hand"
 
 
@@ -280,7 +282,7 @@ def test_csv_says_what_was_varied(varied: list[Row]):
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
     found = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
-    kept = {key: value for key, value in found.results.items() if key not in ("step", "seconds")}
+    kept = replace(found.results, step=StepResult(), seconds={})
     return replace(found, results=kept, about=replace(found.about, chip=None))
 
 
@@ -312,7 +314,7 @@ def test_simulated_times_bear_the_word_and_bytes_do_not(tmp_path: Path):
 
 def test_pairs_are_simulated_one_by_one(tmp_path: Path):
     real = trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
-    real = replace(real, results=real.results | {"simulated": False})
+    real = replace(real, results=replace(real.results, simulated=False))
     simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
     drawn = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
     assert [(v["kind"], "simulated" in v["measured"]) for v in drawn] == [("simulated", True), ("measured", False)]

@@ -18,6 +18,7 @@ from valkyrie.config.shorthand import written_out
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
+from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import (
     MeasuredLayout,
@@ -64,7 +65,8 @@ class Compiler:
         self.plans.append(plan)
         fits = plan.about.partition not in self.does_not_fit
         step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
-        results = {"step": {"step_s": step_s}, "memory": {"peak": 2**30}} if fits else {"memory": {"needed": 2**40}}
+        results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryResult(peak=2**30))
+        results = results if fits else TrialResult(memory=MemoryResult(needed=2**40))
         status = Status.ok if fits else Status.does_not_fit
         return {plan.key: plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)}
 

@@ -310,7 +310,7 @@ def test_errors_say_what_to_write(command: Any, tmp_path: Path, case: str):
 def rates(folder: Path) -> dict[tuple[str, int], float]:
     """Tokens per second and chip of every measured trial, by partition and microbatches."""
     ended = [t for t in TrialLog(folder).read() if t.status is Status.ok]
-    return {(t.about.partition, t.about.microbatches): t.results["step"]["tokens_per_second_per_chip"] for t in ended}
+    return {(t.about.partition, t.about.microbatches): t.results.step.tokens_per_second_per_chip for t in ended}
 
 
 @pytest.mark.slow

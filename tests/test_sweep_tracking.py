@@ -14,10 +14,13 @@ import pytest
 import wandb
 
 from helpers import compose_run
-from valkyrie.records import encode
+from valkyrie.records import decode, encode
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.tracking import TrackingConfig, WandbMode, config_of
-from valkyrie.sweep.tracking import COLUMNS, REPORTED, SweepTracker, summary_of, trial_id
+from valkyrie.runs.results import TrialResult
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, config_of
+from valkyrie.sweep.columns import WANDB_TABLE
+from valkyrie.sweep.rows import Row, row_of
+from valkyrie.sweep.tracking import REPORTED, SweepTracker, summary_of, trial_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from wandb_files import wandb_log, wandb_logs
 
@@ -44,7 +47,12 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
         "folder": name,
         **more,
     }
+    values["results"] = decode(TrialResult, values.get("results", {}), name)
     return Trial(status=status, reason=reason, **values)
+
+
+def row(one: Trial) -> Row:
+    return row_of(one, Path("laptop"), bool(one.results.simulated), None, ())
 
 
 def results(step_s: float) -> dict[str, Any]:
@@ -144,7 +152,7 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
 
 def test_bytes_of_no_known_axes_have_a_name() -> None:
     sent = {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}
-    summary = summary_of(replace(OK, results={"communication": sent}))
+    summary = summary_of(row(replace(OK, results=decode(TrialResult, {"communication": sent}, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 
 
@@ -183,8 +191,9 @@ def test_the_parent_has_the_table_and_the_plots(told: tuple[Path, dict[str, Any]
     folder, runs = told
     log = runs["laptop"]
     (table,) = [json.loads(p.read_text()) for p in folder.rglob("*.table.json") if p.name.startswith("trials_")]
-    assert table["columns"] == list(COLUMNS)
-    rows = {row[COLUMNS.index("name")]: dict(zip(COLUMNS, row, strict=True)) for row in table["data"]}
+    keys = [column.key for column in WANDB_TABLE]
+    assert table["columns"] == keys
+    rows = {row[keys.index("name")]: dict(zip(keys, row, strict=True)) for row in table["data"]}
     assert set(rows) == {t.name for t in SWEEP}
     assert rows[OK.name]["label"] == "2x2x2-2d_tp (simulated measure)"
     assert rows[OK.name]["tokens_per_second"] == 2048.0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import TrialResult
 from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog
 
 REMEDY = "Delete that line; the same sweep command does its trial again."
@@ -28,7 +29,7 @@ def trial(key: str, status: Status = Status.ok, reason: str | None = None) -> Tr
         about=LayoutRecord("m", "8x1x1", "fsdp", "auto", roles="für " * 200),
         started="2026-01-01T00:00:00+00:00",
         wall_s=1.5,
-        results={"loss": 1.0},
+        results=TrialResult(loss=1.0),
     )
 
 

@@ -37,7 +37,8 @@ from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.tracking import TrackingConfig, profile_problems
+from valkyrie.runs.tracking import profile_problems
+from valkyrie.runs.wandb_writer import TrackingConfig
 from valkyrie.tasks import TASKS, Task
 from valkyrie.trees import as_written, at, flat, with_value
 

@@ -94,7 +94,7 @@ def build_report(entity: str, project: str, group: str | None) -> Report:
     import wandb_workspaces.reports.v2.interface as wr
     from wandb_workspaces import expr
 
-    from valkyrie.report.records import STAGES
+    from valkyrie.sweep.rows import STAGES
 
     which = [expr.Metric("group") == group] if group else []
     runsets = [

@@ -64,7 +64,7 @@ class LayoutRecord:
 def with_hardware(record: LayoutRecord, overrides: Mapping[str, str]) -> LayoutRecord:
     """Return the record of an older Valkyrie with `hardware`, derived from the target's name and a trial's overrides.
 
-    It stays None if the name belongs to a user's own chip, or the overrides are not legal for it.
+    It stays None if the name belongs to a user's own chip.
     """
     if record.hardware is not None:
         return record
@@ -81,4 +81,4 @@ def _parse_hardware(name: str, topology: str | None, slices: str) -> TargetRecor
         target.slices = int(slices)
     except ValueError:
         return None
-    return None if target.problems() else target.record()
+    return target.record()

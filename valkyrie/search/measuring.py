@@ -31,7 +31,7 @@ class Measured:
     @property
     def step_s(self) -> float | None:
         """Median seconds of a step; None where it was not measured."""
-        return self.trial.results["step"]["step_s"] if self.trial.status is Status.ok else None
+        return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
 
 @dataclass

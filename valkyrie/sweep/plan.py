@@ -17,6 +17,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir, source_digest
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import TrialResult
 from valkyrie.search.compile.runner import program_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
@@ -77,7 +78,7 @@ class Plan:
         run.save(folder / RUN)
 
     def ended(
-        self, status: Status, reason: str | None, started: str, wall_s: float, results: dict[str, Any] | None = None
+        self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None
     ) -> Trial:
         """Return the record of this trial with what became of it."""
         return Trial(
@@ -92,7 +93,7 @@ class Plan:
             started=started,
             wall_s=round(wall_s, 3),
             folder=None if status is Status.refused and not wall_s else self.name,
-            results=results or {},
+            results=results or TrialResult(),
             values=self.values,
             flags=list(self.flags),
         )

@@ -27,7 +27,9 @@ from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
 from valkyrie.runs.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
-from valkyrie.runs.tracking import Silent, Tracker, config_of
+from valkyrie.runs.results import TRAFFIC
+from valkyrie.runs.tracking import Silent, Tracker
+from valkyrie.runs.wandb_writer import config_of
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.compiled import CompiledStep, compile_step
 from valkyrie.train.devices import Devices
@@ -245,7 +247,8 @@ class _Loop:
         with self.meter.paused("setup"):
             self.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
             if not isinstance(self.tracker, Silent):
-                self.facts |= compiled.bytes_sent(self.program.mesh, self._say)
+                if (traffic := compiled.traffic(self.program.mesh, self._say)) is not None:
+                    self.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_mesh_axes}
                 self.tracker.summary(self.facts)
 
     def _read(self, metrics: dict[str, Any] | None, step: int, start: int) -> None:
