@@ -63,7 +63,8 @@ def ranked(rows: Sequence[Row]) -> Table:
 
 
 def _table(caption: str, columns: Sequence[Column[Ranked]], rows: Sequence[Ranked]) -> Table:
-    heads = [Head(column.label, "number" if column.is_number else "") for column in columns]
+    kinds = {"seen": "work", "work": "work"}
+    heads = [Head(c.label, "number" if c.is_number else kinds.get(c.name, "")) for c in columns]
     return Table(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
 
 
