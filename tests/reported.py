@@ -86,7 +86,7 @@ def trial(
     if per_chip is None:
         needed = MemoryResult() if gib is None else MemoryResult(needed=int(gib * 2**30), usable=16 * 2**30)
         return replace(found, folder=None, results=TrialResult(memory=needed))
-    results, rate = found.results, 8 * per_chip
+    results, rate = found.results, 8.0 * per_chip
     step_s = (about.batch or 0) * (about.seq or 0) / rate
     speed = replace(
         results.step, step_s=step_s, tokens_per_second=rate, tokens_per_second_per_chip=float(per_chip), **step

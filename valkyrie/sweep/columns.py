@@ -182,5 +182,5 @@ def with_ranks(rows: Sequence[Row]) -> list[Ranked]:
     return [Ranked(row, rank, row.layout) for rank, row in zip(ranks(rows), rows, strict=True)]
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
+def _ratio(part: int | float | None, whole: int | float | None) -> float | None:
     return part / whole if part is not None and whole else None

@@ -36,7 +36,7 @@ class CompiledStep(NamedTuple):
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
             sent = communication(traffic(parse(serialised_module(self.program)), axes))
-            return Traffic(sent["bytes"], sent["bytes_by_mesh_axes"])
+            return Traffic(float(sent["bytes"]), sent["bytes_by_mesh_axes"])
         except Exception as error:  # the program is XLA's, of whatever version: a training does not end for it
             why = (str(error).splitlines() or [""])[0]
             say(f"the bytes that a step sends could not be read ({type(error).__name__}: {why})")
