@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import pytest
 from runs import command
 from sweeps import Stage
 from valkyrie.config.modes import MODES
+from valkyrie.processes.ending import end_process, records_ending
+from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
+from valkyrie.processes.team import LOST, REFUSED
 from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
-from valkyrie.sweep.results import failure, last_error, outcome, results_of
+from valkyrie.sweep.results import ending, failure, last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
 
 
@@ -193,6 +197,29 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     )
     assert results_of(tmp_path, MODES["measure"]).reason == "it left no measure.json"
     assert outcome(tmp_path, 130).status is Status.killed
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status"),
+    [
+        (LOST, "step 3 hangs: nothing has finished for 60 s", Status.failed),
+        (REFUSED, "batch=7 is not divisible by 2", Status.refused),
+        (REFUSED, "gpt_tiny under 1x1x1-dp ran out of memory", Status.does_not_fit),
+        (PREEMPTED, "stopped by a signal", Status.killed),
+        (EXIT_STATUS, "stopped by a signal", Status.killed),
+    ],
+)
+def test_a_process_that_ends_itself_leaves_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, status: Status
+):
+    """As the watchdog, a signal, and the loss of another process end it; a log with other errors changes nothing."""
+    (tmp_path / "output.log").write_text(TRACEBACK)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with records_ending(lambda code, reason: ending(code, reason).write(tmp_path)), pytest.raises(SystemExit):
+        end_process(code, reason)
+    ended = outcome(tmp_path, code)
+    assert ended.status is status
+    assert status is Status.killed or ended.reason == reason
 
 
 DAMAGED = ['{"status": "o', "[]", '"weird"', "{}", '{"status": "fine", "reason": null, "results": {}}', "\xff", ""]

@@ -25,7 +25,7 @@ def records_ending(record: Callable[[int, str], object]) -> Iterator[None]:
 
 def end_process(status: int, reason: str) -> NoReturn:
     """Record the reason and end the process with this exit status, from any thread."""
-    for record in _recorders:
+    for record in _recorders if status else ():
         with contextlib.suppress(OSError):
             record(status, reason)
     os._exit(status)
