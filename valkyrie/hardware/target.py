@@ -326,13 +326,13 @@ class TargetRecord:
     """
 
     name: str
-    chip: str | None
-    chips: int | None
-    topology: str | None
-    twisted: bool
-    hosts: int
-    slices: int
-    described: str
+    chip: str | None = None
+    chips: int | None = None
+    topology: str | None = None
+    twisted: bool = False
+    hosts: int = 1
+    slices: int = 1
+    described: str = ""
 
     @property
     def shape(self) -> str | None:
