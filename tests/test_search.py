@@ -288,7 +288,7 @@ def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     status, answer, _ = search(monkeypatch, tmp_path, *asked_for)
     printed = capsys.readouterr().out
-    assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about["target"] == "v5e-8"
+    assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about.target == "v5e-8"
     assert "estimates alone of h100-8: only TPU slices are compiled for without the devices" in printed
 
 
