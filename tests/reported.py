@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.sweep.results import kept_results
+from valkyrie.records import decode
+from valkyrie.runs.layout_record import LayoutRecord, with_hardware
+from valkyrie.runs.results import MemoryResult, Traffic, TrialResult
+from valkyrie.sweep.names import key_values
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 GOLDENS = Path(__file__).parent / "goldens" / "report"
@@ -18,7 +21,7 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 
 def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return the line that a stage's summary becomes."""
-    about = summary["about"]
+    about = decode(LayoutRecord, summary["about"], stage)
     return Trial(
         key=f"{stage}:{name}",
         name=name,
@@ -26,12 +29,12 @@ def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Tria
         stage=stage,
         status=Status(summary["status"]),
         reason=summary.get("reason"),
-        overrides=[f"mode={stage}", f"mesh={about['mesh']}", f"partition={about['partition']}"],
-        about=about,
+        overrides=[f"mode={stage}", f"mesh={about.mesh}", f"partition={about.partition}"],
+        about=with_hardware(about, {}),
         started="2026-01-01T00:00:00+00:00",
         wall_s=9.5,
         folder=name,
-        results=kept_results(summary),
+        results=decode(TrialResult, summary, stage),
     )
 
 
@@ -56,7 +59,6 @@ def trial(
     reason: str | None = None,
     price: float | None = None,
     batch: int | None = None,
-    described: str | None = None,
     asked: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
     sharding: str | None = None,
@@ -72,36 +74,38 @@ def trial(
     """
     mesh, _, partition = layout.partition("-")
     found = trial_of(golden(stage), stage, sweep, layout)
-    about: dict[str, Any] = found.about | {"layout": layout, "mesh": mesh, "partition": partition}
-    about |= {"degrees": degrees} if degrees else {}
-    about |= {"sharding": sharding} if sharding else {}
-    about |= {"target": target, "described": described or target} if target else {}
-    about |= {"batch": batch} if batch else {}
-    key = ":".join([stage, described or str(target), layout, str(batch), *asked])
+    assert found.about is not None
+    about = replace(found.about, layout=layout, mesh=mesh, partition=partition)
+    about = replace(about, degrees=degrees or about.degrees, sharding=sharding, batch=batch or about.batch)
+    if target:
+        about = with_hardware(replace(about, target=target, hardware=None), key_values(asked))
+        about = replace(about, described=target if about.hardware is None else about.hardware.described)
+    key = ":".join([stage, str(target), layout, str(batch), *asked])
     found = replace(found, key=key, about=about, status=status, reason=reason)
     found = replace(found, overrides=[*found.overrides, *asked], values=dict(values or {}))
     if per_chip is None:
-        held = {"needed": int(gib * 2**30), "usable": 16 * 2**30} if gib is not None else None
-        return replace(found, folder=None, results={"memory": held} if held else {})
-    results = dict(found.results)
-    rate = 8 * per_chip
-    step_s = about["batch"] * about["seq"] / rate
-    speed = results["step"] | {"step_s": step_s, "tokens_per_second": rate, "tokens_per_second_per_chip": per_chip}
+        needed = MemoryResult() if gib is None else MemoryResult(needed=int(gib * 2**30), usable=16 * 2**30)
+        return replace(found, folder=None, results=TrialResult(memory=needed))
+    results, rate = found.results, 8.0 * per_chip
+    step_s = (about.batch or 0) * (about.seq or 0) / rate
+    speed = replace(
+        results.step, step_s=step_s, tokens_per_second=rate, tokens_per_second_per_chip=float(per_chip), **step
+    )
     if stage == "measure":
-        speed |= {"p90_s": p90 * step_s, "min_s": least * step_s}
+        speed = replace(speed, p90_s=p90 * step_s, min_s=least * step_s)
     if price is not None:
-        speed["tokens_per_dollar"] = {"on_demand": rate * 3600 / (8 * price)}
-    results["step"] = speed | step
+        speed = replace(speed, tokens_per_dollar={"on_demand": rate * 3600 / (8 * price)})
+    results, traffic = replace(results, step=speed), results.communication or Traffic()
     if seconds is not None:
-        results["seconds"] = {part: share * step_s for part, share in seconds.items()}
+        results = replace(results, seconds={part: share * step_s for part, share in seconds.items()})
     if sent is not None:
-        results["communication"] = results["communication"] | {"bytes_by_mesh_axes": sent}
+        traffic = replace(traffic, bytes_by_mesh_axes=sent)
     if collectives is not None:
         by_axes = {axes: {"all-reduce": share * step_s} for axes, share in collectives.items()}
-        results["communication"] = results["communication"] | {"collective_s": by_axes, "traced_step_s": step_s}
+        traffic = replace(traffic, collective_s=by_axes, traced_step_s=step_s)
     if gib is not None:
-        results["memory"] = results["memory"] | {"peak": int(gib * 2**30), "usable": 16 * 2**30}
-    return replace(found, results=results)
+        results = replace(results, memory=replace(results.memory, peak=int(gib * 2**30), usable=16 * 2**30))
+    return replace(found, results=replace(results, communication=traffic))
 
 
 def sweep_folder(folder: Path, trials: Sequence[Trial], *, timelines: int = 0) -> Path:

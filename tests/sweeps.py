@@ -116,7 +116,7 @@ class Stage:
 
     def trials(self) -> dict[str, Trial]:
         """Return what is recorded by partition."""
-        found = {trial.about["partition"]: trial for trial in TrialLog(self.sweep).read()}
+        found = {trial.about.partition: trial for trial in TrialLog(self.sweep).read()}
         return dict(sorted(found.items()))
 
     def lines(self) -> int:
@@ -148,7 +148,7 @@ def play(monkeypatch: pytest.MonkeyPatch, **parts: Status | BaseException) -> No
     def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
         found = {}
         for plan in plans:
-            part = parts[plan.about["partition"]]
+            part = parts[plan.about.partition]
             if isinstance(part, BaseException):
                 raise part
             found[plan.key] = plan.ended(part, None if part is Status.ok else "so it was", plan.key, 1.0)

@@ -15,7 +15,7 @@ from runs import command
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.report.records import Row, read_rows
+from valkyrie.report.records import read_rows
 from valkyrie.runs.folder import RUN
 from valkyrie.search.calibrate import mode as calibrate
 from valkyrie.search.calibrate.mode import calibration
@@ -26,6 +26,7 @@ from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.runs import estimated
 from valkyrie.search.folder import ANSWER
 from valkyrie.search.request import parse_request
+from valkyrie.sweep.rows import Row
 from valkyrie.sweep.trial import TRIALS, Trial
 
 LAYOUTS = ["8x1x1-fsdp", "8x1x1-dp", "4x2x1-1d_tp", "1x4x2-2d_tp"]
@@ -52,8 +53,8 @@ def trials(batches: Sequence[int], truth: Efficiency, *also: str, slices: int = 
             asked += [f"seq={SEQ}", "precision=bf16_mixed", "remat=full", *also]
             step_s = estimated([run_of(asked)], truth)[0]["step"]
             one = trial(layout, batch * SEQ / step_s / 8, batch=batch, target="v5e-8")
-            results = one.results | {"step": one.results["step"] | {"step_s": step_s, "replayed_s": step_s / SLOWER}}
-            about = one.about | {"seq": SEQ}
+            results = replace(one.results, step=replace(one.results.step, step_s=step_s, replayed_s=step_s / SLOWER))
+            about = replace(one.about, seq=SEQ)
             made.append(replace(one, key=" ".join(asked), overrides=asked, results=results, about=about, flags=[]))
     return made
 
@@ -70,8 +71,8 @@ def measured(compiled: Sequence[Trial], ratios: Sequence[float]) -> list[Trial]:
     """Return trials that took so many times the steps of compiled ones, on devices that are no simulated ones."""
     made = []
     for one, ratio in zip(compiled, ratios, strict=True):
-        step = one.results["step"] | {"step_s": ratio * one.results["step"]["step_s"]}
-        results = one.results | {"step": step, "simulated": False}
+        step = replace(one.results.step, step_s=ratio * one.results.step.step_s)
+        results = replace(one.results, step=step, simulated=False)
         made.append(replace(one, key=f"measure {one.key}", stage="measure", results=results))
     return made
 

@@ -106,7 +106,7 @@ def test_every_sweep_is_a_list_of_legal_runs(
 def test_a_job_of_a_multirun_is_one_run_with_the_same_arguments(command: Any, monkeypatch: pytest.MonkeyPatch):
     """A sweep makes its own multirun: a job that composed it again would start the whole sweep again, without end."""
     first, second = plans_of(command, monkeypatch, "-m", "+sweep=laptop_partitions", "partition=dp,sp", "seq=${batch}")
-    assert [p.about["partition"] for p in (first, second)] == ["dp", "sp"]
+    assert [p.about.partition for p in (first, second)] == ["dp", "sp"]
     assert first.run is not None
     config = first.run.config
     assert (config.partition.name, config.steps, config.seq) == ("dp", 5, 32)

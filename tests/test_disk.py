@@ -17,7 +17,8 @@ from helpers import compose_run
 from runs import TINY, command, tiny
 from valkyrie.checkpoint import latest_step, tier
 from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, writing
-from valkyrie.runs.tracking import Tracker, TrackingConfig, WandbMode, read_metrics
+from valkyrie.runs.tracking import Tracker, read_metrics
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 from valkyrie.search.compile import runner as compile
 from valkyrie.train.devices import configure_jax
 from valkyrie.train.screen import Screen

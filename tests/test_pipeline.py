@@ -156,7 +156,7 @@ def test_the_bubble_is_the_idle_share_of_a_stage(pipeline: Pipeline, bubble: flo
 
 def test_what_is_said_of_a_pipeline():
     run = small_run("gpt_tiny", "mesh=2x2x2", "partition=pp", "microbatches=2", *CIRCULAR)
-    about = run.about()["pipeline"]
+    about = run.about().pipeline
     assert run.layout.name == "2x2x2-pp-circular2-mb2"
     assert (about["axis"], about["stages"], about["schedule"], about["rounds"]) == ("z", 2, "circular", 2)
     assert about["described"] == (
@@ -165,7 +165,7 @@ def test_what_is_said_of_a_pipeline():
     )
     assert run.layout.degrees == {"DP": 4, "FSDP": 1, "MP1": 1, "MP2": 1, "SP": 1, "PP": 2}
     assert run.layout.accumulated == 1
-    assert "pipeline" not in small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about()
+    assert small_run("gpt_tiny", "mesh=2x2x1", "partition=dp").about().pipeline is None
     unused = small_run("gpt_tiny", "mesh=2x2x1", "partition=pp", "microbatches=2").layout
     assert (unused.pipeline, unused.accumulated, unused.roles["z"]) == (None, 2, "unused")
 

@@ -162,7 +162,7 @@ def test_sort(opened: Opened):
 def test_a_reason_stands_where_nothing_is_known(opened: Opened):
     row = opened.page.locator("#table tbody tr", has_text="1x1x8-dp")
     assert row.locator("td.reason").inner_text() == "needs 20.0 GiB of 16.0 GiB usable"
-    assert row.locator("td[data-id=peak]").inner_text() == "20.0 GiB"
+    assert row.locator("td[data-id=peak_bytes]").inner_text() == "20.0 GiB"
     refused = opened.page.locator("#table tbody tr", has_text="3x1x1-dp")
     spans = refused.locator("td, th").evaluate_all("cells => cells.map((cell) => cell.colSpan)")
     assert sum(spans) == opened.page.locator("#table thead th").count() and spans.count(1) == len(spans) - 1
@@ -215,9 +215,9 @@ def test_keyboard_alone(opened: Opened):
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert page.evaluate(outline) == "solid"
     page.keyboard.press("Enter")
-    assert page.locator("#table thead th[data-id=layout]").get_attribute("aria-sort") == "ascending"
+    assert page.locator("#table thead th[data-id=label]").get_attribute("aria-sort") == "ascending"
     page.keyboard.press("Space")
-    assert page.locator("#table thead th[data-id=layout]").get_attribute("aria-sort") == "descending"
+    assert page.locator("#table thead th[data-id=label]").get_attribute("aria-sort") == "descending"
 
 
 def brightness(opened: Opened, what: str) -> float:
@@ -249,10 +249,10 @@ def test_narrow_screens_do_not_scroll_sideways(opened: Opened):
 
 @pytest.mark.parametrize("opened", [{"viewport": {"width": 400, "height": 800}}], indirect=True)
 def test_a_phone_shows_the_layout_and_its_speed_side_by_side(opened: Opened):
-    for name in ("layout", "per_chip"):
+    for name in ("label", "tokens_per_second_per_chip"):
         box = opened.page.locator(f"#table tbody tr:first-child [data-id={name}]").bounding_box()
         assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 400, name
-    failed = opened.page.locator("#table tbody tr", has_text="1x1x8-dp").locator("[data-id=per_chip]")
+    failed = opened.page.locator("#table tbody tr", has_text="1x1x8-dp").locator("[data-id=tokens_per_second_per_chip]")
     assert failed.inner_text().strip() == "does not fit"
 
 

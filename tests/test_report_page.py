@@ -67,7 +67,7 @@ def many(count: int) -> list[Trial]:
         else:
             one = trial(name, 1000 + i, stage="measure" if i % 5 == 3 else "compile", price=1.2, asked=asked(i))
             folder = f"valkyrie_1b-{name}-{one.stage}-v4-64-{i:06x}"
-            found.append(replace(one, folder=folder, results=one.results | {"hints": hints(i)}))
+            found.append(replace(one, folder=folder, results=replace(one.results, hints=tuple(hints(i)))))
     return found
 
 
@@ -95,7 +95,7 @@ def test_texts_that_layouts_share_stand_once(tmp_path: Path):
     for place, row in enumerate(found):
         told = facts(data_of(text), place)
         assert " ".join(told["command"]) == ranking.command(row) and told["folder"] == row.trial.folder
-        assert told["hints"] == row.trial.results["hints"][:3]
+        assert told["hints"] == list(row.trial.results.hints[:3])
 
 
 def test_hints_and_timelines_are_left_out_until_a_page_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

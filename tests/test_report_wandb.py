@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import wandb
 
-from test_sweep_tracking import OK
+from test_sweep_tracking import OK, row
+from valkyrie.records import encode
 from valkyrie.report.wandb import add_arguments, main_wandb
+from valkyrie.runs.results import GoodputResult, TrialResult
 from valkyrie.sweep.tracking import summary_of
 
 
@@ -43,14 +45,14 @@ def test_all_sweeps_are_shown_without_a_group(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_panel_reads_what_runs_have(dry: dict[str, Any]) -> None:
-    trained = replace(OK, results={"goodput": {"share": 0.9, "restarts": 1, "data_wait": 0.1}})
+    trained = replace(OK, results=TrialResult(goodput=GoodputResult(10.0, {"steps": 9.0}, 1, 0.9, 0.1)))
     summary = {
-        *summary_of(OK),
-        *summary_of(trained),
+        *summary_of(row(OK)),
+        *summary_of(row(trained)),
         "mfu",
         *(f"comm_bytes/{a}" for a in ("s", "w", "y", "z", "x,z", "y,z", "x,y,z")),
     }
-    config = {*OK.about, "stage"}
+    config = {*encode(OK.about), "stage"}
     read: set[str] = set()
     for panel in panels(dry):
         shown = panel["config"]

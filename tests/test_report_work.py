@@ -13,10 +13,12 @@ from reported import golden, sweep_folder, trial, trial_of
 from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
-from valkyrie.report.rank import agreement, compare, groups, memory_of, predicted_and_measured, unbeaten
+from valkyrie.report.rank import agreement, compare, memory_of, predicted_and_measured, unbeaten
 from valkyrie.report.ranking import command, details
-from valkyrie.report.records import Row, read_rows
+from valkyrie.report.records import read_rows
 from valkyrie.report.text import as_csv, as_markdown
+from valkyrie.runs.results import StepResult, TrialResult
+from valkyrie.sweep.rows import Row, groups
 from valkyrie.sweep.trial import Status, Trial
 
 WIDE = ["model.embed=2048", "model.mlp=5632", "model.layers=12"]
@@ -64,7 +66,7 @@ def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path
 
 def test_a_precision_is_told_where_one_kind_of_speed_has_two(tmp_path: Path):
     half, whole = (trial("8x1x1-fsdp", 9, asked=[f"precision={name}"]) for name in ("bf16_mixed", "float32"))
-    whole = replace(whole, about=whole.about | {"precision": "float32"})
+    whole = replace(whole, about=replace(whole.about, precision="float32"))
     ran = trial("8x1x1-fsdp", 9, stage="measure")
     assert list(values.labels(rows_of(tmp_path / "one", half, ran)).values()) == ["8x1x1-fsdp"] * 2
     both = list(values.labels(rows_of(tmp_path / "two", half, whole)).values())
@@ -230,27 +232,30 @@ def test_figures_of_all_trials_are_there_where_they_say_something(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("described", "label"),
+    ("target", "overrides", "label"),
     [
-        ("v4-64 (32 v4 chips 2x4x4, 8 hosts)", "predicted for v4-64"),
-        ("v4-64 (32 v4 chips 2x2x8, 8 hosts)", "predicted for v4-64 with topology 2x2x8"),
-        ("v4-64 with topology 4x4x4 (64 v4 chips, 16 hosts)", "predicted for v4-64 with topology 4x4x4"),
-        ("v4-64 (32 v4 chips 2x4x4, 8 hosts in each of 2 slices)", "predicted for v4-64 in 2 slices"),
+        ("v4-64", [], "v4-64"),
+        ("v4-64", ["target.topology=2x2x8"], "v4-64 with topology 2x2x8"),
+        ("v4-64", ["target.topology=4x4x4"], "v4-64 with topology 4x4x4"),
+        ("v4-64", ["target.slices=2"], "v4-64 in 2 slices"),
+        ("v4-256", ["target.topology=4x4x8_twisted"], "v4-256 with topology 4x4x8_twisted"),
+        ("v4-4x4x8_twisted", [], "v4-4x4x8_twisted"),
+        ("mine-8", [], "mine-8"),
     ],
 )
-def test_topologies_and_slices_are_kinds_of_their_own(tmp_path: Path, described: str, label: str):
-    (row,) = rows_of(tmp_path, trial("8x1x1-fsdp", 9, target="v4-64", described=described))
-    assert row.group.label == label
+def test_topologies_twists_and_slices_are_ranked_apart(tmp_path: Path, target: str, overrides: list[str], label: str):
+    (row,) = rows_of(tmp_path, trial("8x1x1-fsdp", 9, target=target, asked=overrides))
+    assert row.group.target == label
 
 
 def test_real_devices_at_hand_are_named(tmp_path: Path):
     real = trial_of(golden("measure") | {"simulated": False, "devices": "8 x NVIDIA H100"}, "measure", "hand", "real")
     refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
-    predicted = replace(FSDP, about=FSDP.about | {"layout": real.about["layout"]})
+    predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
     found = rows_of(tmp_path, real, refused, predicted)
     assert [row.group.label for row in found[:2]] == ["measured on 8 x NVIDIA H100"] * 2
     assert len(predicted_and_measured(found)) == 1
-    trained = replace(real, stage="train", results={"simulated": False, "step": real.results["step"]})
+    trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
     assert rows_of(tmp_path / "old", trained)[0].group.label == "trained on the devices at hand"
 
 
@@ -277,8 +282,8 @@ def test_csv_says_what_was_varied(varied: list[Row]):
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
     found = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
-    kept = {key: value for key, value in found.results.items() if key not in ("step", "seconds")}
-    return replace(found, results=kept, about=found.about | {"chip": None})
+    kept = replace(found.results, step=StepResult(), seconds={})
+    return replace(found, results=kept, about=replace(found.about, chip=None))
 
 
 def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
@@ -309,7 +314,7 @@ def test_simulated_times_bear_the_word_and_bytes_do_not(tmp_path: Path):
 
 def test_pairs_are_simulated_one_by_one(tmp_path: Path):
     real = trial("2x4x1-2d_tp", 400, stage="measure", target="v5e-8")
-    real = replace(real, results=real.results | {"simulated": False})
+    real = replace(real, results=replace(real.results, simulated=False))
     simulated = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
     drawn = values.pairs(rows_of(tmp_path, FSDP, TP, simulated, real))
     assert [(v["kind"], "simulated" in v["measured"]) for v in drawn] == [("simulated", True), ("measured", False)]

@@ -18,6 +18,7 @@ from valkyrie.config.shorthand import written_out
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.paths import DiskError
 from valkyrie.records import decode, encode, read_record
+from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.search import NOT_COMPILED, compiling, mode, tuning
 from valkyrie.search.answer import (
     MeasuredLayout,
@@ -62,9 +63,10 @@ class Compiler:
     def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
         (plan,) = plans
         self.plans.append(plan)
-        fits = plan.about["partition"] not in self.does_not_fit
+        fits = plan.about.partition not in self.does_not_fit
         step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
-        results = {"step": {"step_s": step_s}, "memory": {"peak": 2**30}} if fits else {"memory": {"needed": 2**40}}
+        results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryResult(peak=2**30))
+        results = results if fits else TrialResult(memory=MemoryResult(needed=2**40))
         status = Status.ok if fits else Status.does_not_fit
         return {plan.key: plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)}
 
@@ -99,7 +101,7 @@ def test_it_stops_when_no_other_layout_can_be_faster(compiler: Compiler, tmp_pat
     assert best is not None and best.step_s == pytest.approx(listed.fitting[0].step_s)
     assert compiles.why == "no other layout can be faster, by the errors of estimates so far"
     assert len(compiles.done) < len(listed.fitting)
-    first = {(p.about["mesh"], p.about["partition"]) for p in compiler.plans[: compiling.FIRST]}
+    first = {(p.about.mesh, p.about.partition) for p in compiler.plans[: compiling.FIRST]}
     assert len(first) == compiling.FIRST
 
 
@@ -286,7 +288,7 @@ def test_slices_that_cannot_be_compiled_for_leave_the_others_compiled(
     monkeypatch.setattr(mode, "write_report", lambda folder: folder)
     status, answer, _ = search(monkeypatch, tmp_path, *asked_for)
     printed = capsys.readouterr().out
-    assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about["target"] == "v5e-8"
+    assert status == 0 and answer["compiled"] == 1 and compiler.plans[0].about.target == "v5e-8"
     assert "estimates alone of h100-8: only TPU slices are compiled for without the devices" in printed
 
 

@@ -19,6 +19,7 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.modes import FIGURES, MACHINES
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.search import at_hand, measuring
 from valkyrie.search.answer import Stage, rank_layouts
 from valkyrie.search.at_hand import not_at_hand, with_figures
@@ -60,8 +61,8 @@ class Devices:
         (plan,) = plans
         self.plans.append(plan)
         start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
-        step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about["partition"] in self.slow else 2)
-        results = {"step": {"step_s": step_s, "min_s": 0.9 * step_s, "p90_s": 1.1 * step_s}}
+        step_s = self.estimates[plan.overrides[start:]] * (10 if plan.about.partition in self.slow else 2)
+        results = TrialResult(step=StepResult(step_s=step_s, min_s=0.9 * step_s, p90_s=1.1 * step_s))
         ended = plan.ended(self.status, None if self.status is Status.ok else "no such devices", "", 1.0, results)
         return {plan.key: ended}
 
@@ -87,7 +88,7 @@ def test_a_slow_partition_is_left_for_others(monkeypatch: pytest.MonkeyPatch, tm
     best = listed_of(of).fitting[0].group.candidates.partition.name
     devices = Devices(of, slow=[best])
     measures = measured_by(devices, of, monkeypatch, tmp_path)
-    partitions = [plan.about["partition"] for plan in devices.plans]
+    partitions = [plan.about.partition for plan in devices.plans]
     assert partitions[0] == best and best not in partitions[3:]
     assert measures.timed[0].estimate.group.candidates.partition.name != best and (measures.regret or 0) > 1
     assert "regret of the expected best" in measurement_summary(measures) and "Spearman" in measurement_summary(
@@ -150,7 +151,19 @@ def test_a_rival_that_was_measured_is_compared_by_that(monkeypatch: pytest.Monke
 def test_agreement_is_of_ranks_and_equals_share_theirs(expected: list[float], agreement: float | None) -> None:
     (of,) = listed_of(question()).fitting[:1]
     trials = [
-        Trial("", "", "", "measure", Status.ok, None, [], {}, "", 1.0, results={"step": {"step_s": float(i)}})
+        Trial(
+            "",
+            "",
+            "",
+            "measure",
+            Status.ok,
+            None,
+            [],
+            None,
+            "",
+            1.0,
+            results=TrialResult(step=StepResult(step_s=float(i))),
+        )
         for i in (1, 2, 3)
     ]
     found = Measures([Measured(of, s, trial) for s, trial in zip(expected, trials, strict=True)]).agreement
@@ -168,7 +181,7 @@ def test_compiled_rows_beside_measured_ones_are_held_to_them_too(monkeypatch: py
 
 def compiled(of: SearchRequest, one: Estimated, factor: float, folder: Path) -> Compiled:
     """Return a layout whose compiled step takes so many times its estimate."""
-    results = {"step": {"step_s": factor * one.step_s}, "memory": {"peak": 2**30}}
+    results = TrialResult(step=StepResult(step_s=factor * one.step_s), memory=MemoryResult(peak=2**30))
     return Compiled(one, plan_of(of, one, folder).ended(Status.ok, None, "", 1.0, results))
 
 

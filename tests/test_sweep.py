@@ -229,10 +229,9 @@ def test_real_trials_leave_real_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     trials = TrialLog(tmp_path / "runs" / "real").read()
     assert [trial.stage for trial in trials] == ["measure", "train"]
     for trial in trials:
-        step = trial.results["step"]
-        chips = int(trial.about["mesh"][0])
-        assert trial.results["simulated"] and trial.results["loss"] > 0 and trial.results["compile"]["compile_s"] > 0
-        assert step["tokens_per_second"] == pytest.approx(8 * 16 / step["step_s"])
-        assert step["tokens_per_second_per_chip"] == pytest.approx(step["tokens_per_second"] / chips)
-        assert "causes" not in trial.results.get("communication", {})
-        assert trial.wall_s > 0 and trial.about["layout"] == f"{trial.about['mesh']}-fsdp"
+        step = trial.results.step
+        chips = int(trial.about.mesh[0])
+        assert trial.results.simulated and trial.results.loss > 0 and trial.results.compile.compile_s > 0
+        assert step.tokens_per_second == pytest.approx(8 * 16 / step.step_s)
+        assert step.tokens_per_second_per_chip == pytest.approx(step.tokens_per_second / chips)
+        assert trial.wall_s > 0 and trial.about.layout == f"{trial.about.mesh}-fsdp"

@@ -24,7 +24,7 @@ class Tracker:
         self.closed = 0
 
     def log(self, trial: Trial) -> None:
-        self.told.append(trial.about["partition"])
+        self.told.append(trial.about.partition)
 
     def close(self) -> None:
         self.closed += 1

@@ -245,7 +245,7 @@ def test_legal_cells_are_launched_and_refused_ones_recorded_once(tmp_path: Path,
     assert all(job[:2] == ["sweep=laptop_8", "steps=3"] and job[2].startswith("mesh=") for job in jobs)
     assert "14 cells: 12 legal, 2 refused; hydra.sweeper.limit takes 5 of the legal ones" in capsys.readouterr().out
     trials = TrialLog(tmp_path).read()
-    assert [(t.status, t.stage, t.about["partition"]) for t in trials] == [
+    assert [(t.status, t.stage, t.about.partition) for t in trials] == [
         (Status.refused, "measure", "1d_tp"),
         (Status.refused, "measure", "2d_tp"),
     ]
@@ -310,9 +310,7 @@ def test_errors_say_what_to_write(command: Any, tmp_path: Path, case: str):
 def rates(folder: Path) -> dict[tuple[str, int], float]:
     """Tokens per second and chip of every measured trial, by partition and microbatches."""
     ended = [t for t in TrialLog(folder).read() if t.status is Status.ok]
-    return {
-        (t.about["partition"], t.about["microbatches"]): t.results["step"]["tokens_per_second_per_chip"] for t in ended
-    }
+    return {(t.about.partition, t.about.microbatches): t.results.step.tokens_per_second_per_chip for t in ended}
 
 
 @pytest.mark.slow

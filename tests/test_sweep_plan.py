@@ -16,7 +16,6 @@ from test_folder import make_run
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.sweep.names import trial_key
-from valkyrie.sweep.plan import PREDICTED_BY
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -51,13 +50,13 @@ def test_trials_that_read_a_run_are_planned_as_that_run(
     make_run(runs, "other", "model=gpt_tiny", *given, when=10)
     plans = plans_of(command, monkeypatch, "-m", "mode=eval", *asked.split(), "data.documents=30,31", "data=synthetic")
     assert [plan.refusal for plan in plans] == [None] * 2 * len(READ[asked]), "batch=3 is illegal on the default mesh"
-    assert sorted({plan.about["model"] for plan in plans}) == READ[asked]
-    assert all(plan.about["layout"] == "1x1x1-dp" and plan.name.startswith(plan.about["model"]) for plan in plans)
+    assert sorted({plan.about.model for plan in plans}) == READ[asked]
+    assert all(plan.about.layout == "1x1x1-dp" and plan.name.startswith(plan.about.model) for plan in plans)
     assert {str(plan.folder.parent) for plan in plans} == {"runs"}
     for plan in plans:
-        run = "base" if plan.about["model"] == "s5_tiny" else "other"
+        run = "base" if plan.about.model == "s5_tiny" else "other"
         assert plan.run is not None and plan.run.config.resume == str(runs / run)
-        assert plan.run.model.name == plan.about["model"] and plan.run.config.batch == 3
+        assert plan.run.model.name == plan.about.model and plan.run.config.batch == 3
 
 
 def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
@@ -73,10 +72,10 @@ def test_what_is_settled_is_what_was_asked_for_and_what_this_code_predicts(
     for name in with_hlo.files:
         (with_hlo.trial_folder / name).touch()
     assert with_hlo.settled_by(done)
-    by_others = replace(done, about=done.about | {PREDICTED_BY: "an older jax"})
+    by_others = replace(done, about=replace(done.about, predicted_by="an older jax"))
     assert not plan.settled_by(by_others)
     (measured,) = plans_of(command, monkeypatch, *asked, "mode=measure")
-    assert PREDICTED_BY not in measured.about, "a measurement stays what it was"
+    assert measured.about.predicted_by is None, "a measurement stays what it was"
 
 
 def test_a_record_has_the_values_that_decide_what_a_step_computes(command: Any, monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ SWEEP = [*TINY, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=
 
 def trials(folder: Path) -> dict[str, Trial]:
     """Return the trials of a sweep by their mesh."""
-    return {trial.about["mesh"]: trial for trial in TrialLog(folder / "runs/many").read()}
+    return {trial.about.mesh: trial for trial in TrialLog(folder / "runs/many").read()}
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_every_trial_of_a_multirun_runs_on_all_processes(tmp_path: Path):
         "2x2x1": Status.ok,
     }
     assert "3 devices, which 2 processes cannot share" in str(done["3x1x1"].reason)
-    assert done["2x2x1"].results["devices"] == "4 x cpu"
+    assert done["2x2x1"].results.devices == "4 x cpu"
     started = {mesh: done[mesh].started for mesh in ("2x1x1", "2x2x1")}
     again = ended(several(2, *SWEEP, "mesh=2x1x1,2x2x1", cwd=tmp_path))
     assert [status for status, _, _ in again] == [0, 0]

@@ -14,28 +14,23 @@ import pytest
 import wandb
 
 from helpers import compose_run
-from valkyrie.runs.tracking import TrackingConfig, WandbMode, config_of
-from valkyrie.sweep.tracking import COLUMNS, REPORTED, SweepTracker, summary_of, trial_id
+from valkyrie.records import decode, encode
+from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import TrialResult
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, config_of
+from valkyrie.sweep.columns import WANDB_TABLE
+from valkyrie.sweep.rows import Row, row_of
+from valkyrie.sweep.tracking import REPORTED, SweepTracker, summary_of, trial_id
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 from wandb_files import wandb_log, wandb_logs
 
 GIB = 2**30
 
 
-def about(mesh: str, partition: str) -> dict[str, Any]:
+def about(mesh: str, partition: str) -> LayoutRecord:
     x, y, z = (int(n) for n in mesh.split("x"))
-    return {
-        "layout": f"{mesh}-{partition}",
-        "mesh": mesh,
-        "axes": {"x": x, "y": y, "z": z},
-        "degrees": {"MP1": x, "MP2": y, "DP": z},
-        "partition": partition,
-        "microbatches": 1,
-        "remat": "none",
-        "model": "m",
-        "target": "cpu8",
-        "chips": 8,
-    }
+    record = LayoutRecord("m", mesh, partition, "cpu8", axes={"x": x, "y": y, "z": z}, chips=8)
+    return replace(record, layout=f"{mesh}-{partition}", degrees={"MP1": x, "MP2": y, "DP": z})
 
 
 def trial(mesh: str, partition: str, status: Status, reason: str | None = None, **more: Any) -> Trial:
@@ -52,7 +47,12 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
         "folder": name,
         **more,
     }
+    values["results"] = decode(TrialResult, values.get("results", {}), name)
     return Trial(status=status, reason=reason, **values)
+
+
+def row(one: Trial) -> Row:
+    return row_of(one, Path("laptop"), bool(one.results.simulated), None, ())
 
 
 def results(step_s: float) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_every_trial_and_their_parent_are_one_group(told: tuple[Path, dict[str, 
 def test_a_run_holds_its_layout_and_what_it_came_to(told: tuple[Path, dict[str, Any]]) -> None:
     log = told[1][OK.name]
     config = log["config"]
-    assert config["layout"] == "2x2x2-2d_tp" and config["degrees"] == OK.about["degrees"]
+    assert config["layout"] == "2x2x2-2d_tp" and config["degrees"] == OK.about.degrees
     assert {key: config[key]["name"] for key in ("mesh", "partition", "model", "target")} == {
         "mesh": "2x2x2",
         "partition": "2d_tp",
@@ -152,7 +152,7 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
 
 def test_bytes_of_no_known_axes_have_a_name() -> None:
     sent = {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}
-    summary = summary_of(replace(OK, results={"communication": sent}))
+    summary = summary_of(row(replace(OK, results=decode(TrialResult, {"communication": sent}, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 
 
@@ -191,8 +191,9 @@ def test_the_parent_has_the_table_and_the_plots(told: tuple[Path, dict[str, Any]
     folder, runs = told
     log = runs["laptop"]
     (table,) = [json.loads(p.read_text()) for p in folder.rglob("*.table.json") if p.name.startswith("trials_")]
-    assert table["columns"] == list(COLUMNS)
-    rows = {row[COLUMNS.index("name")]: dict(zip(COLUMNS, row, strict=True)) for row in table["data"]}
+    keys = [column.key for column in WANDB_TABLE]
+    assert table["columns"] == keys
+    rows = {row[keys.index("name")]: dict(zip(keys, row, strict=True)) for row in table["data"]}
     assert set(rows) == {t.name for t in SWEEP}
     assert rows[OK.name]["label"] == "2x2x2-2d_tp (simulated measure)"
     assert rows[OK.name]["tokens_per_second"] == 2048.0
@@ -352,7 +353,7 @@ def test_the_group_of_a_training_is_the_sweeps(tmp_path: Path) -> None:
     from valkyrie.runs.tracking import Tracker
 
     config = TrackingConfig(wandb=WandbMode.offline, group="laptop")
-    tracker = Tracker(config, tmp_path, run_name="run", fields=config_of(OK.about, {}), group="m-cpu8")
+    tracker = Tracker(config, tmp_path, run_name="run", fields=config_of(encode(OK.about), {}), group="m-cpu8")
     tracker.summary({"step_s": 0.5, "tokens_per_second": 4.0, "mfu": None})
     tracker.close()
     log = wandb_log(tmp_path)
@@ -379,5 +380,5 @@ def test_a_training_that_reports_itself_does_so_in_the_run_of_its_trial(tmp_path
     folder = tmp_path / "trial"
     folder.mkdir()
     config = TrackingConfig(wandb=WandbMode.offline, id=trial_id(TrackingConfig(), tmp_path, OK.key))
-    Tracker(config, folder, run_name="run", fields=config_of(OK.about, {}), group="laptop").close()
+    Tracker(config, folder, run_name="run", fields=config_of(encode(OK.about), {}), group="laptop").close()
     assert wandb_log(folder)["run"].run_id == config.id

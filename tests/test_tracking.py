@@ -11,7 +11,8 @@ import pytest
 import wandb
 
 from runs import trained
-from valkyrie.runs.tracking import Tracker, TrackingConfig, WandbMode, read_metrics, resolve
+from valkyrie.runs.tracking import Tracker, read_metrics
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, resolve
 from wandb_files import read_wandb, wandb_log
 
 FIELDS = {"mesh": {"name": "4x4x2"}, "partition": {"name": "2d_tp"}}

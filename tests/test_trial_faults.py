@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,11 @@ import pytest
 from runs import command
 from sweeps import Stage
 from valkyrie.config.modes import MODES
-from valkyrie.sweep.results import last_error, outcome, results_of
+from valkyrie.processes.ending import end_process, records_ending
+from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
+from valkyrie.processes.team import LOST, REFUSED
+from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
+from valkyrie.sweep.results import ending, failure, last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
 
 
@@ -181,8 +186,9 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     assert last_error(output) == "it printed nothing"
     output.write_text(TRACEBACK)
     ended = outcome(tmp_path, 1)
-    assert ended.status is Status.does_not_fit
+    assert ended.status is Status.failed, "what a log says decides nothing"
     assert ended.reason is not None and "RESOURCE_EXHAUSTED: Out of memory allocating 17 bytes." in ended.reason
+    assert failure("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory").status is Status.does_not_fit
     output.write_text("F0101 00:00 thing.cc:1] Check failed: a == b\n*** Check failure stack trace: ***\n    @ 0x1\n")
     ended = outcome(tmp_path, -signal.SIGABRT)
     assert (ended.status, ended.reason) == (
@@ -193,6 +199,29 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
     assert outcome(tmp_path, 130).status is Status.killed
 
 
+@pytest.mark.parametrize(
+    ("code", "reason", "status"),
+    [
+        (LOST, "step 3 hangs: nothing has finished for 60 s", Status.failed),
+        (REFUSED, "batch=7 is not divisible by 2", Status.refused),
+        (REFUSED, "gpt_tiny under 1x1x1-dp ran out of memory", Status.does_not_fit),
+        (PREEMPTED, "stopped by a signal", Status.killed),
+        (EXIT_STATUS, "stopped by a signal", Status.killed),
+    ],
+)
+def test_a_process_that_ends_itself_leaves_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, status: Status
+):
+    """As the watchdog, a signal, and the loss of another process end it; a log with other errors changes nothing."""
+    (tmp_path / "output.log").write_text(TRACEBACK)
+    monkeypatch.setattr("os._exit", sys.exit)
+    with records_ending(lambda code, reason: ending(code, reason).write(tmp_path)), pytest.raises(SystemExit):
+        end_process(code, reason)
+    ended = outcome(tmp_path, code)
+    assert ended.status is status
+    assert status is Status.killed or ended.reason == reason
+
+
 DAMAGED = ['{"status": "o', "[]", '"weird"', "{}", '{"status": "fine", "reason": null, "results": {}}', "\xff", ""]
 DAMAGED += ['{"status": "ok", "reason": null, "results": null}', '{"status": ["ok"], "reason": 1, "results": {}}']
 
@@ -201,7 +230,7 @@ DAMAGED += ['{"status": "ok", "reason": null, "results": null}', '{"status": ["o
 def test_a_damaged_outcome_is_that_trials_failure_and_no_more(tmp_path: Path, text: str):
     (tmp_path / "outcome.json").write_bytes(text.encode("latin-1"))
     ended = outcome(tmp_path, 0)
-    assert (ended.status, ended.results) == (Status.failed, {})
+    assert (ended.status, ended.results) == (Status.failed, TrialResult())
     assert ended.reason is not None and ended.reason.startswith("its outcome.json is damaged (")
     assert ended.reason.endswith("). Do it again with trial.retry=true")
 
@@ -214,7 +243,8 @@ def test_a_training_leaves_what_its_last_part_knows(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ended = results_of(tmp_path, MODES["train"])
     assert ended.status is Status.ok
-    assert ended.results == {"eval_loss": 2.0, "memory": {"peak": 2**28}, "step": {"step_s": 0.4}, "loss": 2.0} | ending
+    step, memory = StepResult(step_s=0.4), MemoryResult(peak=2**28)
+    assert ended.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)
 
 
 def test_what_a_trial_raises_is_its_outcome_in_words_and_in_its_log_in_full(tmp_path: Path):

@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, limit_s: float) -> None:
         self.now = 0.0
-        self.watchdog = Watchdog(limit_s, clock=lambda: self.now, end=lambda status: None)
+        self.watchdog = Watchdog(limit_s, clock=lambda: self.now, end=lambda status, reason: None)
         self.watchdog._poll_s = 1.0
 
     def hangs_after(self, seconds: float) -> float | None:

@@ -21,7 +21,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_whole
-from valkyrie.report.records import Row
+from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.paths import config_files, defaults_of
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
-from valkyrie.runs.tracking import TrackingConfig
+from valkyrie.runs.wandb_writer import TrackingConfig
 
 SCHEMAS: dict[str, type] = {
     "mesh": MeshConfig,

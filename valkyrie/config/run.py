@@ -36,7 +36,9 @@ from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
 from valkyrie.processes.distributed import DistributedConfig
-from valkyrie.runs.tracking import TrackingConfig, profile_problems
+from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.tracking import profile_problems
+from valkyrie.runs.wandb_writer import TrackingConfig
 from valkyrie.tasks import TASKS, Task
 from valkyrie.trees import as_written, at, flat, with_value
 
@@ -181,33 +183,38 @@ class Run:
         own = self.config.data.shuffle_seed
         return self.config.seed if own is None else own
 
-    def asked(self) -> dict[str, Any]:
-        """Return what was asked for, in the words of the command line; also of a run whose layout is illegal."""
+    def asked(self) -> LayoutRecord:
+        """Return the record of what was requested, also of a run whose layout is illegal."""
         c = self.config
-        return {
-            "model": self.model.name,
-            "mesh": c.mesh.name,
-            "axes": dict(c.mesh.axes),
-            "mesh_placement": c.mesh.placement,
-            "partition": c.partition.name,
-            "microbatches": c.microbatches,
-            "remat": c.remat.label,
-            "target": c.target.name,
-            "described": c.target.describe(),
-            "chip": None if c.target.chip is None else c.target.chip.name,
-            "chips": None if c.target.chips is None else c.target.chips * c.target.slices,
-            "batch": c.batch,
-            "seq": c.seq,
-            "precision": c.precision.name,
-        }
+        return LayoutRecord(
+            model=self.model.name,
+            mesh=c.mesh.name,
+            axes=dict(c.mesh.axes),
+            mesh_placement=None if c.mesh.placement is None else tuple(c.mesh.placement),
+            partition=c.partition.name,
+            microbatches=c.microbatches,
+            remat=c.remat.label,
+            target=c.target.name,
+            described=c.target.describe(),
+            chip=None if c.target.chip is None else c.target.chip.name,
+            chips=None if c.target.chips is None else c.target.chips * c.target.slices,
+            batch=c.batch,
+            seq=c.seq,
+            precision=c.precision.name,
+            hardware=c.target.record(),
+        )
 
-    def about(self) -> dict[str, Any]:
-        """Return what was asked for, and what the layout makes of it; ValueError where that is illegal."""
+    def about(self) -> LayoutRecord:
+        """Return the record of what was requested and of its layout; ValueError if that is illegal."""
         layout = self.layout
-        derived = {"roles": layout.describe_roles(), "degrees": layout.degrees, "sharding": layout.sharding}
-        if layout.pipeline is not None:
-            derived["pipeline"] = layout.pipeline.record()
-        return self.asked() | {"layout": layout.name, **derived}
+        return replace(
+            self.asked(),
+            layout=layout.name,
+            roles=layout.describe_roles(),
+            degrees=layout.degrees,
+            sharding=layout.sharding,
+            pipeline=None if layout.pipeline is None else layout.pipeline.record(),
+        )
 
     def values(self) -> dict[str, str]:
         """Return what decides what a step computes, by its key on the command line: `model.layers`: `4`."""

@@ -19,7 +19,7 @@ from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
 from valkyrie.doctor.size import state_bytes
 from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
 from valkyrie.processes.team import Team
-from valkyrie.runs.tracking import WandbMode, resolve
+from valkyrie.runs.wandb_writer import WandbMode, resolve
 from valkyrie.train.prepare import refuse_other_data
 from valkyrie.units import memory
 

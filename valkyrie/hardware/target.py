@@ -222,6 +222,19 @@ class TargetConfig:
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
         return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{each})"
 
+    def record(self) -> TargetRecord:
+        """Return what run folders keep of it."""
+        return TargetRecord(
+            name=self.name,
+            chip=self.chip.name if self.chip else None,
+            chips=self.chips,
+            topology=(self.topology or "").removesuffix(TWISTED) or None,
+            twisted=says_twisted(self.topology),
+            hosts=self.hosts,
+            slices=self.slices,
+            described=self.describe(),
+        )
+
     def problems(self) -> list[str]:
         """Return why there is no such hardware, in the words of the command line."""
         chip, override = self.chip, f"target.topology={self.topology}"
@@ -302,6 +315,36 @@ class TargetConfig:
 
     def _no_torus(self) -> str:
         return f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """The hardware a run was made for, as its folder and `trials.jsonl` keep it. `chips` and `hosts` are of one slice.
+
+    `topology` is the torus without its twist (`4x4x8`), None for hardware without one. `chips` is None where the
+    machine decided. `described` is for display only.
+    """
+
+    name: str
+    chip: str | None = None
+    chips: int | None = None
+    topology: str | None = None
+    twisted: bool = False
+    hosts: int = 1
+    slices: int = 1
+    described: str = ""
+
+    @property
+    def shape(self) -> str | None:
+        """The topology as `target.topology` takes it: `4x4x8_twisted`."""
+        return None if self.topology is None else self.topology + TWISTED * self.twisted
+
+    def config(self, chips: Mapping[str, ChipConfig]) -> TargetConfig | None:
+        """Return the target, with its chip among `chips`; None if the chip is unknown or has no torus."""
+        chip = chips.get(self.chip or "")
+        if chip is None or self.shape is None:
+            return None
+        return TargetConfig(self.name, chip.platform, chip, self.chips, self.shape, self.hosts, self.slices)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from valkyrie.processes.ending import end_process
+
 EXIT_STATUS = 130
 """What a shell expects of a command ended by Ctrl-C."""
 PREEMPTED = 75
@@ -126,7 +128,7 @@ class Interrupt:
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nvalkyrie-train: stopped before a step was done: there is nothing to save\n")
             show_cursor()
-            os._exit(PREEMPTED if preempted else EXIT_STATUS)
+            end_process(PREEMPTED if preempted else EXIT_STATUS, "stopped by a signal")
         self.requested, self.preempted = True, preempted
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -164,7 +166,7 @@ def ends_at_once(command: str) -> Listener:
 
     def end(number: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())
-        os._exit(EXIT_STATUS)
+        end_process(EXIT_STATUS, "stopped by a signal")
 
     return Listener(end)
 

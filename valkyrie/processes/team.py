@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import socket
 import sys
 import threading
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from valkyrie.processes.ending import end_process
 from valkyrie.processes.hub import Hub, Wire, address_of
 
 Value = TypeVar("Value")
@@ -217,7 +217,7 @@ class Connected(Team):
     def _end(self, line: str, status: int) -> None:
         with contextlib.suppress(OSError):
             print(f"valkyrie-train: process {self.index} stops: {line}", file=sys.stderr, flush=True)
-        os._exit(status)
+        end_process(status, line)
 
 
 def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:

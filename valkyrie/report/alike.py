@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from valkyrie.report.records import Row
+from valkyrie.sweep.rows import Row
 
 DATA_PARALLEL = "dp"
 """The partition that a layout is which only splits the batch."""
@@ -47,6 +47,7 @@ def _roles(row: Row) -> set[str]:
 
 def _layout(row: Row) -> tuple[object, ...]:
     """Return what rows share that split every array alike; themselves, of a record that does not say."""
-    if not row.sharding:
+    about = row.about
+    if not about.sharding:
         return (row.id,)
-    return row.work, row.sharding, row.layout.removeprefix(f"{row.mesh}-{row.partition}")
+    return row.work, about.sharding, about.microbatches, about.remat, about.mesh_placement, str(about.pipeline)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.report import colours, specs, values
-from valkyrie.report.records import Row
 from valkyrie.report.specs import CONFIG, SCHEMA, Spec
+from valkyrie.sweep.rows import Row
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -14,15 +15,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from valkyrie.paths import cache_root, write_whole
+from valkyrie.records import encode
 from valkyrie.report import ranking, tables, words
 from valkyrie.report.colours import PALETTE, PART_COLOURS, axes_colour
 from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
 from valkyrie.report.pairs import compared
-from valkyrie.report.rank import Comparison, best_per_target, groups, refusals
-from valkyrie.report.records import Row, read_rows
-from valkyrie.report.specs import timeline_spec
-from valkyrie.report.trace import timeline, torus
+from valkyrie.report.rank import Comparison, best_per_target, refusals
+from valkyrie.report.records import read_rows
+from valkyrie.report.specs import Spec, timeline_spec
+from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
 from valkyrie.report.values import PART_NAMES, axes_named, labels
+from valkyrie.sweep.columns import PAGE as PAGE_COLUMNS
+from valkyrie.sweep.rows import Row, groups
 from valkyrie.sweep.trial import PAGE
 
 LIMIT = 2_000_000
@@ -60,35 +64,66 @@ def page(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """
     template, parts, text = _templates().get_template("page.html"), _parts(rows, comparison), ""
     for data in _ever_less(_data(rows)):
-        text = template.render(parts, data=_json(_packed(data)))
+        text = template.render(parts, data=_json(data))
         if len(text.encode()) <= LIMIT:
             break
     return text
 
 
-def _ever_less(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class PageData:
+    """What `page.js` reads. Rows are numbered over all kinds of speed, the best of each kind first.
+
+    Args:
+        groups: Label of each kind of speed, and whether it is simulated.
+        figures: By figure, its specification for each kind of speed.
+        together: By figure, its specification for all rows.
+        columns: Columns of the ranked table.
+        rows: Its cells.
+        details: Further facts of each row.
+        pairs: Predicted rows beside each other.
+        timelines: By row, timelines of the best.
+        toruses: By row, pictures of the mesh on the torus.
+        timeline: Specification of a timeline, without values.
+        colours: Of parts of a step and of mesh axes.
+    """
+
+    groups: list[dict[str, Any]]
+    figures: dict[str, list[Spec | None]]
+    together: dict[str, Spec | None]
+    columns: list[dict[str, str]]
+    rows: list[list[Any]]
+    details: list[dict[str, Any]]
+    pairs: dict[str, Any]
+    timelines: dict[int, Timeline]
+    toruses: dict[int, TorusDrawing]
+    timeline: Spec
+    colours: dict[str, str]
+
+
+def _ever_less(data: PageData) -> Iterator[PageData]:
     """Yield the data of a page, then without what it can do without, least missed first."""
     yield data
-    ranks = [row[0] for row in data["rows"]]
-    without = [{name: fact for name, fact in one.items() if name != "hints"} for one in data["details"]]
-    best = [rank is not None and rank <= TORUSES for rank in ranks]
-    details = [one if kept else less for kept, one, less in zip(best, data["details"], without, strict=True)]
-    yield data | {"details": details}
-    timelines = list(data["timelines"].items())
-    while len(timelines) > 1:
-        timelines = timelines[: len(timelines) // 2]
-        yield data | {"details": details, "timelines": dict(timelines)}
+    best = [row[0] is not None and row[0] <= TORUSES for row in data.rows]
+    without = [{name: fact for name, fact in one.items() if name != "hints"} for one in data.details]
+    details = [one if keep else less for keep, one, less in zip(best, data.details, without, strict=True)]
+    yield (data := replace(data, details=details))
+    while len(data.timelines) > 1:
+        timelines = list(data.timelines.items())
+        yield (data := replace(data, timelines=dict(timelines[: len(timelines) // 2])))
 
 
-def _packed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return data with each text of `details` once, in `texts`, and the place there wherever it stood."""
+def _json(data: PageData) -> Markup:
+    """Return data as JSON for a script element; each text of `details` is once in `texts`, and its place is in them."""
     places: dict[str, int] = {}
 
-    def place(fact: str | list[str]) -> int | list[Any]:
+    def place(fact: Any) -> Any:
         return places.setdefault(fact, len(places)) if isinstance(fact, str) else [place(text) for text in fact]
 
-    details = [{name: place(fact) for name, fact in one.items()} for one in data["details"]]
-    return data | {"details": details, "texts": list(places)}
+    details = [{name: place(fact) for name, fact in one.items()} for one in data.details]
+    plain = encode(replace(data, details=details)) | {"texts": list(places)}
+    text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False)
+    return Markup(text.replace("<", "\\u003c"))
 
 
 def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]:
@@ -130,38 +165,35 @@ def _templates() -> Environment:
     return environment
 
 
-def _data(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what the script of the page reads: table, figures by kind of speed, and details of layouts.
-
-    Timelines are in the order of `_best_first`.
-    """
+def _data(rows: Sequence[Row]) -> PageData:
+    """Return what the script of the page reads. Timelines are in the order of `_best_first`."""
     kinds = groups(rows)
     ordered = [row for members in kinds.values() for row in members]
     timed = _best_first(list(kinds.values()))
     place = {row.id: i for i, row in enumerate(ordered)}
-    with_timelines = ((row.id, drawing) for row in timed if (drawing := timeline(row)) is not None)
+    with_timelines = ((place[row.id], found) for row in timed if (found := read_timeline(row)) is not None)
     timelines = dict(itertools.islice(with_timelines, TIMELINES))
-    toruses = {row.id: drawing for row in timed[:TORUSES] if (drawing := torus(row)) is not None}
-    return {
-        "groups": [{"label": group.label, "simulated": group.simulated} for group in kinds],
-        "figures": {figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
-        "together": {figure.id: specification(figure, ordered) for figure in [*of_all(rows), *_of_trainings(rows)]},
-        "columns": [vars(column) for column in ranking.COLUMNS],
-        "rows": ranking.cells(kinds),
-        "details": [ranking.details(row) for row in ordered],
-        "pairs": compared(ordered),
-        "timelines": {place[id]: drawing for id, drawing in timelines.items()},
-        "toruses": {place[id]: drawing for id, drawing in toruses.items()},
-        "timeline": timeline_spec(),
-        "colours": _colours(timelines, toruses),
-    }
+    toruses = {place[row.id]: found for row in timed[:TORUSES] if (found := read_torus(row)) is not None}
+    return PageData(
+        groups=[{"label": group.label, "simulated": group.simulated} for group in kinds],
+        figures={figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
+        together={figure.id: specification(figure, ordered) for figure in [*of_all(rows), *_of_trainings(rows)]},
+        columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
+        rows=ranking.cells(kinds),
+        details=[ranking.details(row) for row in ordered],
+        pairs=compared(ordered),
+        timelines=timelines,
+        toruses=toruses,
+        timeline=timeline_spec(),
+        colours=_colours(timelines.values(), toruses.values()),
+    )
 
 
-def _colours(timelines: dict[str, dict[str, Any]], toruses: dict[str, dict[str, Any]]) -> dict[str, str]:
+def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> dict[str, str]:
     """Return the colours of parts of a step and of mesh axes, by the words of timelines and tori."""
     colours = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
-    colours |= {axis: axes_colour(axis) for drawing in toruses.values() for axis, _ in drawing["axes"]}
-    named = {name: axes_named(name) for drawing in timelines.values() for name in drawing["names"]}
+    colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
+    named = {name: axes_named(name) for drawing in timelines for name in drawing.names}
     return colours | {name: axes_colour(axes) for name, axes in named.items() if axes is not None}
 
 
@@ -169,12 +201,6 @@ def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the rows of all kinds with a speed, the best of each kind before the second of any."""
     longest = max(map(len, kinds), default=0)
     return [members[i] for i in range(longest) for members in kinds if i < len(members) and members[i].ok]
-
-
-def _json(data: dict[str, Any]) -> Markup:
-    """Return data as JSON that may stand inside a script element."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    return Markup(text.replace("<", "\\u003c"))
 
 
 def _in_script(text: str) -> Markup:

@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.report.records import Row
+from valkyrie.records import encode
 from valkyrie.search.explain.difference import difference, sides
-from valkyrie.sweep.trial import Status
+from valkyrie.sweep.rows import Row
+from valkyrie.sweep.trial import Status, known_values
 
 EXPLAINED = 12
 """Of how many layouts, the best first, every two are compared in sentences too."""
@@ -40,11 +41,6 @@ def _work(row: Row) -> str:
 def _summary(row: Row) -> dict[str, Any] | None:
     """Return a row as `compile.json` has it; None where no replay says what its step consists of."""
     results = row.trial.results
-    if (
-        row.trial.status is not Status.ok
-        or row.group.stage != "compile"
-        or "seconds" not in results
-        or "step" not in results
-    ):
+    if row.trial.status is not Status.ok or row.group.stage != "compile" or not results.seconds or row.step_s is None:
         return None
-    return {"about": row.trial.about, "status": "ok", **results}
+    return {"about": encode(row.about), "status": "ok", **known_values(encode(results))}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from valkyrie.machine.timeline import COMPUTE, trace_events
 from valkyrie.report.colours import axes_colour, part_colours
-from valkyrie.report.trace import drawing
+from valkyrie.report.trace import Timeline, timeline
 from valkyrie.units import duration
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ svg {{ width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; f
 
 def program_page(report: str, title: str, spans: Sequence[Span]) -> str:
     """Return the page of a report: one HTML file that loads nothing, with a drawing of the spans."""
-    drawn = drawing([dict(event) for event in trace_events(spans, title)])
+    drawn = timeline([dict(event) for event in trace_events(spans, title)])
     picture = "" if drawn is None else _picture(drawn)
     return _PAGE.format(
         title=escape(title),
@@ -43,12 +43,12 @@ def program_page(report: str, title: str, spans: Sequence[Span]) -> str:
     )
 
 
-def _picture(drawn: dict[str, Any]) -> str:
+def _picture(drawn: Timeline) -> str:
     """Return a drawing of a step: a track for what the chip computes, then one for each set of axes, then copies."""
-    tracks, names, step_us = drawn["tracks"], drawn["names"], drawn["step_us"]
+    tracks, names, step_us = drawn.tracks, drawn.names, drawn.step_us
     height = LANE * (len(tracks) + 1)
     shapes = [f'<text x="0" y="{LANE * i + 17}">{escape(track)}</text>' for i, track in enumerate(tracks)]
-    for track, start, length, part, name, joined in drawn["spans"]:
+    for track, start, length, part, name, joined in drawn.spans:
         colour = _colour(tracks[track], names[part])
         more = f" and {joined - 1} more" if joined > 1 else ""
         told = escape(f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}")

@@ -9,27 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from valkyrie.report.records import AT_HAND, Group, Row, Work
 from valkyrie.sweep.noise import within_noise
+from valkyrie.sweep.rows import AT_HAND, Row, Work, groups, ranked
 from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
 """The reason of a trial that has no result and recorded none."""
-
-
-def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Return rows by kind of speed: real measurements first, then predictions, then simulated ones; best rows first."""
-    by_group: dict[Group, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_group[row.group].append(row)
-    order = sorted(by_group, key=lambda g: (g.simulated, g.stage == "compile", g.stage == "train", g.target))
-    return {group: ranked(by_group[group]) for group in order}
-
-
-def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Return rows with the most tokens/s/chip first; those without a speed last, by status and name."""
-    order = list(Status)
-    return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
 
 
 def best_per_target(rows: Iterable[Row]) -> list[Row]:
@@ -198,7 +183,7 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
 
 def _may_meet(pair: Pair) -> bool:
     """Return whether what was run says something of what was predicted: the same target, or no one target at all."""
-    at_hand = pair.b.trial.about.get("target") == AT_HAND
+    at_hand = pair.b.about.target == AT_HAND
     return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
 
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from valkyrie.report.rank import Comparison, memory_of, unbeaten
-from valkyrie.report.records import Row
+from valkyrie.report.rank import Comparison
+from valkyrie.report.ranking import compared_rows
 from valkyrie.report.values import labels
+from valkyrie.runs.columns import TIMED, Column
 from valkyrie.runs.goodput import share_text, span
-from valkyrie.sweep.noise import places
+from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, Ranked
+from valkyrie.sweep.rows import Row
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory, sent
+from valkyrie.units import sent
 
 
 class Head(NamedTuple):
@@ -51,39 +53,26 @@ class Table:
 
 def best(rows: Sequence[Row]) -> Table:
     """Return the best layout of each target and work; all rows have a speed."""
-    heads = [Head("best layout"), *(Head(label, "number") for label in ("tokens/s/chip", "step"))]
-    heads += [Head("speed is", "work"), Head("work", "work"), Head("peak memory", "number"), Head("$/Mtok", "number")]
-    body = [
-        [Cell(row.layout), _speed(row, row.rate_per_chip), _step(row), Cell(row.group.label), Cell(row.work.label)]
-        + [Cell(_memory(row)), Cell(_price(row))]
-        for row in rows
-    ]
-    return Table("The best layout of each target", heads, body)
+    return _table("The best layout of each target", BEST, [Ranked(row) for row in rows])
 
 
 def ranked(rows: Sequence[Row]) -> Table:
     """Return the rows of one kind of speed that ended well with something to show, in the order given."""
-    named, light, shown = labels(rows), unbeaten(rows, memory_of), [row for row in rows if has_results(row)]
-    heads = [Head("#", "number"), Head("layout")]
-    heads += [
-        Head(label, "number") for label in ("tokens/s/chip", "tokens/s", "step", "MFU", "memory", "sent", "$/Mtok")
-    ]
-    body = [
-        [
-            Cell(str(place) if row.ok else ""),
-            Cell(named[row.id]),
-            _speed(row, row.rate_per_chip),
-            _speed(row, row.rate),
-            _step(row),
-            Cell("" if row.mfu is None else f"{100 * row.mfu:.1f}%"),
-            Cell("" if row.peak is None else memory(row.peak)),
-            Cell(sent(sum(row.sent.values())) if row.sent else ""),
-            Cell(_price(row)),
-            Cell("*" if row.id in light else ""),
-        ]
-        for place, row in zip(places([row.trial for row in shown]), shown, strict=True)
-    ]
-    return Table("Ranked layouts", [*heads, Head("front")], body)
+    shown = [row for row in rows if has_results(row)]
+    return _table("Ranked layouts", MARKDOWN, compared_rows(shown))
+
+
+def _table(caption: str, columns: Sequence[Column[Ranked]], rows: Sequence[Ranked]) -> Table:
+    kinds = {"seen": "work", "work": "work"}
+    heads = [Head(c.label, "number" if c.is_number else kinds.get(c.name, "")) for c in columns]
+    return Table(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
+
+
+def _cell(column: Column[Ranked], ranked: Ranked) -> Cell:
+    text, row = column.text(ranked), ranked.row
+    if not text and column.unit == "speed" and row.trial.status is not Status.ok:
+        return Cell(row.status)
+    return Cell(text, bool(text) and column.unit in TIMED and row.group.simulated)
 
 
 def trained(rows: Sequence[Row]) -> Table:
@@ -92,7 +81,7 @@ def trained(rows: Sequence[Row]) -> Table:
     heads += [Head("data wait", "number"), Head("sent in a step", "number"), Head("the rest of the time", "work")]
     shown = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
     body = [
-        [Cell(row.trial.name), Cell(f"{row.trial.results.get('steps', 0):,}"), Cell(span(spent.wall_s))]
+        [Cell(row.trial.name), Cell(f"{row.trial.results.steps or 0:,}"), Cell(span(spent.wall_s))]
         + [Cell("" if spent.share is None else share_text(spent.share)), Cell(str(spent.restarts))]
         + [Cell("" if row.data_wait is None else share_text(row.data_wait))]
         + [Cell(sent(sum(row.sent.values())) if row.sent else "nothing"), Cell(spent.rest())]
@@ -113,28 +102,8 @@ def compared(comparison: Comparison) -> Table:
     heads += [Head(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
         [Cell(named[pair.a.id]), Cell(pair.a.group.label)]
-        + [_speed(row, row.rate_per_chip) for row in (pair.a, pair.b)]
+        + [_cell(COLUMNS["tokens_per_second_per_chip"], Ranked(row)) for row in (pair.a, pair.b)]
         + [Cell(f"{pair.ratio:.2f}x" if pair.ratio else "")]
         for pair in comparison.pairs
     ]
     return Table(f"{comparison.a} against {comparison.b}", [*heads, Head("ratio", "number")], body)
-
-
-def _speed(row: Row, value: float | None) -> Cell:
-    """Return a speed, or why there is none."""
-    if value is None:
-        return Cell("" if row.trial.status is Status.ok else row.status)
-    return Cell(f"{value:,.0f}", row.group.simulated)
-
-
-def _step(row: Row) -> Cell:
-    return Cell("") if row.step_s is None else Cell(duration(row.step_s), row.group.simulated)
-
-
-def _memory(row: Row) -> str:
-    usable = f" of {memory(row.usable)}" if row.usable is not None else ""
-    return f"{memory(row.peak)}{usable}"
-
-
-def _price(row: Row) -> str:
-    return f"{row.per_million:.3g}" if row.per_million else ""

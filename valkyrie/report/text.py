@@ -7,43 +7,9 @@ import io
 from collections.abc import Sequence
 
 from valkyrie.report import tables, words
-from valkyrie.report.rank import Comparison, best_per_target, groups, refusals
-from valkyrie.report.records import Row
-
-_CSV = {
-    "sweep": lambda r: r.sweep,
-    "name": lambda r: r.trial.name,
-    "key": lambda r: r.trial.key,
-    "stage": lambda r: r.trial.stage,
-    "status": lambda r: r.trial.status.value,
-    "simulated": lambda r: str(r.group.simulated).lower(),
-    "target": lambda r: r.group.target,
-    "chips": lambda r: r.chips,
-    "model": lambda r: r.work.model,
-    "batch": lambda r: r.work.batch,
-    "seq": lambda r: r.work.seq,
-    "precision": lambda r: r.work.precision,
-    "varied": lambda r: " ".join(r.work.varied),
-    "parameters": lambda r: r.trial.results.get("parameters"),
-    "layout": lambda r: r.layout,
-    "mesh": lambda r: r.mesh,
-    "partition": lambda r: r.partition,
-    "step_s": lambda r: r.step_s,
-    "p90_s": lambda r: r.p90_s,
-    "min_s": lambda r: r.min_s,
-    "tokens_per_second": lambda r: r.rate,
-    "tokens_per_second_per_chip": lambda r: r.rate_per_chip,
-    "mfu": lambda r: r.mfu,
-    "peak_bytes": lambda r: r.peak,
-    "usable_bytes": lambda r: r.usable,
-    "sent_bytes": lambda r: sum(r.sent.values()) if r.sent else None,
-    "exposed_s": lambda r: r.exposed_s,
-    "goodput": lambda r: r.goodput.share if r.goodput else None,
-    "restarts": lambda r: r.goodput.restarts if r.goodput else None,
-    "data_wait": lambda r: r.data_wait,
-    "dollars_per_million_tokens": lambda r: r.per_million,
-    "reason": lambda r: r.reason,
-}
+from valkyrie.report.rank import Comparison, best_per_target, refusals
+from valkyrie.sweep.columns import CSV, Ranked
+from valkyrie.sweep.rows import Row, groups
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -52,9 +18,11 @@ def as_csv(rows: Sequence[Row]) -> str:
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*_CSV, *kinds])
+    writer.writerow([*(column.name for column in CSV), *kinds])
     for row in ordered:
-        writer.writerow([*(value(row) for value in _CSV.values()), *(row.degrees.get(kind) for kind in kinds)])
+        values = [column.value(Ranked(row)) for column in CSV]
+        cells = [str(value).lower() if isinstance(value, bool) else value for value in values]
+        writer.writerow([*cells, *(row.degrees.get(kind) for kind in kinds)])
     return stream.getvalue()
 
 

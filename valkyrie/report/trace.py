@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.config.modes import SUMMARY
 from valkyrie.hardware.chips import known_chips
-from valkyrie.hardware.target import TargetConfig, Topology, topology_of
-from valkyrie.report.records import Row, read_json
+from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.report.records import read_json
 from valkyrie.report.values import part_name
+from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.search.modes import TIMELINE
+from valkyrie.sweep.rows import Row
 
 SPANS = 400
 """How many stretches of a timeline are drawn at most."""
@@ -21,18 +23,45 @@ CHIPS = 256
 """How many chips of a torus are drawn at most."""
 
 
-def timeline(row: Row, limit: int = SPANS) -> dict[str, Any] | None:
-    """Return a row's timeline for drawing, as `drawing` has it; None where its run folder has none."""
-    trace = read_json(row, TIMELINE)
-    return drawing([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
+@dataclass(frozen=True)
+class Timeline:
+    """A step over time, for drawing. `step_us` is the end of the last span, in microseconds.
 
-
-def drawing(events: list[dict[str, Any]], limit: int = SPANS) -> dict[str, Any] | None:
-    """Return the events of a timeline in at most `limit` spans or so; None where there are none.
-
-    `tracks` and `names` are texts, `step_us` the end of the last span; a span is [track, start, duration, category,
-    name, operations joined in it], times in microseconds, texts by their place in `tracks` and `names`.
+    A span is (track, start, duration, category, name, operations joined in it), times in microseconds, texts by their
+    place in `tracks` and `names`.
     """
+
+    tracks: list[str]
+    names: list[str]
+    step_us: float
+    spans: list[tuple[int, float, float, int, int, int]]
+
+
+@dataclass(frozen=True)
+class TorusDrawing:
+    """A mesh on the torus of its target: the first slice alone.
+
+    `wrap` says which axes of the torus close into rings, and `shifts` by how many chips they come back shifted (None:
+    not at all). `axes` are names and sizes of mesh axes. `at` is the mesh index of each chip's first device, chips in
+    row-major order.
+    """
+
+    shape: tuple[int, ...]
+    wrap: tuple[bool, ...]
+    shifts: tuple[tuple[int, ...], ...] | None
+    slices: int
+    axes: list[tuple[str, int]]
+    at: list[int | None]
+
+
+def read_timeline(row: Row, limit: int = SPANS) -> Timeline | None:
+    """Return the timeline in a row's run folder; None if it has none."""
+    trace = read_json(row, TIMELINE)
+    return timeline([event for event in (trace or {}).get("traceEvents", []) if isinstance(event, dict)], limit)
+
+
+def timeline(events: list[dict[str, Any]], limit: int = SPANS) -> Timeline | None:
+    """Return the events of a trace in at most `limit` spans or so; None if there are none."""
     spans = [event for event in events if event.get("ph") == "X"]
     if not spans:
         return None
@@ -47,20 +76,17 @@ def drawing(events: list[dict[str, Any]], limit: int = SPANS) -> dict[str, Any] 
         joined, gap = _joined(by_track, gap), 2 * gap
     names = list(dict.fromkeys(text for span in joined for text in (part_name(span[3]), span[4])))
     index = {name: i for i, name in enumerate(names)}
-    drawn = [[t, round(s, 2), round(d, 2), index[part_name(c)], index[n], k] for t, s, d, c, n, k in joined]
-    return {"tracks": tracks, "names": names, "step_us": round(step_us, 2), "spans": drawn}
+    drawn = [(t, round(s, 2), round(d, 2), index[part_name(c)], index[n], k) for t, s, d, c, n, k in joined]
+    return Timeline(tracks, names, round(step_us, 2), drawn)
 
 
-def torus(row: Row) -> dict[str, Any] | None:
-    """Return where a row's mesh lies on the torus of its target, None where that is not known or is too large to draw.
-
-    `shape` and `wrap` are those of the torus, `axes` the names and sizes of mesh axes; `at` is the mesh index of each
-    chip's first device, chips in row-major order, the first slice alone.
-    """
-    about = row.trial.about
-    summary, topology = read_json(row, SUMMARY), topology_named(about.get("described"), about.get("chip"))
-    places, axes = (summary or {}).get("positions") or [], about.get("axes")
-    if topology is None or topology.chips > CHIPS or len(places) != topology.devices or not axes:
+def read_torus(row: Row) -> TorusDrawing | None:
+    """Return where a row's mesh lies on the torus of its target; None if unknown, or too large to draw."""
+    about, topology = row.about, torus_of(row.about)
+    if topology is None:
+        return None
+    places = (read_json(row, SUMMARY) or {}).get("positions") or []
+    if topology.chips > CHIPS or len(places) != topology.devices or not about.axes:
         return None
     parsed = [_place(place) for place in places]
     least = [min(coords[i] for _, coords, _ in parsed) for i in range(len(topology.shape))]
@@ -71,26 +97,14 @@ def torus(row: Row) -> dict[str, Any] | None:
             for coordinate, low, side in zip(coords, least, topology.shape, strict=False):
                 chip = chip * side + coordinate - low
             at[chip] = device
-    return {
-        "shape": list(topology.shape),
-        "wrap": list(topology.wrap),
-        "slices": topology.slices,
-        "axes": [[name, size] for name, size in axes.items()],
-        "at": at,
-    }
+    shifts = topology.shifts if topology.twisted else None
+    return TorusDrawing(topology.shape, topology.wrap, shifts, topology.slices, list(about.axes.items()), at)
 
 
-def topology_named(described: str | None, chip: str | None) -> Topology | None:
-    """Return the torus of a target as messages print it: `v4-64 (32 v4 chips 2x4x4, 8 hosts)`; None if it has none."""
-    known = known_chips().get(chip or "")
-    match = re.search(r"\b[0-9]+(?:x[0-9]+)+\b", described or "")
-    if known is None or match is None:
-        return None
-    slices = re.search(r"in each of ([0-9]+) slices", described or "")
-    chips = math.prod(int(n) for n in match[0].split("x"))
-    target = TargetConfig(chip=known, platform=known.platform, chips=chips, topology=match[0])
-    target.slices = int(slices[1]) if slices else 1
-    return None if target.problems() else topology_of(target)
+def torus_of(about: LayoutRecord) -> Topology | None:
+    """Return the torus that a layout was made for; None if it has none, or its chip is not known."""
+    target = about.hardware.config(known_chips()) if about.hardware is not None else None
+    return None if target is None or target.problems() else topology_of(target)
 
 
 def _place(text: str) -> tuple[int, list[int], int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from valkyrie.config.modes import MODES
+from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.results import training_results
 from valkyrie.sweep.trial import Status, Trial
 
@@ -31,9 +32,9 @@ def training(folder: Path) -> Trial:
         run = Run.from_config(saved_config(folder))
         about, values = run.about(), run.values()
     except ValueError as error:
-        return _trial(folder, Status.failed, str(error), {}, {})
+        return _trial(folder, Status.failed, str(error), None, {}, TrialResult())
     results = training_results(folder / _METRICS)
-    reason = None if results.get("step") else "it has no finished step yet"
+    reason = "it has no finished step yet" if results.step == StepResult() else None
     return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
 
 
@@ -41,9 +42,9 @@ def _trial(
     folder: Path,
     status: Status,
     reason: str | None,
-    about: dict[str, Any],
+    about: LayoutRecord | None,
     values: dict[str, str],
-    results: dict[str, Any] | None = None,
+    results: TrialResult,
 ) -> Trial:
     place = folder.resolve()
     return Trial(
@@ -56,9 +57,9 @@ def _trial(
         overrides=[],
         about=about,
         started="",
-        wall_s=(results or {}).get("goodput", {}).get("wall_s", 0.0),
+        wall_s=results.goodput.wall_s if results.goodput else 0.0,
         folder=place.name,
-        results=results or {},
+        results=results,
         values=values,
         flags=["--config-path", str(place), "--config-name", _SETTINGS],
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 from valkyrie.machine.timeline import COPIES
 from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
-from valkyrie.report.records import COLLECTIVES, REST, Row
 from valkyrie.runs.goodput import KINDS
+from valkyrie.sweep.rows import COLLECTIVES, REST, Row
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, percent
 from valkyrie.units import memory as memory_text
@@ -204,7 +204,7 @@ def pairs(rows: Sequence[Row]) -> Values:
             "measured": duration(pair.b.step_s or 0.0) + " simulated" * pair.b.group.simulated,
             "kind": "simulated" if pair.b.group.simulated else "measured",
             "target": pair.a.group.target,
-            "on": pair.b.group.label.partition(" on ")[2],
+            "on": pair.b.group.devices,
         }
         for pair in predicted_and_measured(rows)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -60,22 +61,65 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Section:
+    """A section of the dashboard: its name in the view, the question that heads it in the report, and its panels.
+
+    `bars` are a title and the metrics of each bar chart by layout; `scatter` a title and the metrics of both axes.
+    """
+
+    name: str
+    question: str
+    bars: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    scatter: tuple[str, str, str] | None = None
+    coordinates: str | None = None
+
+
+SECTIONS = (
+    Section(
+        "speed per layout",
+        "Which layout is fastest?",
+        (
+            ("tokens/s/chip per layout", ("tokens_per_second_per_chip",)),
+            ("tokens/s per layout", ("tokens_per_second",)),
+            ("milliseconds of a step", ("step_ms",)),
+            ("MFU", ("mfu",)),
+            ("goodput: share of a training's wall time in steps that count", ("goodput",)),
+            ("share of a training's steps in which devices wait for data", ("data_wait",)),
+        ),
+    ),
+    Section(
+        "memory against speed",
+        "What does it cost in memory?",
+        (("GiB of a device at the peak", ("hbm_gib",)),),
+        scatter=("memory of a device (GiB) against tokens/s", "hbm_gib", "tokens_per_second"),
+    ),
+    Section(
+        "bytes over mesh axes",
+        "What is sent, and over which axes?",
+        (
+            ("bytes sent by a device in a step, over mesh axes", tuple(f"comm_bytes/{axes}" for axes in _ACROSS)),
+            ("bytes sent by a device in a step, in all", ("comm_bytes/total",)),
+        ),
+    ),
+    Section("mesh", "What do the axes of the mesh do to speed?", coordinates="mesh axes against speed"),
+)
+_NOTE = (
+    "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that stand in "
+    "for the mesh: they say nothing of an accelerator. Refused layouts are runs too: their summary says why."
+)
+
+
 def build_workspace(entity: str, project: str, group: str | None) -> Workspace:
-    """Return the saved view: a section each for speed, memory, communication, and the mesh."""
+    """Return the saved view, with every section."""
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    speed, memory, sent, mesh = _panels()
     return ws.Workspace(
         entity=entity,
         project=project,
         name=_title(group),
-        sections=[
-            ws.Section("speed per layout", panels=speed, is_open=True),
-            ws.Section("memory against speed", panels=memory, is_open=True),
-            ws.Section("bytes over mesh axes", panels=sent, is_open=True),
-            ws.Section("mesh", panels=mesh, is_open=True),
-        ],
+        sections=[ws.Section(section.name, panels=_panels(section), is_open=True) for section in SECTIONS],
         settings=ws.WorkspaceSettings(max_runs=100),
         runset_settings=ws.RunsetSettings(
             filters=expr.And(expr.Metric("group") == group) if group else "",
@@ -87,43 +131,24 @@ def build_workspace(entity: str, project: str, group: str | None) -> Workspace:
 
 
 def build_report(entity: str, project: str, group: str | None) -> Report:
-    """Return the report that compares tokens/s per layout.
-
-    Every stage is a run set of its own, so that what was predicted stands beside what was measured.
-    """
+    """Return the report that compares tokens/s per layout, with a run set for every stage."""
     import wandb_workspaces.reports.v2.interface as wr
     from wandb_workspaces import expr
 
-    from valkyrie.report.records import STAGES
+    from valkyrie.sweep.rows import STAGES
 
     which = [expr.Metric("group") == group] if group else []
     runsets = [
         wr.Runset(entity, project, name=words, filters=expr.And(*which, expr.Config("stage") == stage))
         for stage, words in STAGES.items()
     ]
-    speed, memory, sent, mesh = _panels()
+    grids = [(section.question, wr.PanelGrid(runsets=runsets, panels=_panels(section))) for section in SECTIONS]
     return wr.Report(
         entity=entity,
         project=project,
         title=_title(group),
         description="Which mesh and partition trains fastest, and does it fit?",
-        blocks=[
-            wr.P(
-                "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that "
-                "stand in for the mesh: they say nothing of an accelerator. Refused layouts are runs too: their "
-                "summary says why."
-            ),
-            *(
-                block
-                for title, panels in (
-                    ("Which layout is fastest?", speed),
-                    ("What does it cost in memory?", memory),
-                    ("What is sent, and over which axes?", sent),
-                    ("What do the axes of the mesh do to speed?", mesh),
-                )
-                for block in (wr.H2(title), wr.PanelGrid(runsets=runsets, panels=panels))
-            ),
-        ],
+        blocks=[wr.P(_NOTE), *(block for question, grid in grids for block in (wr.H2(question), grid))],
         width="fluid",
     )
 
@@ -147,50 +172,27 @@ def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
     return {"workspace": _json(workspace), "report": {**about, "description": report.description, "blocks": blocks}}
 
 
-def _panels() -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """Return the panels: speed, memory, communication, mesh."""
+def _panels(section: Section) -> list[Any]:
     import wandb_workspaces.reports.v2.interface as wr
 
-    def bars(title: str, *metrics: str) -> Any:
-        return wr.BarPlot(
-            title=title, metrics=[*metrics], groupby=wr.Config("layout"), groupby_aggfunc="median", max_bars_to_show=100
-        )
-
-    coordinates = [
-        *((wr.Config(f"axes.{axis}"), axis) for axis in "xyz"),  # a run that lacks a column is not drawn at all
-        (wr.Config("partition.name"), "partition"),
-        (wr.Config("microbatches"), "microbatches"),
-        (wr.SummaryMetric("hbm_gib"), "GiB of a device"),
-        (wr.SummaryMetric("tokens_per_second_per_chip"), "tokens/s/chip"),
-    ]
-    return (
-        [
-            bars("tokens/s/chip per layout", "tokens_per_second_per_chip"),
-            bars("tokens/s per layout", "tokens_per_second"),
-            bars("milliseconds of a step", "step_ms"),
-            bars("MFU", "mfu"),
-            bars("goodput: share of a training's wall time in steps that count", "goodput"),
-            bars("share of a training's steps in which devices wait for data", "data_wait"),
-        ],
-        [
-            wr.ScatterPlot(
-                title="memory of a device (GiB) against tokens/s",
-                x=wr.SummaryMetric("hbm_gib"),
-                y=wr.SummaryMetric("tokens_per_second"),
-            ),
-            bars("GiB of a device at the peak", "hbm_gib"),
-        ],
-        [
-            bars("bytes sent by a device in a step, over mesh axes", *(f"comm_bytes/{axes}" for axes in _ACROSS)),
-            bars("bytes sent by a device in a step, in all", "comm_bytes/total"),
-        ],
-        [
-            wr.ParallelCoordinatesPlot(
-                title="mesh axes against speed",
-                columns=[wr.ParallelCoordinatesPlotColumn(metric, name) for metric, name in coordinates],
-            )
-        ],
-    )
+    panels: list[Any] = []
+    if section.scatter is not None:
+        title, x, y = section.scatter
+        panels.append(wr.ScatterPlot(title=title, x=wr.SummaryMetric(x), y=wr.SummaryMetric(y)))
+    for title, metrics in section.bars:
+        by_layout = {"groupby": wr.Config("layout"), "groupby_aggfunc": "median", "max_bars_to_show": 100}
+        panels.append(wr.BarPlot(title=title, metrics=[*metrics], **by_layout))
+    if section.coordinates is not None:
+        coordinates = [
+            *((wr.Config(f"axes.{axis}"), axis) for axis in "xyz"),  # a run that lacks a column is not drawn at all
+            (wr.Config("partition.name"), "partition"),
+            (wr.Config("microbatches"), "microbatches"),
+            (wr.SummaryMetric("hbm_gib"), "GiB of a device"),
+            (wr.SummaryMetric("tokens_per_second_per_chip"), "tokens/s/chip"),
+        ]
+        columns = [wr.ParallelCoordinatesPlotColumn(metric, name) for metric, name in coordinates]
+        panels.append(wr.ParallelCoordinatesPlot(title=section.coordinates, columns=columns))
+    return panels
 
 
 def _title(group: str | None) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from valkyrie.axes import UNATTRIBUTED
 from valkyrie.report.alike import counted_as, described, same_layout
-from valkyrie.report.rank import UNKNOWN, agreement, groups, predicted_and_measured
-from valkyrie.report.records import COLLECTIVES, REST, Group, Row, Work
+from valkyrie.report.rank import UNKNOWN, agreement, predicted_and_measured
 from valkyrie.report.values import PART_NAMES
 from valkyrie.sweep.noise import has_spread, within_noise
+from valkyrie.sweep.rows import COLLECTIVES, REST, Group, Row, Work, groups
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, percent, sent
 
@@ -230,18 +230,18 @@ def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, flo
 
 def _products(fast: Row, slow: Row) -> str:
     """Return what explains slower products: FLOPs done again, or narrow shards."""
-    done, again = fast.step.get("executed_flops"), slow.step.get("executed_flops")
+    done, again = fast.step.executed_flops, slow.step.executed_flops
     if done and again and again / done >= 1 + WORTH_SAYING:
         cause = "mostly recomputation" if _recomputes(slow) and not _recomputes(fast) else "not split over all devices"
         return f" (the slower one executes {percent(again / done - 1)} more FLOPs on a device, {cause})"
-    rates = fast.step.get("product_rate"), slow.step.get("product_rate")
+    rates = fast.step.product_rate, slow.step.product_rate
     if rates[0] and rates[1] and rates[0] >= (1 + WORTH_SAYING) * rates[1]:
         return f" ({percent(rates[0])} of peak, not {percent(rates[1])})"
     return ""
 
 
 def _recomputes(row: Row) -> bool:
-    return row.trial.about.get("remat", "none") != "none"
+    return row.about.remat != "none"
 
 
 def _differs(fast: Row, slow: Row) -> str:

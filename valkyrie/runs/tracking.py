@@ -4,41 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.axes import UNATTRIBUTED
-from valkyrie.paths import cache_trouble, is_full, why, write_whole
-
-
-class WandbMode(Enum):
-    """How W&B is used: `auto` obeys `WANDB_MODE`, else is online with an API key in the environment."""
-
-    auto = "auto"
-    online = "online"
-    offline = "offline"
-    off = "off"
-
-
-@dataclass
-class TrackingConfig:
-    """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set.
-
-    `group` is W&B's group of the run; None groups by model and target. `id` is W&B's id of the run; None makes one of
-    its name and folder.
-    """
-
-    name: str = "wandb"
-    wandb: WandbMode = WandbMode.auto
-    project: str = "valkyrie"
-    entity: str | None = None
-    group: str | None = None
-    id: str | None = None
-    init_timeout: int = 10
+from valkyrie.paths import is_full, why, write_whole
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
 
 def profile_window(asked: str) -> tuple[int, int]:
@@ -56,13 +26,6 @@ def profile_problems(asked: str | None, steps: int) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return [f"profile={asked}: the training ends with step {steps} (steps={steps})."] if last > steps else []
-
-
-_GROUPS = ("model", "mesh", "partition", "target", "precision")
-"""Groups whose names describe a run."""
-
-FLUSH_S = 1.0
-"""Seconds after which a record is in W&B's file: a run that is killed loses no more than that, and its last record."""
 
 
 class Tracker:
@@ -88,9 +51,15 @@ class Tracker:
             drop_after(self.file, start)
         self._file = self.file.open("ab", buffering=0)
         self._unwritten = b""
-        self.note: str | None = None
         self._open_step: int | None = None
-        self._wandb = self._start_wandb(config, folder, run_name, fields, group)
+        writer = WandbWriter(config, folder)
+        run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
+        group = config.group or group
+        self._wandb = writer.start(
+            name=run_name, run_id=run_id, group=group, job_type="train", fields=fields, resume="allow"
+        )
+        failed = self._wandb is None and writer.note is not None
+        self.note = f"{writer.note}; metrics.jsonl is written all the same." if failed else writer.note
 
     @property
     def gone(self) -> bool:
@@ -104,7 +73,7 @@ class Tracker:
         """
         line = self._write({"step": step, **record})
         if self._wandb is not None:
-            self._wandb.log(_known(record), step=step)
+            self._wandb.log({key: value for key, value in record.items() if value is not None}, step=step)
             self._open_step = step
         return line
 
@@ -119,7 +88,7 @@ class Tracker:
             if self._open_step is not None:
                 self._wandb.log({}, step=self._open_step, commit=True)
                 self._open_step = None
-            self._wandb.summary.update(_known(values) | compared(values))
+            self._wandb.summary.update(wandb_summary(values))
 
     @property
     def lost(self) -> str | None:
@@ -145,32 +114,6 @@ class Tracker:
             return None if waited else f"{self.file} cannot be written ({why(error)}): its lines wait{remedy}"
         return f"{self.file} is written again, with the lines that waited" if waited else None
 
-    def _start_wandb(
-        self, config: TrackingConfig, folder: Path, run_name: str, fields: dict[str, Any], group: str
-    ) -> Any:
-        mode = resolve(config.wandb)
-        if mode is WandbMode.off:
-            return None
-        run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
-
-        def start(attempt: WandbMode, again: bool) -> Any:
-            return start_wandb(
-                config,
-                attempt,
-                folder,
-                name=run_name,
-                run_id=f"{run_id}-offline" if again else run_id,  # W&B keeps an id whose start has failed
-                group=config.group or group,
-                job_type="train",
-                fields=fields,
-                resume="allow" if attempt is WandbMode.online else None,
-            )
-
-        started, _, self.note = start_or_offline(mode, folder, start)
-        if started is None:
-            self.note = f"{self.note}; metrics.jsonl is written all the same."
-        return started
-
 
 class Silent:
     """The tracker of a process that is not the first of its run: it writes nothing."""
@@ -186,122 +129,6 @@ class Silent:
 
     def close(self, exit_code: int = 0) -> None:
         """Do nothing."""
-
-
-def start_or_offline(
-    mode: WandbMode, folder: Path, start: Callable[[WandbMode, bool], Any]
-) -> tuple[Any, WandbMode, str | None]:
-    """Return a W&B run that `start` makes in a mode, else offline, with its mode and a line of what failed.
-
-    `start` gets the mode, and whether it is called again. The run is None where W&B does not start at all.
-    """
-    notes: list[str] = []
-    for attempt in dict.fromkeys((mode, WandbMode.offline)):
-        try:
-            run = start(attempt, bool(notes))
-        except Exception as error:  # a tracker must never end a run: report it, keep the run folder's records
-            online = " online" if attempt is WandbMode.online else ""
-            reason = " ".join(str(error).split())
-            notes.append(f"W&B did not start{online} ({type(error).__name__}: {reason})")
-        else:
-            later = f"; it is offline. Upload it later: wandb sync {folder}/wandb/offline-run-*"
-            return run, attempt, notes[0] + later if notes else None
-    return None, WandbMode.off, "; ".join(notes)
-
-
-def start_wandb(
-    config: TrackingConfig,
-    mode: WandbMode,
-    folder: Path,
-    *,
-    name: str,
-    run_id: str,
-    group: str,
-    job_type: str,
-    fields: dict[str, Any],
-    **more: Any,
-) -> Any:
-    """Return a W&B run that lies in `folder/wandb`, silent, with the tags that all our runs bear.
-
-    `fields` are its config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`.
-    `more` goes to `wandb.init`, `settings` in it to `wandb.Settings`. Raises what W&B raises when it does not start.
-    """
-    _keep_logs_off_the_screen(folder)
-    import wandb
-
-    settings = {"silent": True, "init_timeout": config.init_timeout, "console": "off"}
-    settings |= {"x_transaction_log_flush_interval": FLUSH_S, **more.pop("settings", {})}
-    return wandb.init(
-        mode=mode.value,  # pyright: ignore[reportArgumentType]
-        project=config.project,
-        entity=config.entity,
-        dir=folder.resolve(),
-        name=name,
-        id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B refuses these
-        group=group,
-        job_type=job_type,
-        tags=[f"{k}={fields[k]['name']}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
-        config=fields,
-        settings=wandb.Settings(**settings),
-        **more,
-    )
-
-
-def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return W&B's config of a run: all its settings, nested, and what they come to (layout, roles, chips, ...).
-
-    `about` has the names of groups (`mesh`: `4x4x2`), which stand inside them (`mesh.name`): a key is one thing.
-    """
-    names = {key: {"name": about[key]} for key in _GROUPS if key in about}
-    derived = {key: value for key, value in about.items() if key not in _GROUPS}
-    groups = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
-    return derived | dict(settings) | groups
-
-
-def _keep_logs_off_the_screen(folder: Path) -> None:
-    """Let W&B's process log beside its runs where its cache cannot be written: else it logs to our stderr."""
-    if "WANDB_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
-        if cache_trouble(cache):
-            os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")
-
-
-def compared(step: dict[str, Any]) -> dict[str, float]:
-    """Return the figures by which W&B compares runs, of a step's figures: those that are known, the step in ms."""
-    metrics = {key: step.get(key) for key in ("tokens_per_second", "tokens_per_second_per_chip", "mfu")}
-    metrics["step_ms"] = None if step.get("step_s") is None else 1e3 * step["step_s"]
-    return _known(metrics)
-
-
-def comm_bytes(communication: Mapping[str, Any]) -> dict[str, float]:
-    """Return what one device sends in a step as W&B shows it: `comm_bytes/x,y` over those mesh axes, and in all."""
-    by_axes = {f"comm_bytes/{axes}": count for axes, count in bytes_by_axes(communication).items()}
-    return {"comm_bytes/total": communication["bytes"], **by_axes} if "bytes" in communication else by_axes
-
-
-def sent_over(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the communication that `comm_bytes` made the entries of a summary of: `bytes` and `bytes_by_mesh_axes`."""
-    by_axes = {key.removeprefix("comm_bytes/"): size for key, size in summary.items() if key.startswith("comm_bytes/")}
-    return {"bytes": by_axes.pop("total", None), "bytes_by_mesh_axes": by_axes}
-
-
-def bytes_by_axes(communication: Mapping[str, Any]) -> dict[str, float]:
-    """Return what one device sends in a step by mesh axes; older records have `?` for those that are not known."""
-    sent = communication.get("bytes_by_mesh_axes") or {}
-    return {UNATTRIBUTED if axes == "?" else axes: float(count) for axes, count in sent.items()}
-
-
-def resolve(mode: WandbMode) -> WandbMode:
-    """Return what a mode comes to here: `auto` becomes one of the others, by `WANDB_MODE`, else by the API key."""
-    if mode is not WandbMode.auto:
-        return mode
-    known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
-    chosen = known.get(os.environ.get("WANDB_MODE", ""))
-    return chosen or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
-
-
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def cut_torn_line(path: Path) -> None:

@@ -210,7 +210,7 @@ def rank_layout(
     target, tokens = one.group.target, tokens_of(request.run)
     step_s = one.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or one.step_s
     low, high = errors()["low"] * step_s, errors()["high"] * step_s
-    interval = None if compiled is None else compiled.trial.results.get("step", {}).get("interval")
+    interval = None if compiled is None else compiled.trial.results.step.interval
     if compiled is not None:
         low, high = (interval["low_s"], interval["high_s"]) if interval else (step_s, step_s)
     rate = tokens / step_s
@@ -246,7 +246,7 @@ def _bottleneck(one: Estimated, compiled: Compiled | None) -> Bottleneck:
     """Return what takes most of a step: of the replayed step if it was compiled, else of the estimate."""
     usable = usable_hbm(one.group.target.chip)
     seconds_by: dict[str, float] = {}
-    replayed: dict[str, float] = {} if compiled is None else compiled.trial.results.get("seconds") or {}
+    replayed: dict[str, float] = {} if compiled is None else compiled.trial.results.seconds
     for name, seconds in (replayed or one.parts).items():
         if not replayed:
             what = _ESTIMATED_BOTTLENECKS[name]

@@ -76,7 +76,7 @@ def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console
     )
     name, machine = str(run.config.name), socket.gethostname()
     if not has_figures(folder / name, machine, config.precision.compute, devices // processes()):
-        plan = Plan(name, name, "figures", folder, (), {}, run=run, limit_s=MODES["figures"].limit_s(run.config.mode))
+        plan = Plan(name, name, "figures", folder, (), None, run=run, limit_s=MODES["figures"].limit_s(run.config.mode))
         trial = _carried_out(plan)
         if trial.status is not Status.ok:
             raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")

@@ -36,7 +36,7 @@ class Compiled:
     @property
     def step_s(self) -> float | None:
         """Seconds of a step by the replay of the compiled program; None where it does not fit or was not compiled."""
-        return self.trial.results["step"]["step_s"] if self.trial.status is Status.ok else None
+        return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
     @property
     def target(self) -> TargetConfig:
@@ -46,8 +46,7 @@ class Compiled:
     @property
     def peak(self) -> int | None:
         """Bytes of one device at the peak, needed where it does not fit."""
-        memory = self.trial.results.get("memory", {})
-        return memory.get("peak", memory.get("needed"))
+        return self.trial.results.memory.required
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Measured:
     @property
     def step_s(self) -> float | None:
         """Median seconds of a step; None where it was not measured."""
-        return self.trial.results["step"]["step_s"] if self.trial.status is Status.ok else None
+        return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
 
 @dataclass
@@ -137,9 +137,9 @@ def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measures
     first = []
     for one in measures.timed:
         row = unmeasured.pop(one.estimate.candidate, None) or rank_layout(request, one.estimate)
-        step = one.trial.results["step"]
+        step = one.trial.results.step
         measured = row.with_step_time(one.step_s or row.step_s)
-        bounds = {"low_s": step["min_s"], "high_s": step["p90_s"]}
+        bounds = {"low_s": step.min_s, "high_s": step.p90_s}
         first.append(replace(measured, stage=Stage.measure, expected_s=one.expected_s, **bounds))
     others = [row.with_step_time(row.step_s * measures.usual) for row in unmeasured.values()]
     return [*first, *others][: max(len(rows), len(first))]

@@ -1,8 +1,8 @@
 """The process of a trial: `python -m valkyrie.sweep.child FOLDER` carries out FOLDER/run.yaml and leaves outcome.json.
 
 With a second argument, `beside`, it is not the first process of its trial, and leaves what came of it to that.
-Whatever it raises is in its log with the traceback, and in `outcome.json` in words. A process that is ended from
-outside, or by the compiler, leaves none.
+Whatever it raises is in its log with the traceback, and in `outcome.json` in words, and so is why it ended itself: at
+a signal, by the watchdog, or because another process is lost. One that the system or the compiler ends leaves none.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 
 from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
+from valkyrie.processes.ending import records_ending
 from valkyrie.processes.interrupt import ends_at_once
 from valkyrie.runs.folder import saved_config
 from valkyrie.search import NOT_COMPILED
 from valkyrie.sweep.members import BESIDE
-from valkyrie.sweep.results import Outcome, failure, results_of
+from valkyrie.sweep.results import Outcome, ending, failure, results_of
 from valkyrie.sweep.trial import Status
 from valkyrie.train.room import DoesNotFit
 
@@ -26,19 +27,18 @@ def main() -> None:
     """Carry out the trial in the folder that the first argument names; the exit status is 1 where it is not ok."""
     folder = Path(sys.argv[1])
     try:
-        with ends_at_once("trial"):
+        with records_ending(lambda status, reason: _write(ending(status, reason), folder)), ends_at_once("trial"):
             outcome = _carry_out(folder)
     except DoesNotFit as error:
         traceback.print_exc()
-        outcome = Outcome(Status.does_not_fit, str(error), {})
+        outcome = Outcome(Status.does_not_fit, str(error))
     except (ValueError, OSError) as error:  # as the command takes them: mistakes of the user
         traceback.print_exc()
-        outcome = Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()), {})
+        outcome = Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
     except Exception as error:
         traceback.print_exc()
         outcome = failure(f"{type(error).__name__}: {error}")
-    if sys.argv[2:] != [BESIDE]:
-        outcome.write(folder)
+    _write(outcome, folder)
     sys.exit(int(outcome.status is not Status.ok))
 
 
@@ -47,8 +47,13 @@ def _carry_out(folder: Path) -> Outcome:
     mode = MODES[run.config.mode.name]
     status = mode(run)
     if status not in (0, NOT_COMPILED):
-        sys.exit(status)
-    return Outcome(Status.ok, None, {}) if sys.argv[2:] == [BESIDE] else results_of(folder, mode)
+        return ending(status, f"its process ended with status {status}")
+    return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else results_of(folder, mode)
+
+
+def _write(outcome: Outcome, folder: Path) -> None:
+    if sys.argv[2:] != [BESIDE]:
+        outcome.write(folder)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.config.modes import has_results
-from valkyrie.runs.tracking import TrackingConfig
+from valkyrie.runs.wandb_writer import TrackingConfig
 from valkyrie.sweep.table import NO_RESULT, ending, table
 from valkyrie.sweep.tracking import SweepTracker
 from valkyrie.sweep.trial import Status, Trial, TrialLog
@@ -133,6 +133,6 @@ class SweepEnd(Callback):
     def _print(self, trials: list[Trial], note: str | None) -> None:
         console = make_console()
         if any(trial.status is not Status.refused for trial in trials):
-            console.print(table(trials), soft_wrap=False)
+            console.print(table(trials, self.folder), soft_wrap=False)
         for line in [*([note] if note else []), *ending(trials, self.folder, complete=note is None)]:
             console.print(line, markup=False, highlight=False)

@@ -20,7 +20,6 @@ from valkyrie.sweep.members import members
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.plan import Plan, config_flags, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
-from valkyrie.sweep.results import objective
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
 from valkyrie.sweep.trial import Trial
@@ -47,7 +46,7 @@ def run_trial(config: DictConfig) -> float:
     else:
         plan = plan_run(run, hydra, overrides)
     with raises():
-        return objective(carry_out([plan], 1, Lines())[plan.key])
+        return carry_out([plan], 1, Lines())[plan.key].results.objective
 
 
 def launch(
@@ -85,7 +84,7 @@ def launch(
     screen = LiveScreen(console, total, jobs, name) if console.is_terminal else Lines(console, total)
     with raises(), screen:
         trials = carry_out(plans, jobs, _Both(screen, end))
-    values = [objective(trials[plan.key]) for plan in plans]
+    values = [trials[plan.key].results.objective for plan in plans]
     return [_returned(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
 
 

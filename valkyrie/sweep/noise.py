@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from valkyrie.sweep.results import objective
 from valkyrie.sweep.trial import Trial
 
 EQUAL = 1e-3
@@ -21,20 +20,21 @@ def within_noise(one: Trial, other: Trial) -> bool:
 
     Steps are counted from the fastest to the 90th percentile; a record without the fastest has the median instead.
     """
-    slow, fast = sorted((one, other), key=objective)
-    if not objective(slow):
+    slow, fast = sorted((one, other), key=lambda trial: trial.results.objective)
+    low, high = slow.results.objective, fast.results.objective
+    if not low:
         return False
-    best_of_slow = objective(slow) * (_range(slow) or (1.0, 1.0))[1]
-    worst_of_fast = objective(fast) * (_range(fast) or (1.0, 1.0))[0]
-    return best_of_slow >= worst_of_fast or objective(fast) / objective(slow) - 1 <= EQUAL
+    best_of_slow = low * (_range(slow) or (1.0, 1.0))[1]
+    worst_of_fast = high * (_range(fast) or (1.0, 1.0))[0]
+    return best_of_slow >= worst_of_fast or high / low - 1 <= EQUAL
 
 
 def _range(trial: Trial) -> tuple[float, float] | None:
     """Return the speed of the step at the 90th percentile, and of the fastest, as shares of the median's."""
-    step = trial.results.get("step") or {}
-    if not step.get("p90_s") or not step.get("step_s"):
+    step = trial.results.step
+    if not step.p90_s or not step.step_s:
         return None
-    return step["step_s"] / step["p90_s"], step["step_s"] / (step.get("min_s") or step["step_s"])
+    return step.step_s / step.p90_s, step.step_s / (step.min_s or step.step_s)
 
 
 def places(trials: Sequence[Trial]) -> list[int]:

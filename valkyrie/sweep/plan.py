@@ -16,6 +16,8 @@ from valkyrie.config.saved import SAVED_RUN, SETTINGS
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir, source_digest
 from valkyrie.runs.folder import RUN, find_run, versions
+from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import TrialResult
 from valkyrie.search.compile.runner import program_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
@@ -23,9 +25,6 @@ from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
-
-PREDICTED_BY = "predicted_by"
-"""The key of `Trial.about` that tells a prediction from one of other code or another compiler."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Plan:
     stage: str
     folder: Path
     overrides: tuple[str, ...]
-    about: dict[str, Any]
+    about: LayoutRecord | None
     refusal: str | None = None
     run: Run | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -79,7 +78,7 @@ class Plan:
         run.save(folder / RUN)
 
     def ended(
-        self, status: Status, reason: str | None, started: str, wall_s: float, results: dict[str, Any] | None = None
+        self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None
     ) -> Trial:
         """Return the record of this trial with what became of it."""
         return Trial(
@@ -94,7 +93,7 @@ class Plan:
             started=started,
             wall_s=round(wall_s, 3),
             folder=None if status is Status.refused and not wall_s else self.name,
-            results=results or {},
+            results=results or TrialResult(),
             values=self.values,
             flags=list(self.flags),
         )
@@ -108,7 +107,7 @@ class Plan:
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
-        if trial.about.get(PREDICTED_BY) != self.about.get(PREDICTED_BY):
+        if _predictor_of(trial.about) != _predictor_of(self.about):
             return False
         if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.files):
             return False
@@ -133,7 +132,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     about = run.asked() if problems else run.about()
     plan = Plan(
         key=key,
-        name=trial_name(run, key, about.get("layout")),
+        name=trial_name(run, key, about.layout),
         stage=mode.name,
         folder=folder,
         overrides=tuple(overrides),
@@ -152,7 +151,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     tracking = changes.pop("tracking.group", config.tracking.group)
     return replace(
         plan,
-        about=about | ({PREDICTED_BY: _predictor(run)} if mode.predicts else {}),
+        about=replace(about, predicted_by=_predictor(run) if mode.predicts else None),
         refusal=" ".join(refusals) or None,
         run=run.changed(**changes, tracking=replace(config.tracking, group=tracking)),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
@@ -167,7 +166,7 @@ def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str
     key = unread_key(overrides)
     name = f"{folder_name(mode)}-{key[:6]}"
     folder, flags = sweep_folder(hydra), config_flags(hydra)
-    return Plan(key, name, mode, folder, tuple(overrides), {}, str(error), flags=flags)
+    return Plan(key, name, mode, folder, tuple(overrides), None, str(error), flags=flags)
 
 
 def sweep_folder(hydra: Any) -> Path:
@@ -199,6 +198,10 @@ def _missing(run: Run) -> list[str]:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []
     return missing_devices(run) if needs is Needs.devices else []
+
+
+def _predictor_of(about: LayoutRecord | None) -> str | None:
+    return None if about is None else about.predicted_by
 
 
 def _predictor(run: Run) -> str:

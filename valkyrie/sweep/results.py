@@ -1,106 +1,99 @@
-"""What a trial's process came to: its status, the reason in words, and the numbers that its mode left."""
+"""How the process of a trial ended: its status, the reason, and the numbers that its mode left."""
 
 from __future__ import annotations
 
 import json
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from valkyrie.config.modes import Mode
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.processes.team import REFUSED
+from valkyrie.records import RecordError, decode, encode, read_record
 from valkyrie.runs.goodput import read_goodput
-from valkyrie.runs.tracking import read_metrics, sent_over
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.runs.results import (
+    CompileResult,
+    GoodputResult,
+    MemoryResult,
+    StepResult,
+    Traffic,
+    TrialResult,
+    training_traffic,
+)
+from valkyrie.runs.tracking import read_metrics
+from valkyrie.sweep.trial import Status, known_values
 from valkyrie.train.room import out_of_memory
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
-"""The files of a trial's folder with all that its process printed, and with what it came to."""
+"""The files of a trial's folder with all that its process printed, and with how it ended."""
 
-_KEPT = ("parameters", "memory", "step", "seconds", "communication", "placement", "compile", "simulated", "loss")
-_KEPT += ("hints", "devices")
-_ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*|valkyrie-train: .*)$")
+_ERROR_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|[FE]\d{4} .*)$")
 _LONGEST = 600
 
 
-class Outcome(NamedTuple):
+@dataclass(frozen=True)
+class Outcome:
     """How a trial ended: its status, the reason where it is not ok, and its results."""
 
     status: Status
-    reason: str | None
-    results: dict[str, Any]
+    reason: str | None = None
+    results: TrialResult = TrialResult()
 
     def write(self, folder: Path) -> None:
         """Write `outcome.json` into a trial's folder."""
-        values = {"status": self.status.value, "reason": self.reason, "results": self.results}
-        write_whole(folder / OUTCOME, json.dumps(values) + "\n")
+        write_whole(folder / OUTCOME, json.dumps(encode(self) | {"results": known_values(encode(self.results))}) + "\n")
 
 
 def outcome(folder: Path, returncode: int) -> Outcome:
-    """Return what a process came to that has ended: its `outcome.json`, or how it ended without one."""
-    if (folder / OUTCOME).is_file():
-        return _read(folder / OUTCOME)
-    if returncode < 0:
-        return Outcome(Status.killed, _killed(-returncode, folder / OUTPUT), {})
-    if returncode in (EXIT_STATUS, PREEMPTED):
-        return Outcome(Status.killed, "its process was interrupted by somebody else", {})
-    error = last_error(folder / OUTPUT)
-    if returncode == REFUSED:  # one of several processes, which end where the error is
-        reason = error.removeprefix("valkyrie-train: ")
-        return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.refused, reason, {})
-    return failure(f"its process ended with status {returncode}: {error}")
+    """Return how a process ended: as its `outcome.json` says, or by its exit status if it left none.
 
-
-def _read(file: Path) -> Outcome:
-    """Return what a process wrote that it came to; a damaged file is the failure of its trial alone."""
+    The last error in its log is only shown, as a part of the reason.
+    """
     try:
-        record = json.loads(file.read_bytes())
-        status, reason, results = Status(record["status"]), record["reason"], record["results"]
-        if not isinstance(reason, str | None) or not isinstance(results, dict):
-            raise TypeError("reason or results is of another type")
-    except (ValueError, KeyError, TypeError) as error:
-        told = f"it lacks {error}" if isinstance(error, KeyError) else error
-        return failure(f"its {OUTCOME} is damaged ({told}). Do it again with trial.retry=true")
-    return Outcome(status, reason, results)
+        return read_record(Outcome, folder / OUTCOME)
+    except FileNotFoundError:
+        return _without_outcome(returncode, last_error(folder / OUTPUT))
+    except RecordError as error:
+        return failure(f"its {OUTCOME} is damaged ({error.reason}). Do it again with trial.retry=true")
+
+
+def ending(status: int, reason: str) -> Outcome:
+    """Return the outcome of a process that ends itself with this exit status, for this reason."""
+    if status in (EXIT_STATUS, PREEMPTED):
+        return Outcome(Status.killed, "its process was interrupted by somebody else")
+    if status == REFUSED:
+        return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.refused, reason)
+    return failure(reason)
 
 
 def failure(reason: str) -> Outcome:
     """Return the outcome of a process that failed: where memory was exhausted, the layout does not fit."""
     reason = " ".join(reason.split())[:_LONGEST]
-    return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.failed, reason, {})
+    return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.failed, reason)
 
 
 def results_of(folder: Path, mode: Mode) -> Outcome:
     """Return what a mode left in a run folder after it came to its end."""
     if mode.results is None:
-        return Outcome(Status.ok, None, {})
+        return Outcome(Status.ok)
     file = folder / mode.results
     if file.suffix == ".jsonl":
         return Outcome(Status.ok, None, training_results(file))
     if not file.is_file():
         return failure(f"it left no {file.name}")
     summary = json.loads(file.read_text())
-    return Outcome(Status(summary["status"]), summary.get("reason"), kept_results(summary))
+    return Outcome(Status(summary["status"]), summary.get("reason"), decode(TrialResult, summary, str(file)))
 
 
-def kept_results(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of `compile.json` or `measure.json` that a line of `trials.jsonl` keeps."""
-    kept = {key: summary[key] for key in _KEPT if key in summary}
-    if "communication" in kept:
-        kept["communication"] = {k: v for k, v in kept["communication"].items() if k != "causes"}
-    return kept
-
-
-def training_results(metrics: Path) -> dict[str, Any]:
+def training_results(metrics: Path) -> TrialResult:
     """Return rates, memory and losses of a training; of one in several parts, the last part's that has any.
 
-    Keys: `step`, `memory` and `communication` as in `measure.json`, `loss`, `eval_loss`, `compile`, `simulated`,
-    `steps` (the last one), `finished`, and `goodput`: its `share`, `wall_s`, `seconds` by kind, `restarts`,
-    `data_wait`. A training that did not come to an end has the rates of its last record.
+    A training that did not come to an end has the rates of its last record.
     """
     records = read_metrics(metrics) if metrics.is_file() else []
     summary: dict[str, Any] = {}
@@ -110,26 +103,22 @@ def training_results(metrics: Path) -> dict[str, Any]:
     last = steps[-1] if steps else {}
     finished = bool(summary.get("finished")) and summary.get("steps") == last.get("step", summary.get("steps"))
     known = {k: v for k, v in last.items() if v is not None} | (summary if finished or not last else {})
-    rates = ("tokens_per_second", "tokens_per_second_per_chip", "mfu", "first_step_s", "step_s")
-    step = {key: known[key] for key in rates if key in known}
-    if "step_p90_s" in known:
-        step["p90_s"] = known["step_p90_s"]
-    results = {key: summary[key] for key in ("simulated", "eval_loss") if key in summary}
-    results |= {"steps": known.get("steps", last.get("step", 0)), "finished": finished}
-    if "compile_s" in summary:
-        results["compile"] = {"compile_s": summary["compile_s"]}
-    if "hbm_gib" in summary:
-        results["memory"] = {"peak": round(summary["hbm_gib"] * GIB)}
-    if "comm_bytes/total" in summary:
-        results["communication"] = sent_over(summary)
-    if (spent := read_goodput(metrics.parent)) is not None and spent.share is not None:
-        results["goodput"] = {"share": spent.share, **spent._asdict(), "data_wait": known.get("data_wait")}
-    return results | ({"step": step} if step else {}) | ({"loss": last["loss"]} if last else {})
-
-
-def objective(trial: Trial) -> float:
-    """Return tokens/s/chip, predicted or measured, which a sweeper may maximise; 0.0 where there is none."""
-    return float(trial.results.get("step", {}).get("tokens_per_second_per_chip") or 0.0)
+    traffic, spent, peak = training_traffic(summary), read_goodput(metrics.parent), summary.get("hbm_gib")
+    goodput = None
+    if spent is not None and spent.share is not None:
+        goodput = GoodputResult(spent.wall_s, spent.seconds, spent.restarts, spent.share, known.get("data_wait"))
+    return TrialResult(
+        step=decode(StepResult, known | {"p90_s": known.get("step_p90_s")}, str(metrics)),
+        memory=MemoryResult(peak=None if peak is None else round(peak * GIB)),
+        communication=None if traffic is None else decode(Traffic, traffic, str(metrics)),
+        compile=CompileResult(compile_s=summary["compile_s"]) if "compile_s" in summary else None,
+        simulated=summary.get("simulated"),
+        loss=last.get("loss"),
+        eval_loss=summary.get("eval_loss"),
+        steps=known.get("steps", last.get("step", 0)),
+        finished=finished,
+        goodput=goodput,
+    )
 
 
 def last_error(output: Path) -> str:
@@ -140,11 +129,15 @@ def last_error(output: Path) -> str:
     return ((errors or lines or ["it printed nothing"])[-1])[:_LONGEST]
 
 
-def _killed(number: int, output: Path) -> str:
+def _without_outcome(returncode: int, shown: str) -> Outcome:
+    if returncode in (EXIT_STATUS, PREEMPTED):
+        return ending(returncode, shown)
+    if returncode >= 0:
+        return Outcome(Status.failed, f"its process ended with status {returncode}: {shown}")
+    if returncode == -signal.SIGKILL:
+        return Outcome(Status.killed, "its process was ended by SIGKILL: this host probably ran out of memory")
     try:
-        name = signal.Signals(number).name
+        name = signal.Signals(-returncode).name
     except ValueError:
-        name = f"signal {number}"
-    if number == signal.SIGKILL:
-        return "its process was ended by SIGKILL: this host probably ran out of memory"
-    return f"its process was ended by {name}: {last_error(output)}"
+        name = f"signal {-returncode}"
+    return Outcome(Status.killed, f"its process was ended by {name}: {shown}")

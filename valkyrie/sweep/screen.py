@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from valkyrie.config.modes import has_results
-from valkyrie.sweep.results import OUTPUT, objective
-from valkyrie.sweep.table import kind, title, verdict
-from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.results import OUTPUT
+from valkyrie.sweep.table import verdict
+from valkyrie.sweep.trial import Status, Trial, title
 from valkyrie.train.screen import make_console
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Lines:
         output = plan.trial_folder / OUTPUT
         if not has_results(plan.stage) and trial.status is Status.ok and output.is_file():
             self.console.print(output.read_text(errors="replace").rstrip(), markup=False, highlight=False)
-        line = f"{place}{title(trial)}: {verdict(trial)}{when}"
+        line = f"{place}{trial.title}: {verdict(trial)}{when}"
         self.console.print(line, style=_STYLES.get(trial.status, "red"), markup=False, highlight=False)
 
 
@@ -111,7 +111,7 @@ class LiveScreen(Lines):
         self._counts[trial.status] += 1
         if not earlier and trial.wall_s:
             self._seconds.append(trial.wall_s)
-        if objective(trial) > (objective(self._best) if self._best else 0.0):
+        if trial.results.objective > (self._best.results.objective if self._best else 0.0):
             self._best = trial
 
     def seconds_left(self) -> float | None:
@@ -132,13 +132,13 @@ class LiveScreen(Lines):
         head = Text(f"sweep {self._name}: {' · '.join(parts)}", style="bold")
         rows = Table(box=SIMPLE, show_header=False, pad_edge=False)
         if self._best is not None:
-            speed = f"{objective(self._best):,.0f} tokens/s/chip{kind(self._best)}"
-            rows.add_row("best so far", title(self._best), speed)
+            speed = f"{self._best.results.objective:,.0f} tokens/s/chip {self._best.kind}".rstrip()
+            rows.add_row("best so far", self._best.title, speed)
         for process in self._processes:
             limit = process.plan.limit_s
             rows.add_row(
                 "running",
-                title(process.plan),
+                title(process.plan.about, process.plan.overrides, process.plan.stage),
                 f"{process.seconds:.0f} s" + (f" of at most {limit:g} s" if limit else ""),
             )
         return Group(head, rows)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,25 +22,16 @@ from omegaconf import OmegaConf
 from valkyrie.config.modes import MODES
 from valkyrie.paths import write_whole
 from valkyrie.processes.locks import lock
+from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
-from valkyrie.runs.tracking import (
-    TrackingConfig,
-    WandbMode,
-    comm_bytes,
-    compared,
-    config_of,
-    resolve,
-    start_or_offline,
-    start_wandb,
-)
+from valkyrie.runs.wandb_writer import AGAIN, TrackingConfig, WandbMode, WandbWriter, config_of
+from valkyrie.sweep.columns import WANDB_RUN, WANDB_TABLE, Ranked
+from valkyrie.sweep.rows import Row, row_of
 from valkyrie.sweep.trial import Status, Trial, TrialLog
-from valkyrie.units import GIB
 
 REPORTED = "reported.json"
 """The file of W&B's folder of a run with what the run was made of."""
 
-_AGAIN = "-offline"
-"""The end of the id of a run that did not start online."""
 _ENDED_BADLY = {Status.failed, Status.killed, Status.timeout}
 _QUICK = {
     "x_save_requirements": False,  # listing the packages takes most of the 0.2 s that a run begins with
@@ -51,13 +42,6 @@ _QUICK = {
     "disable_code": True,
 }
 """A run of a trial says nothing of this process or machine: the trial ran elsewhere."""
-
-COLUMNS = (
-    *("label", "layout", "stage", "status", "tokens_per_second", "tokens_per_second_per_chip", "mfu", "step_ms"),
-    *("hbm_gib", "comm_bytes/total", "simulated", "mesh", "partition", "microbatches", "remat", "model", "target"),
-    *("chips", "wall_s", "reason", "name"),
-)
-"""The columns of the parent run's table."""
 
 _PLOTTED = ("label", "tokens_per_second")
 
@@ -71,9 +55,9 @@ class SweepTracker:
     def __init__(
         self, config: TrackingConfig, folder: Path, sweep: str, say: Callable[[str], None] | None = None
     ) -> None:
-        self._config, self._folder, self._sweep = config, folder, sweep
+        self._folder, self._sweep = folder, sweep
         self._say = say or (lambda line: print(line, file=sys.stderr))
-        self._mode = resolve(config.wandb)
+        self._writer = WandbWriter(config, folder)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
 
     def log(self, trial: Trial) -> None:
@@ -81,38 +65,43 @@ class SweepTracker:
 
         Where a training made one, the offline run of an earlier attempt that failed is removed, unless it is uploaded.
         """
-        if self._mode is not WandbMode.off:
+        if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._guarded, self._log_trial, trial)
 
     def close(self) -> None:
         """Write the parent run of all trials in `trials.jsonl`, unless it stands, and wait until W&B has everything."""
-        if self._mode is not WandbMode.off:
+        if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._guarded, self._log_sweep)
         self._worker.shutdown()
 
     def _guarded(self, report: Callable[..., None], *arguments: Any) -> None:
-        if self._mode is WandbMode.off:
+        if self._writer.mode is WandbMode.off:
             return
         try:
             with self._alone():
                 report(*arguments)
         except Exception as error:  # a tracker must never end a sweep: say it, keep trials.jsonl
-            self._mode = WandbMode.off
+            self._writer.mode = WandbMode.off
             self._say(
                 f"W&B did not take the sweep ({type(error).__name__}: {error}); trials.jsonl is written all the same."
             )
 
     def _log_trial(self, trial: Trial) -> None:
-        run_id = trial_id(self._config, self._folder, trial.key)
+        run_id = trial_id(self._writer.config, self._folder, trial.key)
         if _trained(trial, self._folder):
             _remove_offline(self._runs(run_id))
             return
-        about = {**trial.about, "stage": trial.stage, "sweep": self._sweep, "simulated": _simulated(trial)}
+        about = {
+            **encode(trial.about or {}),
+            "stage": trial.stage,
+            "sweep": self._sweep,
+            "simulated": bool(trial.results.simulated),
+        }
         about |= {"overrides": trial.overrides, "started": trial.started, "trial_key": trial.key}
         self._log_run(
             run_id,
             trial.to_json(),
-            lambda run: run.summary.update(summary_of(trial)),
+            lambda run: run.summary.update(summary_of(_row(trial, self._folder))),
             name=trial.name,
             job_type=trial.stage,
             fields=config_of(about, _settings(trial, self._folder)),
@@ -124,15 +113,16 @@ class SweepTracker:
         trials = TrialLog(self._folder).read()
         if not trials:
             return
-        rows = [_row(trial) for trial in trials]
+        rows = [_row(trial, self._folder) for trial in trials]
+        cells = [table_cells(row) for row in rows]
 
         def fill(run: Any) -> None:
-            run.log(_table_and_plots(rows))
-            run.summary.update(_totals(trials))
+            run.log(_table_and_plots(cells))
+            run.summary.update(_totals(rows))
 
         self._log_run(
-            trial_id(self._config, self._folder, "sweep"),
-            json.dumps(rows),
+            trial_id(self._writer.config, self._folder, "sweep"),
+            json.dumps(cells),
             fill,
             name=self._sweep,
             job_type="sweep",
@@ -147,7 +137,10 @@ class SweepTracker:
         if before and (before[-1] / REPORTED).is_file() and (before[-1] / REPORTED).read_text() == content:
             return
         _remove_offline(before)
-        run = self._start(run_id, about)
+        settings = {**_QUICK, "finish_timeout": 6.0 * self._writer.config.init_timeout}
+        run = self._writer.start(run_id=run_id, group=self._sweep, reinit="create_new", settings=settings, **about)
+        if (note := self._writer.note) is not None:
+            self._say(note if run is not None else f"{note}; trials.jsonl is written all the same.")
         if run is None:
             return
         try:
@@ -156,30 +149,10 @@ class SweepTracker:
             run.finish(exit_code=exit_code)
         write_whole(Path(run.dir).parent / REPORTED, content)
 
-    def _start(self, run_id: str, about: dict[str, Any]) -> Any:
-        """Return a started run; from the first that does not start online, all are offline."""
-
-        def start(mode: WandbMode, again: bool) -> Any:
-            return start_wandb(
-                self._config,
-                mode,
-                self._folder,
-                run_id=f"{run_id}{_AGAIN}" if again else run_id,  # W&B keeps an id whose start has failed
-                group=self._sweep,
-                reinit="create_new",
-                settings={**_QUICK, "finish_timeout": 6.0 * self._config.init_timeout},
-                **about,
-            )
-
-        run, self._mode, note = start_or_offline(self._mode, self._folder, start)
-        if note:
-            self._say(note if run is not None else f"{note}; trials.jsonl is written all the same.")
-        return run
-
     def _runs(self, run_id: str) -> list[Path]:
         """Return the folders that W&B keeps of a run in this mode, the newest last."""
-        offline = "offline-" if self._mode is WandbMode.offline else ""
-        return sorted(file for end in ("", _AGAIN) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}"))
+        offline = "offline-" if self._writer.mode is WandbMode.offline else ""
+        return sorted(file for end in ("", AGAIN) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}"))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -196,31 +169,23 @@ def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
     return hashlib.sha256(repr(where).encode()).hexdigest()[:16]
 
 
-def summary_of(trial: Trial) -> dict[str, Any]:
-    """Return what a trial came to, flat, without what is unknown.
-
-    `hbm_gib` is the peak of one device as the compiler counts it, of a layout that does not fit what it would need;
-    `comm_bytes/<axes>` what one device sends in a step over those mesh axes; of a training also `goodput`, `restarts`
-    and `data_wait`, as its own run has them.
-    """
-    spent = trial.results.get("goodput", {})
-    memory, sent = trial.results.get("memory", {}), trial.results.get("communication", {})
-    peak = memory.get("peak", memory.get("needed"))
-    summary = {
-        "status": trial.status.value,
-        "reason": trial.reason,
-        "stage": trial.stage,
-        "wall_s": trial.wall_s,
-        "simulated": _simulated(trial),
-        **compared(trial.results.get("step", {})),
-        "hbm_gib": None if peak is None else peak / GIB,
-        "loss": trial.results.get("loss"),
-        **comm_bytes(sent),
-        "goodput": spent.get("share"),
-        "restarts": spent.get("restarts"),
-        "data_wait": spent.get("data_wait"),
-    }
+def summary_of(row: Row) -> dict[str, Any]:
+    """Return the known numbers of a trial under W&B's names, with the bytes that it sends over each mesh axis."""
+    ranked = Ranked(row)
+    summary = {column.key: column.scaled(ranked) for column in WANDB_RUN}
+    summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
     return {key: value for key, value in summary.items() if value is not None}
+
+
+def table_cells(row: Row) -> list[Any]:
+    """Return a trial's row of the sweep's table at W&B."""
+    word = "simulated " * bool(row.trial.results.simulated)
+    ranked = Ranked(row, label=f"{row.layout} ({word}{row.trial.stage})")
+    return [column.scaled(ranked) for column in WANDB_TABLE]
+
+
+def _row(trial: Trial, folder: Path) -> Row:
+    return row_of(trial, folder, bool(trial.results.simulated), trial.results.devices, ())
 
 
 def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
@@ -240,10 +205,6 @@ def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
     return nested
 
 
-def _simulated(trial: Trial) -> bool:
-    return bool(trial.results.get("simulated", False))
-
-
 def _trained(trial: Trial, folder: Path) -> bool:
     """Return whether a trial reported to W&B itself: W&B's folder lies in the trial's."""
     if not MODES[trial.stage].tracked or trial.status is not Status.ok or trial.folder is None:
@@ -251,20 +212,13 @@ def _trained(trial: Trial, folder: Path) -> bool:
     return any((folder / trial.folder).glob("wandb/*run-*"))
 
 
-def _row(trial: Trial) -> list[Any]:
-    row = {**trial.about, **summary_of(trial), "name": trial.name}
-    layout = row.get("layout", trial.name)
-    word = "simulated " if row["simulated"] else ""
-    row |= {"layout": layout, "label": f"{layout} ({word}{trial.stage})"}
-    return [row.get(column) for column in COLUMNS]
-
-
 def _table_and_plots(rows: list[list[Any]]) -> dict[str, Any]:
     """Return the parent run's record: the table of all trials, and the plots of those that have the figures."""
     import wandb
 
-    record: dict[str, Any] = {"trials": wandb.Table(columns=[*COLUMNS], data=rows, allow_mixed_types=True)}
-    rated = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+    keys = [column.key for column in WANDB_TABLE]
+    record: dict[str, Any] = {"trials": wandb.Table(columns=[*keys], data=rows, allow_mixed_types=True)}
+    rated = [dict(zip(keys, row, strict=True)) for row in rows]
     rated = [row for row in rated if row["tokens_per_second"] is not None]
     word = " (simulated)" if any(row["simulated"] for row in rated) else ""
     if rated:
@@ -282,15 +236,15 @@ def _table_and_plots(rows: list[list[Any]]) -> dict[str, Any]:
     return record
 
 
-def _totals(trials: list[Trial]) -> dict[str, Any]:
-    """Return how many trials came to each status, and the fastest layout of each stage."""
-    totals: dict[str, Any] = {f"trials/{s.value}": sum(t.status is s for t in trials) for s in Status}
-    for stage in sorted({trial.stage for trial in trials}):
-        rates = {t.name: summary_of(t).get("tokens_per_second_per_chip") for t in trials if t.stage == stage}
-        known = {name: rate for name, rate in rates.items() if rate is not None}
-        if known:
-            best = max(known, key=lambda name: known[name])
-            totals |= {f"best/{stage}": best, f"best/{stage}/tokens_per_second_per_chip": known[best]}
+def _totals(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return how many trials have each status, and the fastest layout of each stage."""
+    totals: dict[str, Any] = {f"trials/{s.value}": sum(row.trial.status is s for row in rows) for s in Status}
+    for stage in sorted({row.trial.stage for row in rows}):
+        timed = [row for row in rows if row.trial.stage == stage and row.rate_per_chip is not None]
+        if timed:
+            best = max(timed, key=lambda row: row.trial.results.objective)
+            totals |= {f"best/{stage}": best.trial.name}
+            totals |= {f"best/{stage}/tokens_per_second_per_chip": best.rate_per_chip}
     return totals
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from valkyrie.config.modes import MODES
 from valkyrie.processes.locks import lock
+from valkyrie.records import RecordError, decode, encode
+from valkyrie.runs.layout_record import LayoutRecord, with_hardware
+from valkyrie.runs.results import TrialResult
 from valkyrie.runs.tracking import cut_torn_line
+from valkyrie.sweep.names import key_values
 
 SCHEMA = 1
 """The version of a line; it grows when a key changes its meaning. Keys may be added without it."""
@@ -27,6 +30,8 @@ TRIALS = "trials.jsonl"
 """The file of a sweep's folder."""
 PAGE = "report.html"
 """The page of a sweep's folder, as `valkyrie-report` writes it."""
+_REASON = 160
+"""Letters of a reason that tables show."""
 
 
 class Status(Enum):
@@ -53,9 +58,7 @@ class Trial:
     of it. `folder` is its run folder, relative to the file. `flags` say where a configuration of one's own lies, as the
     command line would (`--config-dir`, its folder absolute).
 
-    `results` are the numbers of the mode: of `compile.json` and `measure.json` the keys `parameters`, `memory`, `step`,
-    `seconds`, `communication` without its causes, `placement`, `compile`, `devices`, `simulated`, `loss`, `hints`; of
-    a training those of `results.training_results`. Empty where there is no result.
+    `results` are the numbers of the mode, without the causes of its communication; empty where there are none.
     """
 
     key: str
@@ -65,18 +68,38 @@ class Trial:
     status: Status
     reason: str | None
     overrides: list[str]
-    about: dict[str, Any]
+    about: LayoutRecord | None
     started: str
     wall_s: float
     folder: str | None = None
-    results: dict[str, Any] = field(default_factory=dict)
+    results: TrialResult = TrialResult()
     values: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
 
+    @property
+    def title(self) -> str:
+        """The model, layout, target and stage, for display."""
+        return title(self.about, self.overrides, self.stage)
+
+    @property
+    def short_reason(self) -> str:
+        """The beginning of its reason, on one line."""
+        reason = " ".join((self.reason or "no reason known").split())
+        return reason if len(reason) <= _REASON else reason[: _REASON - 3] + "..."
+
+    @property
+    def kind(self) -> str:
+        """How its speed must be marked: simulated, predicted, or not at all."""
+        if self.results.simulated:
+            return "simulated"
+        return "predicted" if self.stage in MODES and MODES[self.stage].predicts else ""
+
     def to_json(self) -> str:
-        """Return the line, without its end. A number that is not finite, as a diverged loss, becomes null."""
-        values = {"schema": SCHEMA, **asdict(self), "status": self.status.value}
-        return json.dumps(_finite(values), allow_nan=False)
+        """Return the line, without its end. A number that is not finite, as a diverged loss, is left out."""
+        values = {"schema": SCHEMA} | encode(self)
+        for key in ("about", "results"):
+            values[key] = known_values(values[key] or {})
+        return json.dumps(values, allow_nan=False)
 
     @staticmethod
     def from_json(line: str | bytes) -> Trial:
@@ -85,22 +108,25 @@ class Trial:
             values = json.loads(line)
         except ValueError as error:
             raise _damaged(f"it is not JSON ({error})") from error
-        if not isinstance(values, dict) or "schema" not in values:
+        if not isinstance(values, dict) or type(values.get("schema")) is not int:
             raise _damaged("it is no trial")
-        if type(values["schema"]) is not int:
-            raise _damaged(f"schema cannot be {json.dumps(values['schema'])}")
         if values["schema"] > SCHEMA:
             newer = f"schema {values['schema']} is newer than this version of valkyrie, which reads {SCHEMA}"
             raise ValueError(f"{newer}. Update valkyrie.")
-        required = [f.name for f in fields(Trial) if f.default is MISSING and f.default_factory is MISSING]
-        if missing := [name for name in required if name not in values]:
-            raise _damaged(f"it lacks {', '.join(missing)}")
-        for path, fits in _parts():
-            if (value := _at(values, path)) is not _ABSENT and not fits(value):
-                raise _damaged(f"{'.'.join(path)} cannot be {json.dumps(value)[:100]}")
-        known = {f.name for f in fields(Trial)}
-        kept = {key: value for key, value in values.items() if key in known}
-        return Trial(**{**kept, "status": Status(values["status"])})
+        try:
+            trial = decode(Trial, values | {"about": values.get("about") or None}, TRIALS)
+        except RecordError as error:
+            raise _damaged(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
+        about = trial.about
+        return trial if about is None else replace(trial, about=with_hardware(about, key_values(trial.overrides)))
+
+
+def title(about: LayoutRecord | None, overrides: Sequence[str], stage: str) -> str:
+    """Return the model, layout, target and stage of a trial, or its overrides if they make no run."""
+    if about is None:
+        return " ".join(overrides)
+    target = "" if about.target == "auto" else f" {about.target}"
+    return f"{about.model} {about.name}{target} {stage}"
 
 
 class TrialLog:
@@ -142,72 +168,15 @@ class TrialLog:
         return list(trials.values())
 
 
-_ABSENT = object()
-_NUMBER, _TEXT, _NUMBERS = float | None, str | None, dict[str, float]
-_OF_STEP = ("step_s", "p90_s", "min_s", "tokens_per_second", "tokens_per_second_per_chip", "mfu", "product_rate")
-_INNER: dict[str, Any] = {
-    **{f"about.{key}": _TEXT for key in ("model", "layout", "mesh", "partition", "target", "described", "chip")},
-    **{f"about.{key}": _NUMBER for key in ("batch", "seq", "chips", "microbatches")},
-    **{f"about.{key}": _NUMBERS | None for key in ("axes", "degrees")},
-    **{f"results.{key}": dict[str, Any] for key in ("step", "memory", "communication", "compile", "goodput")},
-    **{f"results.step.{key}": _NUMBER for key in (*_OF_STEP, "executed_flops")},
-    "results.step.tokens_per_dollar": dict[str, _NUMBER] | None,
-    **{f"results.memory.{key}": _NUMBER for key in ("peak", "needed", "usable", "reported_peak")},
-    "results.memory.split": _NUMBERS,
-    "results.seconds": _NUMBERS,
-    "results.communication.bytes_by_mesh_axes": _NUMBERS | None,
-    "results.communication.collective_s": dict[str, _NUMBERS] | None,
-    "results.communication.exposed_s": _NUMBER,
-    "results.compile.compile_s": _NUMBER,
-    **{f"results.goodput.{key}": _NUMBER for key in ("share", "wall_s", "restarts", "data_wait")},
-    "results.goodput.seconds": _NUMBERS,
-    **{f"results.{key}": _NUMBER for key in ("loss", "eval_loss", "parameters")},
-    **{f"results.{key}": list[str] | None for key in ("hints", "placement")},
-}
-"""The types of the parts of `about` and `results` that tables and reports compute with."""
-
-
 def _damaged(why: str) -> ValueError:
     return ValueError(f"{why}. Delete that line; the same sweep command does its trial again.")
 
 
-@cache
-def _parts() -> list[tuple[tuple[str, ...], Callable[[Any], bool]]]:
-    """Return where a line's keys are, and the parts of them that are computed with, and what tells their type."""
-    kinds = get_type_hints(Trial) | _INNER
-    return [(tuple(name.split(".")), _test_of(kind)) for name, kind in kinds.items()]
-
-
-def _at(values: Any, path: Sequence[str]) -> Any:
-    """Return the value at a path of keys; `_ABSENT` where there is none."""
-    for key in path:
-        values = values.get(key, _ABSENT) if isinstance(values, dict) else _ABSENT
-    return values
-
-
-def _test_of(kind: Any) -> Callable[[Any], bool]:
-    """Return whether a value read from JSON is of a type: a status by its name, a whole number also as a float."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        tests = [_test_of(part) for part in parts]
-        return lambda value: any(test(value) for test in tests)
-    if origin is dict and parts[1] is Any:
-        return lambda value: isinstance(value, dict)
-    if origin is dict:
-        of_values = _test_of(parts[1])
-        return lambda value: isinstance(value, dict) and all(map(of_values, value.values()))
-    if origin is list:
-        of_items = _test_of(parts[0])
-        return lambda value: isinstance(value, list) and all(map(of_items, value))
-    if kind is Status:
-        return lambda value: value in [status.value for status in Status]
-    types = (int, float) if kind is float else kind
-    return lambda value: isinstance(value, types) and not isinstance(value, bool)
-
-
-def _finite(value: Any) -> Any:
+def known_values(value: Any) -> Any:
+    """Return plain values without what is unknown: None, empty groups, and numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        known = {key: known_values(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in known.items() if inner is not None and inner != {}}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [known_values(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,7 +13,7 @@ from valkyrie.compiled.communication import communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.run import Debug
 from valkyrie.parallel.sharding import AnyMesh
-from valkyrie.runs.tracking import comm_bytes
+from valkyrie.runs.results import Traffic
 from valkyrie.train.memory import compiled_peak
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.state import TrainState
@@ -28,19 +28,19 @@ class CompiledStep(NamedTuple):
     compile_s: float
     hbm_gib: float | None
 
-    def bytes_sent(self, mesh: AnyMesh, say: Callable[[str], object]) -> dict[str, float]:
-        """Return the bytes one device sends in a step: `comm_bytes/x,y` over those mesh axes, and `comm_bytes/total`.
+    def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Traffic | None:
+        """Return what one device sends in a step, read as `mode=compile` and `mode=measure` read it.
 
-        They are read as `mode=compile` and `mode=measure` read them. Where the program cannot be read, `say` is told
-        why, and the training goes on without them.
+        None if the program cannot be read: `say` gets the reason, and the training goes on without it.
         """
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
-            return comm_bytes(communication(traffic(parse(serialised_module(self.program)), axes)))
+            sent = communication(traffic(parse(serialised_module(self.program)), axes))
+            return Traffic(float(sent["bytes"]), sent["bytes_by_mesh_axes"])
         except Exception as error:  # the program is XLA's, of whatever version: a training does not end for it
             why = (str(error).splitlines() or [""])[0]
             say(f"the bytes that a step sends could not be read ({type(error).__name__}: {why})")
-            return {}
+            return None
 
 
 def compile_step(program: StepProgram) -> CompiledStep:

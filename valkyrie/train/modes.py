@@ -16,7 +16,7 @@ from valkyrie.config.run import Run, RunConfig
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.runs.folder import command_name, kept_text, run_folder
 from valkyrie.runs.goodput import read_goodput
-from valkyrie.runs.tracking import bytes_by_axes, sent_over
+from valkyrie.runs.results import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together
@@ -255,9 +255,9 @@ def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None
     if summary["mfu"] is not None:
         parts.append(f"MFU {100 * summary['mfu']:.1f}% of {devices.chip.name if devices.chip else ''} peak")
     console.print(", ".join(parts))
-    communication = sent_over(summary)
-    if total := communication["bytes"]:
-        listed = ", ".join(f"{axes} {sent(size)}" for axes, size in bytes_by_axes(communication).items())
+    traffic = summary.get(TRAFFIC) or {}
+    if total := traffic.get("bytes"):
+        listed = ", ".join(f"{axes} {sent(size)}" for axes, size in traffic["bytes_by_mesh_axes"].items())
         console.print(f"a device sends {sent(total)} in a step, by mesh axes: {listed}")
 
 

@@ -17,6 +17,7 @@ from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
 from valkyrie.paths import source_digest
 from valkyrie.processes.distributed import join, start_jax
+from valkyrie.processes.ending import end_process
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import versions
 from valkyrie.trees import flat
@@ -129,7 +130,7 @@ def _end(team: Team, status: int, reason: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)
+    end_process(status, reason)
 
 
 def _only_python_prints() -> None:

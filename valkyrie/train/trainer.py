@@ -24,9 +24,12 @@ from valkyrie.paths import writing
 from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import only_writer
 from valkyrie.processes.team import ALONE, Team
+from valkyrie.records import encode
 from valkyrie.runs.folder import changed_settings, command_name, continuation, schedule_change, write_about
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
-from valkyrie.runs.tracking import Silent, Tracker, config_of
+from valkyrie.runs.results import TRAFFIC
+from valkyrie.runs.tracking import Silent, Tracker
+from valkyrie.runs.wandb_writer import config_of
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.compiled import CompiledStep, compile_step
 from valkyrie.train.devices import Devices
@@ -244,7 +247,8 @@ class _Loop:
         with self.meter.paused("setup"):
             self.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
             if not isinstance(self.tracker, Silent):
-                self.facts |= compiled.bytes_sent(self.program.mesh, self._say)
+                if (traffic := compiled.traffic(self.program.mesh, self._say)) is not None:
+                    self.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_mesh_axes}
                 self.tracker.summary(self.facts)
 
     def _read(self, metrics: dict[str, Any] | None, step: int, start: int) -> None:
@@ -368,7 +372,7 @@ def _meter(run: Run, devices: Devices) -> Meter:
 def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
     """Return the fields by which runs are compared: what was asked, the layout, the devices, and MFU's denominator."""
     chip = devices.chip
-    return run.about() | {
+    return encode(run.about()) | {
         "stage": "train",
         "chip": devices.devices[0].device_kind if chip is None else chip.name,
         "chips": devices.chips,

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from valkyrie.config.run import Debug, Run
+from valkyrie.processes.ending import end_process
 from valkyrie.processes.interrupt import show_cursor
 from valkyrie.processes.team import ALONE, LOST, NEWS_S, Team
 from valkyrie.train.processes import LOGS
@@ -46,7 +47,7 @@ class Watchdog:
         first_s: float = FIRST_S,
         remedy: str = _REMEDY,
         clock: Callable[[], float] = time.monotonic,
-        end: Callable[[int], object] = os._exit,
+        end: Callable[[int, str], object] = end_process,
     ) -> None:
         self._limit_s, self._team, self._log, self._clock, self._end = limit_s, team, log, clock, end
         self._first_s, self._remedy = first_s, remedy
@@ -132,7 +133,7 @@ class Watchdog:
             time.sleep(NEWS_S)
         with contextlib.suppress(OSError):
             os.write(2, f"valkyrie-train: {who}{line}. {self._remedy}\n".encode())
-        self._end(LOST)
+        self._end(LOST, line)
 
     def _write(self, head: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -28,7 +28,8 @@
     dollars: (v) => `${Number(v.toPrecision(3))} $`,
   };
   const missing = (value) => value === null || value === "";
-  const ABOUT = ["rank", "layout", "per_chip", "step", "seen", "status", "partition", "mesh", "alike"];
+  const SPEED = "tokens_per_second_per_chip";
+  const ABOUT = ["rank", "label", SPEED, "step_s", "seen", "outcome", "partition", "mesh", "alike"];
   const TIMED = ["speed", "seconds"];
 
   // ---- the ranked table
@@ -39,13 +40,13 @@
     const td = column.kind === "layout"
       ? make("th", { scope: "row", class: kind, "data-id": column.id })
       : make("td", { class: kind, "data-id": column.id });
-    if (column.id === "per_chip" && missing(value) && row[at.status] !== "ok") td.append(make("span", { class: "word" }, row[at.status]));
+    if (column.id === SPEED && missing(value) && row[at.outcome] !== "ok") td.append(make("span", { class: "word" }, row[at.outcome]));
     if (missing(value)) return td;
     if (column.kind === "layout") {
       const button = make("button", { type: "button" }, value);
       button.addEventListener("click", () => choose(index, true));
       td.append(button);
-    } else if (column.id === "status") {
+    } else if (column.id === "outcome") {
       td.append(make("span", { class: `badge ${value === "ok" ? "ok" : ""}`, title: row[at.reason] || "" }, value));
     } else if (column.kind === "text") {
       td.append(value);
@@ -75,7 +76,7 @@
   const cells = (row, index) => {
     const text = row[at.reason], [start, end] = gap(row);
     const made = columns.map((column) => cell(row, column, index));
-    if (!text || row[at.per_chip] !== null || start === end) return made;
+    if (!text || row[at[SPEED]] !== null || start === end) return made;
     made.splice(start, end - start, make("td", { class: "reason", colspan: end - start, title: text }, make("div", {}, text)));
     return made;
   };
@@ -151,7 +152,7 @@
 
   // ---- one layout
   const NAMES = {
-    seen: "speed is", status: "status", reason: "reason", per_chip: "tokens/s/chip", step: "step", peak: "peak memory",
+    seen: "speed is", outcome: "status", reason: "reason", [SPEED]: "tokens/s/chip", step_s: "step", peak_bytes: "peak memory",
     roles: "role of each mesh axis", on: "hardware", work: "work", parameters: "parameters", command: "command", folder: "run folder",
     memory: "memory by use", reported: "peak the devices report", compiled: "compiled in", placement: "placement on the torus", hints: "hints",
     sent: "sent by a device in a step", goodput: "wall time", steps: "steps",
@@ -168,7 +169,7 @@
     const row = data.rows[index];
     byId("chosen").value = String(index);
     const facts = [];
-    for (const id of ["seen", "status", "reason", "per_chip", "step", "peak"]) {
+    for (const id of ["seen", "outcome", "reason", SPEED, "step_s", "peak_bytes"]) {
       const column = data.columns[at[id]], value = row[at[id]];
       if (missing(value)) continue;
       const word = TIMED.includes(column.kind) && simulated[row[at.seen]] ? " simulated" : "";
@@ -204,7 +205,7 @@
     return draw(node, spec);
   };
   data.rows.forEach((row, i) => {
-    byId("chosen").append(make("option", { value: i }, `${row[at.layout]} — ${row[at.seen]}${row[at.rank] ? "" : `, ${row[at.status]}`}`));
+    byId("chosen").append(make("option", { value: i }, `${row[at.label]} — ${row[at.seen]}${row[at.rank] ? "" : `, ${row[at.outcome]}`}`));
   });
   byId("chosen").addEventListener("change", (event) => choose(Number(event.target.value), false));
 
@@ -240,7 +241,7 @@
   };
   const paired = Object.keys(data.pairs.sides).map(Number);
   for (const [place, select] of [byId("one"), byId("other")].entries()) {
-    select.append(...paired.map((i) => make("option", { value: i }, `${data.rows[i][at.layout]} — ${data.rows[i][at.seen]}`)));
+    select.append(...paired.map((i) => make("option", { value: i }, `${data.rows[i][at.label]} — ${data.rows[i][at.seen]}`)));
     select.addEventListener("change", comparePair);
     const alike = paired.filter((i) => i !== paired[0] && data.pairs.sides[i].work === data.pairs.sides[paired[0]].work);
     const other = alike.find((i) => data.rows[i][at.partition] !== data.rows[paired[0]][at.partition]) ?? alike[0];
@@ -282,7 +283,7 @@
     const width = Math.max(right, far) + 60, height = low + 30;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
     const links = svg("g", { "stroke-width": 3.5, "stroke-linecap": "round" }), chips = svg("g", {});
-    const title = `torus of ${torus.shape.join("x")} chips${torus.slices > 1 ? `, one of ${torus.slices} slices` : ""}`;
+    const title = `${torus.shifts ? "twisted torus" : "torus"} of ${torus.shape.join("x")} chips${torus.slices > 1 ? `, one of ${torus.slices} slices` : ""}`;
     picture.append(svg("title", {}, title), links, chips);
     const drawn = new Set();
     for (let a = 0; a < rows; a++) for (let b = 0; b < across; b++) for (let c = 0; c < deep; c++) {
@@ -292,7 +293,10 @@
         next[axis] += 1;
         const wraps = next[axis] === size;
         if (wraps && (!torus.wrap[axis] || size < 3)) return;
-        if (wraps) next[axis] = 0;
+        if (wraps) {
+          next[axis] = 0;
+          (torus.shifts?.[axis] ?? []).forEach((by, other) => { next[other] = (next[other] + by) % sizes[other]; });
+        }
         const over = between(index(...here), index(...next));
         if (over) drawn.add(over);
         const line = { stroke: colour(over), "stroke-opacity": over ? 0.95 : 0.25 };

@@ -21,12 +21,13 @@ from valkyrie.config.modes import CALIBRATED
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import write_whole
-from valkyrie.report.records import Row, find_sweeps, read_rows
+from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
 from valkyrie.search.calibrate.replay_fit import ReplayFit, off, replay_fit, rounded
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import FITTED, fitted, known_of, without_family
 from valkyrie.search.folder import ANSWER
+from valkyrie.sweep.rows import Row
 from valkyrie.train.screen import make_console
 
 _WHAT = "Name folders of searches or sweeps that compiled or measured layouts, as paths=[runs/search-a,runs/sweep-b]."

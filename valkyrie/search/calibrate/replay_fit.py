@@ -11,9 +11,9 @@ import numpy as np
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ReplayConfig
-from valkyrie.report.records import Row
 from valkyrie.search.compile.runner import program_settings
 from valkyrie.search.compile.trust import ENOUGH, correction_of, of_families
+from valkyrie.sweep.rows import Row
 
 DIGITS = 4
 """Of a number that is written."""
@@ -77,7 +77,7 @@ def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]
     """
     replayed, steps, before, alone = dict[str, float](), list[Replayed](), list[float](), 0
     for row, run in pairs:
-        if row.trial.stage == "compile" and (seconds := row.step.get("replayed_s")):
+        if row.trial.stage == "compile" and (seconds := row.step.replayed_s):
             replayed[_program(run)] = seconds
     for row, run in pairs:
         if row.trial.stage != "measure" or row.step_s is None:

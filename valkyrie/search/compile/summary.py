@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.compiled.communication import communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
+from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.implementations import computed
 from valkyrie.search.compile.recomputed import recomputation
@@ -46,7 +47,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     outcome = compiled.outcome
     summary: dict[str, Any] = {
         "schema": SCHEMA,
-        "about": run.about(),
+        "about": encode(run.about()),
         "status": compiled.status,
         "reason": outcome.get("reason"),
         "model": computed(run),

@@ -17,6 +17,7 @@ from valkyrie.config.modes import EXPLAINED, SUMMARY
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import unused, write_whole
+from valkyrie.records import encode
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
 from valkyrie.search.compile.implementations import computed
 from valkyrie.search.explain.difference import (
@@ -125,7 +126,7 @@ def _layout(run: Run, text: str) -> Run | dict[str, Any]:
 
 def _known(layout: Run | dict[str, Any]) -> dict[str, Any]:
     """Return what is known of a layout before it is compiled."""
-    return layout if isinstance(layout, dict) else {"about": layout.about(), "model": computed(layout)}
+    return layout if isinstance(layout, dict) else {"about": encode(layout.about()), "model": computed(layout)}
 
 
 def _compiled(run: Run, console: Console) -> dict[str, Any]:

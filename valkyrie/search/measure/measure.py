@@ -20,6 +20,7 @@ from valkyrie.compiled.hlo import parse
 from valkyrie.config.modes import MeasuredData
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.executable import compiled_memory
 from valkyrie.search.compile.summary import SCHEMA, memory_split
@@ -44,7 +45,7 @@ def measure(
     summary: dict[str, Any] = {
         "schema": SCHEMA,
         "stage": "measure",
-        "about": run.about(),
+        "about": encode(run.about()),
         "versions": versions(),
         "simulated": devices.simulated,
         "devices": f"{len(devices.devices)} x {devices.devices[0].device_kind}",

@@ -15,6 +15,7 @@ from valkyrie.config.modes import ATTEMPTS, TUNED
 from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.records import encode
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.search.tune.tune import tune
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments
@@ -76,7 +77,7 @@ class _Screen:
         attempt = tuned.attempts[-1]
         if attempt.verdict is Verdict.start:
             about = tuned.run.about()
-            self._print(f"{about['model']} under {about['layout']} on {about['described']}", "bold")
+            self._print(f"{about.model} under {about.layout} on {about.described}", "bold")
             if tuned.set_by_user:
                 self._print(f"left as you set them: {', '.join(assignments(tuned.set_by_user))}")
             self._print(_columns("step", "change", "peak", "", "option"))
@@ -156,7 +157,7 @@ def fragment(tuned: Tuned) -> str:
         "# @package _global_",
         f"# {training_command(tuned)}",
         "# Or copy this file to FOLDER/experiment/tuned.yaml and write --config-dir FOLDER +experiment=tuned.",
-        f"# {about['model']} under {about['layout']} on {about['described']}, batch {about['batch']} x {about['seq']}:",
+        f"# {about.model} under {about.layout} on {about.described}, batch {about.batch} x {about.seq}:",
         f"# predicted step {steps[0]} without, {steps[1]} with these options (libtpu {versions().get('libtpu')}).",
     ]
     lines += [f"# {line}" for line in bought(tuned)]
@@ -182,7 +183,7 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
     """Return what `tune.json` holds: steps in seconds, bytes of a device at the peak, every attempt in order."""
     attempts = [asdict(attempt) | {"verdict": attempt.verdict.value} for attempt in tuned.attempts]
     steps = {"start_s": tuned.start_s, "step_s": tuned.step_s, "finished": tuned.finished}
-    head = {"schema": 1, "about": tuned.run.about(), "versions": versions()} | steps
+    head = {"schema": 1, "about": encode(tuned.run.about()), "versions": versions()} | steps
     return head | {
         "options": tuned.options,
         "model": tuned.model,

@@ -6,7 +6,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from valkyrie.hardware.names import parse_target
 from valkyrie.sweep.names import key_values
@@ -45,22 +44,20 @@ def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], 
     }
 
 
-def target_of(about: Mapping[str, Any]) -> str:
-    """Return the target of a trial; with its topology and slices where its name alone does not stand for these."""
-    name = str(about.get("target") or "unknown target")
-    described = about.get("described") or name
+def target_of(trial: Trial) -> str:
+    """Return the target of a trial, with its topology and slices where the name alone does not imply these."""
+    about = trial.about
+    if about is None:
+        return "unknown target"
+    hardware = about.hardware
+    if hardware is None:
+        return about.target
     try:
-        default = _shape(parse_target(name).describe())
+        default = parse_target(about.target).record().shape
     except ValueError:  # `auto`, or a target or chip with a file of the user's
         default = None
-    shape, slices = _shape(described), re.search(r"in each of ([0-9]+) slices", described)
-    topology = f" with topology {shape}" if shape not in (None, default) else ""
-    return f"{name}{topology}" + (f" in {slices[1]} slices" if slices else "")
-
-
-def _shape(described: str) -> str | None:
-    match = re.search(r"\b[0-9]+(?:x[0-9]+)+\b", described)
-    return match and match[0]
+    topology = f" with topology {hardware.shape}" if hardware.shape not in (None, default) else ""
+    return f"{about.target}{topology}" + (f" in {hardware.slices} slices" if hardware.slices > 1 else "")
 
 
 def _given(trial: Trial) -> dict[str, str]:
@@ -83,7 +80,7 @@ def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
     for folder, trials in sweeps.items():
         for trial in trials:
             named |= dict.fromkeys(_named(trial))
-            given, kind = _given(trial), (trial.stage, trial.about.get("target"))
+            given, kind = _given(trial), (trial.stage, target_of(trial))
             alike[(folder, *kind)].append(given)
             alike[kind].append({key: value for key, value in given.items() if _root(key) in _OF_A_STEP})
             alike[()].append({key: value for key, value in given.items() if _root(key) in _OF_THE_MODEL})
@@ -98,8 +95,10 @@ def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
 
 def _distinguishing(given: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
     """Return the keys whose values do not follow from the description of a step and the keys before them."""
-    described = [tuple(str(trial.about.get(key)) for key in _DESCRIBED) for trial, _ in given]
-    precisions = [trial.about.get("precision") for trial, _ in given]
+    described: list[tuple[str, ...]] = [
+        tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED) for trial, _ in given
+    ]
+    precisions = [getattr(trial.about, "precision", None) for trial, _ in given]
     kept = []
     for key in keys:
         values = [settings.get(key) for _, settings in given]

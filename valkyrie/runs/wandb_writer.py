@@ -1,0 +1,151 @@
+"""Runs at W&B: where they go, how they start, and under which names their settings and numbers stand there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from valkyrie.paths import cache_trouble
+from valkyrie.runs.results import TRAFFIC
+
+FLUSH_S = 1.0
+"""Seconds after which a record is in W&B's file: a run that is killed loses no more than that, and its last record."""
+AGAIN = "-offline"
+"""End of the id of a run that did not start online: W&B keeps an id whose start has failed."""
+_GROUPS = ("model", "mesh", "partition", "target", "precision")
+"""Groups whose names describe a run."""
+
+
+class WandbMode(Enum):
+    """How W&B is used: `auto` obeys `WANDB_MODE`, else is online with an API key in the environment."""
+
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    off = "off"
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go beside `metrics.jsonl`. `wandb=auto` never waits for a network unless a key is set.
+
+    `group` is W&B's group of the run; None groups by model and target. `id` is W&B's id of the run; None makes one of
+    its name and folder.
+    """
+
+    name: str = "wandb"
+    wandb: WandbMode = WandbMode.auto
+    project: str = "valkyrie"
+    entity: str | None = None
+    group: str | None = None
+    id: str | None = None
+    init_timeout: int = 10
+
+
+class WandbWriter:
+    """Starts W&B runs in `folder/wandb`: online, else offline, else not at all.
+
+    From the first run that does not start online, all are offline. `mode` is how the next run starts, and `note` says
+    what went wrong with the last one, or is None.
+    """
+
+    def __init__(self, config: TrackingConfig, folder: Path) -> None:
+        self.config, self.folder, self.mode = config, folder, resolve(config.wandb)
+        self.note: str | None = None
+
+    def start(self, *, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], **more: Any) -> Any:
+        """Return a started run, or None: a tracker must never end a run.
+
+        `fields` are the run's config, nested as W&B filters it: `optimizer.learning_rate`, `model.name`. `more` goes to
+        `wandb.init`, `settings` of it to `wandb.Settings`, and `resume` only if the run is online.
+        """
+        self.note, notes, mode = None, [], self.mode
+        if mode is WandbMode.off:
+            return None
+        for self.mode in dict.fromkeys((mode, WandbMode.offline)):
+            own_id = f"{run_id}{AGAIN}" if notes else run_id
+            try:
+                run = self._init(name, own_id, group, job_type, fields, dict(more))
+            except Exception as error:
+                online = " online" if self.mode is WandbMode.online else ""
+                reason = " ".join(str(error).split())
+                notes.append(f"W&B did not start{online} ({type(error).__name__}: {reason})")
+            else:
+                later = f"; it is offline. Upload it later: wandb sync {self.folder}/wandb/offline-run-*"
+                self.note = notes[0] + later if notes else None
+                return run
+        self.mode, self.note = WandbMode.off, "; ".join(notes)
+        return None
+
+    def _init(
+        self, name: str, run_id: str, group: str, job_type: str, fields: dict[str, Any], more: dict[str, Any]
+    ) -> Any:
+        _keep_logs_off_the_screen(self.folder)
+        import wandb
+
+        settings = {"silent": True, "init_timeout": self.config.init_timeout, "console": "off"}
+        settings |= {"x_transaction_log_flush_interval": FLUSH_S, **more.pop("settings", {})}
+        if self.mode is not WandbMode.online:
+            more.pop("resume", None)
+        return wandb.init(
+            mode=self.mode.value,  # pyright: ignore[reportArgumentType]
+            project=self.config.project,
+            entity=self.config.entity,
+            dir=self.folder.resolve(),
+            name=name,
+            id=re.sub(r"[/\\#?%:]", "-", run_id),  # W&B refuses these
+            group=group,
+            job_type=job_type,
+            tags=[f"{k}={fields[k]['name']}"[:64] for k in ("mesh", "partition", "model", "target") if k in fields],
+            config=fields,
+            settings=wandb.Settings(**settings),
+            **more,
+        )
+
+
+def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return W&B's config of a run: all its settings, nested, and what they come to (layout, roles, chips, ...).
+
+    `about` has the names of groups (`mesh`: `4x4x2`), which stand inside them (`mesh.name`): a key is one thing.
+    """
+    names = {key: {"name": about[key]} for key in _GROUPS if key in about}
+    derived = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
+    groups = {key: {**group, **(settings.get(key) or {})} for key, group in names.items()}
+    return derived | dict(settings) | groups
+
+
+def wandb_summary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known values of a run's summary under W&B's names.
+
+    The step is in milliseconds too, and traffic is `comm_bytes/x,y` over those mesh axes and `comm_bytes/total`.
+    """
+    values = dict(values)
+    traffic, step_s = values.pop(TRAFFIC, None), values.get("step_s")
+    if step_s is not None:
+        values["step_ms"] = 1e3 * step_s
+    if traffic is not None:
+        values["comm_bytes/total"] = traffic.get("bytes")
+        values |= {f"comm_bytes/{axes}": size for axes, size in traffic["bytes_by_mesh_axes"].items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def resolve(mode: WandbMode) -> WandbMode:
+    """Return what a mode comes to here: `auto` becomes one of the others, by `WANDB_MODE`, else by the API key."""
+    if mode is not WandbMode.auto:
+        return mode
+    known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
+    chosen = known.get(os.environ.get("WANDB_MODE", ""))
+    return chosen or (WandbMode.online if os.environ.get("WANDB_API_KEY") else WandbMode.offline)
+
+
+def _keep_logs_off_the_screen(folder: Path) -> None:
+    """Let W&B's process log beside its runs where its cache cannot be written: else it logs to our stderr."""
+    if "WANDB_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
+        if cache_trouble(cache):
+            os.environ["WANDB_CACHE_DIR"] = str(folder.resolve() / "wandb" / "cache")

@@ -1,0 +1,329 @@
+"""Trials as flat rows, from which tables, figures and W&B take what they show. Imports no JAX."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from valkyrie.hardware.chips import known_chips
+from valkyrie.runs.goodput import Goodput
+from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.runs.results import StepResult, Traffic
+from valkyrie.sweep.noise import places
+from valkyrie.sweep.trial import Status, Trial
+from valkyrie.sweep.varied import target_of, varied_of
+
+COLLECTIVES = "collectives"
+"""First word of a part of a measured step, before its mesh axes: collectives, waiting and hidden ones included."""
+REST = "rest"
+"""The part of a measured step that is no collective."""
+STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
+"""What the speeds of each stage are called."""
+AT_HAND = "auto"
+"""The target that is whatever devices there are."""
+_SIMULATED = (AT_HAND, "cpu")
+_UNKNOWN = LayoutRecord("?", "?", "?", "unknown target")
+
+
+class Group(NamedTuple):
+    """Trials whose speeds are of one kind: from one stage, on one target, simulated or not.
+
+    `target` has the topology and the slices where these were given, and is the devices themselves where a
+    measurement took those at hand.
+    """
+
+    stage: str
+    target: str
+    simulated: bool
+
+    @property
+    def devices(self) -> str:
+        """What the speeds were measured on: `simulated devices`."""
+        if not self.simulated:
+            return "the devices at hand" if self.target == AT_HAND else self.target
+        return "simulated devices" + ("" if self.target in _SIMULATED else f" ({self.target})")
+
+    @property
+    def label(self) -> str:
+        """The kind of speed: `predicted for v5e-8`, `measured on simulated devices`."""
+        verb = STAGES.get(self.stage, self.stage)
+        return f"{verb} for {self.target}" if self.stage == "compile" else f"{verb} on {self.devices}"
+
+
+class Work(NamedTuple):
+    """What a step computes, whatever the layout. Only speeds of the same work are compared in sentences.
+
+    `varied` is what the sweep varies beside the layout and the other fields: `("layers=12", "state_size=1024")`.
+    """
+
+    model: str
+    batch: int | None
+    seq: int | None
+    precision: str
+    varied: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Model, batch, length and what was varied, without the precision."""
+        return ", ".join(
+            [self.model, f"{self.batch} x {self.seq} tokens", *([" ".join(self.varied)] * bool(self.varied))]
+        )
+
+    @property
+    def step(self) -> tuple[object, ...]:
+        """What is computed, in whatever precision: by this a prediction and a measurement meet."""
+        return self.model, self.batch, self.seq, self.varied
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial, flat. Seconds, bytes of one device, tokens a second; None if unknown.
+
+    Args:
+        source: Folder of its sweep.
+        about: Its layout, with question marks if its configuration makes no run.
+        peak: Peak memory of one device, or what it would need if it does not fit.
+        seconds: Parts of a step; of a measured one its collectives and the rest.
+        sent: Bytes that one device sends in a step, by mesh axes.
+        exposed_s: Seconds that a predicted step waits for communication.
+        price: Dollars of a chip in an hour, on demand.
+        per_million: Dollars of a million tokens.
+        goodput: Where the wall time of a training went.
+        folder: Its run folder, if there is one.
+    """
+
+    trial: Trial
+    source: Path
+    group: Group
+    work: Work
+    about: LayoutRecord
+    layout: str
+    step_s: float | None
+    peak: int | None
+    seconds: dict[str, float]
+    exposed_s: float | None
+    price: float | None
+    per_million: float | None
+    goodput: Goodput | None
+    reason: str | None
+    folder: Path | None
+
+    @property
+    def id(self) -> str:
+        """A name that no other row has."""
+        return f"{self.source}:{self.trial.key}"
+
+    @property
+    def sweep(self) -> str:
+        """The name of its sweep."""
+        return self.trial.sweep
+
+    @property
+    def status(self) -> str:
+        """Its status, for display."""
+        return self.trial.status.value.replace("_", " ")
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is a training that belongs to no sweep."""
+        return self.trial.stage == "train" and not self.trial.overrides
+
+    @property
+    def ok(self) -> bool:
+        """Whether it has a speed to be ranked by."""
+        return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
+
+    @property
+    def mesh(self) -> str:
+        """The name of its mesh."""
+        return self.about.mesh
+
+    @property
+    def partition(self) -> str:
+        """The name of its partition."""
+        return self.about.partition
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Into how many parts each kind of role splits its work."""
+        return self.about.degrees or {}
+
+    @property
+    def step(self) -> StepResult:
+        """The speed of its step as the stage recorded it."""
+        return self.trial.results.step
+
+    @property
+    def p90_s(self) -> float | None:
+        """Nine of ten steps are faster than this."""
+        return self.step.p90_s
+
+    @property
+    def min_s(self) -> float | None:
+        """The fastest step."""
+        return self.step.min_s
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second of the whole slice."""
+        return self.step.tokens_per_second
+
+    @property
+    def rate_per_chip(self) -> float | None:
+        """Tokens a second and chip."""
+        return self.step.tokens_per_second_per_chip
+
+    @property
+    def usable(self) -> int | None:
+        """Memory of a device that a program can use."""
+        return self.trial.results.memory.usable
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that one device sends in a step, by mesh axes."""
+        return self.trial.results.sent
+
+    @property
+    def sent_bytes(self) -> float | None:
+        """Bytes that one device sends in a step, over all axes; None if no program was read."""
+        traffic = self.trial.results.communication
+        return None if traffic is None else sum(self.sent.values()) if self.sent else traffic.bytes
+
+    @property
+    def verdict(self) -> str:
+        """How its speed is to be read, or why it has none: `predicted`, `refused: batch=7 is odd`."""
+        if self.trial.status is not Status.ok:
+            return f"{self.status}: {self.trial.short_reason}"
+        return self.trial.kind if self.ok else ""
+
+    @property
+    def data_wait(self) -> float | None:
+        """Share of a training's steps in which devices wait for data."""
+        spent = self.trial.results.goodput
+        return None if spent is None else spent.data_wait
+
+
+def rows_of(
+    sweeps: Mapping[Path, Sequence[Trial]], trainings: Mapping[Path, Sequence[Trial]] = MappingProxyType({})
+) -> list[Row]:
+    """Return trainings by their run folders, then the trials of sweeps by their folders, as rows.
+
+    What a trial without a result ran on is taken from others of its sweep, stage and target.
+    """
+    varied, rows = varied_of({**sweeps, **trainings}), []
+    for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
+        simulated = {_kind(t): t.results.simulated for t in trials if t.results.simulated is not None}
+        devices = {_kind(t): t.results.devices for t in trials if t.results.devices is not None}
+        for trial in trials:
+            kind = _kind(trial)
+            is_simulated = _is_simulated(trial, simulated.get(kind))
+            taken = trial.results.devices or devices.get(kind)
+            source = folder.parent if folder in trainings else folder
+            rows.append(row_of(trial, source, is_simulated, taken, varied[folder, trial.key]))
+    return rows
+
+
+def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
+    """Return a trial of a sweep's folder as a row; `simulated` says that its devices are no accelerators.
+
+    `devices` are what a measurement on whatever devices there are took (`8 x NVIDIA H100`), and `varied` is what its
+    sweep varies beside the layout.
+    """
+    about, results, target = trial.about or _UNKNOWN, trial.results, target_of(trial)
+    step, memory, spent = results.step, results.memory, results.goodput
+    rate, price = step.tokens_per_second, _price(trial, simulated)
+    tokens = about.batch * about.seq if about.batch and about.seq else None
+    step_s = step.step_s or (tokens / rate if tokens and rate else None)  # a training may record its rate alone
+    run_folder = None if trial.folder is None else folder / trial.folder
+    return Row(
+        trial=trial,
+        source=folder,
+        group=Group(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
+        work=Work(about.model, about.batch, about.seq, about.precision or "", varied),
+        about=about,
+        layout=trial.name if trial.about is None else about.name,
+        step_s=step_s,
+        peak=memory.required or None,
+        seconds=results.seconds or _measured_parts(results.communication, step.step_s),
+        exposed_s=results.communication.exposed_s if results.seconds and results.communication else None,
+        price=price,
+        per_million=1e6 * price * about.chips / (3600 * rate) if price and about.chips and rate else None,
+        goodput=None if spent is None else Goodput(spent.wall_s, spent.seconds, spent.restarts),
+        reason=_reason(trial),
+        folder=run_folder if run_folder is not None and run_folder.is_dir() else None,
+    )
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """Return rows with the most tokens/s/chip first; those without a speed last, by status and name."""
+    order = list(Status)
+    return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
+
+
+def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
+    """Return rows by kind of speed: real measurements first, then predictions, then simulated ones; best rows first."""
+    by_group: dict[Group, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_group[row.group].append(row)
+    order = sorted(by_group, key=lambda g: (g.simulated, g.stage == "compile", g.stage == "train", g.target))
+    return {group: ranked(by_group[group]) for group in order}
+
+
+def ranks(rows: Sequence[Row]) -> list[int | None]:
+    """Return the ranks of ranked rows, equal where the difference is within noise; None for rows without a speed."""
+    return [place if row.ok else None for place, row in zip(places([row.trial for row in rows]), rows, strict=True)]
+
+
+def _price(trial: Trial, simulated: bool) -> float | None:
+    """Return the dollars of a chip in an hour: as the stage counted, else as the chip's file says."""
+    step, about = trial.results.step, trial.about
+    per_dollar = (step.tokens_per_dollar or {}).get("on_demand")
+    if about is None:
+        return None
+    if per_dollar and about.chips and step.tokens_per_second:
+        return step.tokens_per_second * 3600 / per_dollar / about.chips
+    chip = known_chips().get(about.chip or "")
+    return None if chip is None or simulated or step == StepResult() else chip.usd_per_hour
+
+
+def _measured_parts(traffic: Traffic | None, step_s: float | None) -> dict[str, float]:
+    """Return the parts of a measured step by its traced collectives; nothing where there is no trace, or no collective.
+
+    The trace is of a few steps of its own, which it slows down: their shares are taken of the timed step. Records
+    without the seconds of the traced steps counted what overlaps twice, so they are not used.
+    """
+    if traffic is None or not traffic.collective_s or not traffic.traced_step_s or step_s is None:
+        return {}
+    shares = {
+        f"{COLLECTIVES} {axes}": sum(kinds.values()) / traffic.traced_step_s
+        for axes, kinds in traffic.collective_s.items()
+    }
+    whole = max(1.0, sum(shares.values()))
+    taken = {name: share / whole * step_s for name, share in shares.items()}
+    return taken | {REST: max(0.0, step_s - sum(taken.values()))}
+
+
+def _kind(trial: Trial) -> tuple[str, str]:
+    return trial.stage, (trial.about or _UNKNOWN).target
+
+
+def _is_simulated(trial: Trial, others: bool | None) -> bool:
+    """Return whether a trial's devices are simulated; of one without a result, as `others` of its target were."""
+    if trial.stage == "compile":
+        return False
+    recorded = others if trial.results.simulated is None else trial.results.simulated
+    return (trial.about or _UNKNOWN).chip is None if recorded is None else recorded
+
+
+def _reason(trial: Trial) -> str | None:
+    memory = trial.results.memory
+    if trial.status is Status.does_not_fit and memory.needed and memory.usable:
+        return f"needs {memory.needed / 2**30:.1f} GiB of {memory.usable / 2**30:.1f} GiB usable"
+    if trial.status is Status.ok and trial.stage == "compile" and trial.results.step == StepResult():
+        return "CPU target: memory and bytes per axis only; choose a TPU slice for step time"
+    return trial.reason
