@@ -122,7 +122,7 @@ def _refuse_wrong(options: Options, overrides: Sequence[str]) -> None:
 
     asked = run_of(overrides)
     if problems := asked.problems():
-        raise ValueError(" ".join(problems))
+        raise ValueError(" ".join(map(str, problems)))
     hardware, mesh = options.hardware, asked.config.mesh
     devices = None if hardware is None or hardware.devices is None else hardware.devices * options.slices
     if devices not in (None, mesh.size):

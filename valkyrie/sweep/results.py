@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.config.modes import Mode
+from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.processes.team import REFUSED
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.tracking import read_metrics, sent_over
 from valkyrie.sweep.trial import Status, Trial
-from valkyrie.train.room import out_of_memory
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
@@ -51,7 +51,7 @@ def outcome(folder: Path, returncode: int) -> Outcome:
     error = last_error(folder / OUTPUT)
     if returncode == REFUSED:  # one of several processes, which end where the error is
         reason = error.removeprefix("valkyrie-train: ")
-        return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.refused, reason, {})
+        return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.refused, reason, {})
     return failure(f"its process ended with status {returncode}: {error}")
 
 
@@ -71,7 +71,7 @@ def _read(file: Path) -> Outcome:
 def failure(reason: str) -> Outcome:
     """Return the outcome of a process that failed: where memory was exhausted, the layout does not fit."""
     reason = " ".join(reason.split())[:_LONGEST]
-    return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.failed, reason, {})
+    return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.failed, reason, {})
 
 
 def results_of(folder: Path, mode: Mode) -> Outcome:
