@@ -20,10 +20,10 @@ import jax
 
 import valkyrie
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import parse_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import config_names, write_whole
-from valkyrie.search.compile.child import parse_out_of_memory
 from valkyrie.train.memory import ERRORS, expected_memory
 from valkyrie.train.program import StepProgram
 

@@ -16,6 +16,7 @@ from valkyrie.models.attention import Attention
 from valkyrie.models.block import Block, saved, weight
 from valkyrie.models.layers import normal, parameter, project
 from valkyrie.models.stack import Stack
+from valkyrie.problems import check_range
 
 
 @dataclass
@@ -34,7 +35,7 @@ class GatedUnit(Block):
         return {"size": self.penalty, "largest": 0.0}
 
     def problems(self, key):
-        return [] if self.units >= 1 else [f"{key}.units={self.units}: at least 1 is needed."]
+        return check_range(f"{key}.units", self.units, least=1)
 
     def sizes(self, site):
         return {"units": Size(self.units, f"{site.key}.units")}

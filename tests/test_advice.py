@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -13,15 +11,16 @@ from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
+from valkyrie.problems import Identity
 from valkyrie.trees import at, with_value
 
 RUNS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}") for model in MODELS}
 PARTITIONS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 
 
-def problems_of(run: Run) -> set[str]:
-    """Return problems by what they say, without numbers and without what would help."""
-    return {re.sub("[0-9]+", "#", problem) for problem in run.model.problems()} | run.layout_problems()
+def problems_of(run: Run) -> set[Identity]:
+    """Return the identities of the model's and the layout's problems."""
+    return {problem.identity for problem in run.model.problems()} | run.layout_problems()
 
 
 def applied(run: Run, key: str, value: int) -> Run:
@@ -45,25 +44,26 @@ def test_every_value_of_an_advice_is_legal(model: str, partition: str, shape: li
     run = RUNS[model].changed(mesh=mesh, partition=PARTITIONS[partition], **asked)
     before = problems_of(run)
     for problem in run.problems():
-        said, _, advice = problem.partition(" Use ")
-        for key, value in re.findall(r"([a-z][a-z0-9_.]*)=([0-9]+)", advice if " is not divisible " in said else ""):
+        advice = [(problem.key, value) for value in problem.nearest or () if problem.key]
+        advice += [(problem.mesh_axes[0], size) for size in problem.legal_sizes or ()]
+        for key, value in advice:
             event(f"advises {key}")
-            after = problems_of(applied(run, key, int(value)))
-            assert after <= before - {re.sub("[0-9]+", "#", said)}, (key, value, problem)
+            after = problems_of(applied(run, key, value))
+            assert after <= before - {problem.identity}, (key, value, problem)
 
 
 @pytest.mark.parametrize(
     ("wrong", "advice"),
     [
-        (("mesh=3x1x1", "partition=2d_tp"), "model.s5.state_size=48 or model.s5.state_size=72."),  # pairs, in blocks
-        (("mesh=3x1x1", "partition=2d_tp"), "model.attention.heads=12."),  # a multiple of the key heads
-        (("mesh=1x1x4", "partition=dp", "batch=10", "microbatches=3"), "Use batch=12."),
+        (("mesh=3x1x1", "partition=2d_tp"), ("model.s5.state_size", (48, 72))),  # pairs, in blocks
+        (("mesh=3x1x1", "partition=2d_tp"), ("model.attention.heads", (12,))),  # a multiple of the key heads
+        (("mesh=1x1x4", "partition=dp", "batch=10", "microbatches=3"), ("batch", (12,))),
     ],
 )
-def test_values_obey_what_else_the_key_must_be(wrong: tuple[str, ...], advice: str):
+def test_values_obey_what_else_the_key_must_be(wrong: tuple[str, ...], advice: tuple[str, tuple[int, ...]]):
     run = compose_run("model=valkyrie_tiny", "mesh=1x1x1", "partition=dp", "batch=12")
     asked = dict(text.split("=") for text in wrong)
     changes = {key: int(value) for key, value in asked.items() if key not in ("mesh", "partition")}
     run = run.changed(mesh=parse_mesh(asked["mesh"]), partition=PARTITIONS[asked["partition"]], **changes)
-    assert any(problem.endswith(advice) for problem in run.problems()), run.problems()
+    assert advice in [(problem.key, problem.nearest) for problem in run.problems()]
     assert at(run.config, "model.s5.state_size") == 64

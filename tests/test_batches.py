@@ -7,6 +7,7 @@ import pytest
 from helpers import compose_config, compose_run
 from valkyrie.config.run import Run
 from valkyrie.parallel.batches import batches_of
+from valkyrie.problems import ProblemCode
 
 SMALL = ("mesh=2x2x2", "partition=fsdp", "seq=64")
 
@@ -28,27 +29,21 @@ def test_a_run_has_them_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "code", "key", "nearest"),
     [
-        (["batch_tokens=1000"], "batch_tokens=1000 is not a multiple of seq=64. Use 960."),
-        (
-            ["batch=64", "device_batch=3"],
-            "batch=64 does not divide into parts of device_batch=3 sequences on 8 devices (24 at a time). Use "
-            "device_batch=2.",
-        ),
+        (["batch_tokens=1000"], ProblemCode.batch_tokens_not_divisible, "batch_tokens", (960,)),
+        (["batch=64", "device_batch=3"], ProblemCode.device_batch_not_divisible, "device_batch", (2,)),
         (
             ["batch_tokens=512", "device_batch=1", "mesh=4x4x1"],
-            "batch_tokens=512, 8 sequences, does not divide into parts of device_batch=1 sequences on 16 devices (16 "
-            "at a time). Use a batch that 16 divides.",
+            ProblemCode.device_batch_not_divisible,
+            "device_batch",
+            (),
         ),
-        (
-            ["batch=64", "device_batch=2", "microbatches=2"],
-            "device_batch=2 decides the microbatches, and microbatches=2 is given too. Use microbatches=1, or "
-            "device_batch=null.",
-        ),
-        (["batch=64", "device_batch=0"], "device_batch=0: at least 1 is needed."),
-        (["sample_every=0"], "sample_every=0: at least 1 is needed, or null for no samples on the way."),
+        (["batch=64", "device_batch=2", "microbatches=2"], ProblemCode.conflict, "device_batch", None),
+        (["batch=64", "device_batch=0"], ProblemCode.out_of_range, "device_batch", None),
+        (["sample_every=0"], ProblemCode.out_of_range, "sample_every", None),
     ],
 )
-def test_what_does_not_divide_is_refused_with_what_does(overrides, message):
-    assert message in Run.from_config(compose_config(*SMALL, *overrides)).problems()
+def test_what_does_not_divide_is_refused_with_what_does(overrides, code, key, nearest):
+    problems = Run.from_config(compose_config(*SMALL, *overrides)).problems()
+    assert (code, key, nearest) in [(p.code, p.key, p.nearest) for p in problems]

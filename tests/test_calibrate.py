@@ -203,9 +203,8 @@ def test_what_is_written_is_an_experiment(truth: Efficiency, tmp_path: Path, cap
     chip, written = used(tmp_path).chip, (tmp_path / "found" / "calibrated_v5e.yaml").read_text()
     assert chip is not None and efficiency_of(chip).products == pytest.approx(0.6, abs=0.1)
     assert chip.replay.factor is None and "replay" not in written
-    refusal = "target.chip.calibrated=v5e: what was fitted to v5e says nothing of v4. Use a slice of v5e, or leave the "
     (problem,) = with_it(tmp_path, "target=v4-64", "mesh=32x1x1", "batch=32").problems()
-    assert problem.startswith(refusal)
+    assert (problem.key, problem.value) == ("target.chip.calibrated", "v5e")
 
     several = [*SEARCH, "mode.targets=[v5e-8,v5e-16]"]
     assert [slice_.chip for slice_ in parse_request(with_it(tmp_path, *several)).targets] == [chip, chip]

@@ -243,8 +243,5 @@ def test_about_lists_the_parameters(tmp_path: Path) -> None:
 
 
 def test_intervals_that_make_no_sense_are_refused() -> None:
-    assert CheckpointConfig(every=0, keep=0).problems() == [
-        "checkpoint.every=0: at least 1 is needed, or null to save only at the end.",
-        "checkpoint.keep=0: at least 1 is needed.",
-    ]
+    assert [p.key for p in CheckpointConfig(every=0, keep=0).problems()] == ["checkpoint.every", "checkpoint.keep"]
     assert CheckpointConfig(every=None).problems() == []

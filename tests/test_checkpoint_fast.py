@@ -238,12 +238,8 @@ def test_one_for_every_hour_is_kept(tmp_path: Path):
 
 def test_policies_that_make_no_sense_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     config = CheckpointConfig(keep_every_h=0.0, keep_best=-1, fast=FastConfig(every=0, keep=0))
-    assert config.problems() == [
-        "checkpoint.keep_every_h=0: write hours above 0, or null for none.",
-        "checkpoint.keep_best=-1: write 0 for none, or how many.",
-        "checkpoint.fast.every=0: at least 1 is needed, or null for no fast tier.",
-        "checkpoint.fast.keep=0: at least 1 is needed.",
-    ]
+    keys = ["keep_every_h", "keep_best", "fast.every", "fast.keep"]
+    assert [problem.key for problem in config.problems()] == [f"checkpoint.{key}" for key in keys]
     assert command(*tiny(tmp_path, "checkpoint.keep_best=1", "checkpoint.best=loss")) == 2
     assert (
         "checkpoint.best=loss: the evaluation of next_token has eval_loss, eval_bits_per_byte, eval_tokens. Use one of"

@@ -192,13 +192,13 @@ def test_bad_lines_are_told_together(tmp_path: Path) -> None:
         ("code_eval_every=0", "code_eval_every=0: at least 1 is needed, or null for none on the way."),
         ("code_eval.samples=0", "code_eval.samples=0: at least 1 is needed."),
         ("code_eval.workers=0", "code_eval.workers=0: at least 1 is needed, or null."),
-        ("code_eval.temperature=-1", "code_eval.temperature=-1.0: must be 0 (greedy) or above."),
+        ("code_eval.temperature=-1", "code_eval.temperature=-1: must be at least 0."),
         (
             "code_eval.temperature=0",
-            "code_eval.temperature=0.0: all 4 samples would be the same. Use code_eval.samples=1.",
+            "code_eval.temperature=0: all 4 samples would be the same. Use code_eval.samples=1.",
         ),
         ("code_eval.time_s=0", "code_eval.time_s=0: must be above 0."),
-        ("code_eval.memory_mib=1", "code_eval.memory_mib=1: no program starts with less than 16."),
+        ("code_eval.memory_mib=1", "code_eval.memory_mib=1: at least 16 is needed."),
         (
             "code_eval_every=5 model=trm_tiny data=sudoku_4x4",
             "code_eval_every=5 continues a text, and model=trm_tiny answers puzzles. Use mode=eval to see how many it "

@@ -23,6 +23,7 @@ from helpers import compose_run
 from machines import needs_libtpu, tpu_mesh
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import is_out_of_memory, parse_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import source_digest
@@ -32,8 +33,6 @@ from valkyrie.search.compile.child import (
     OUTCOME,
     _about_scratch_memory,
     _too_large,
-    is_about_memory,
-    parse_out_of_memory,
     peak_beside_host,
     within_memory,
 )
@@ -95,11 +94,11 @@ def test_numbers_of_the_short_form():
 
 
 def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit():
-    assert is_about_memory(RuntimeError(OUT_OF_MEMORY))
+    assert is_out_of_memory(OUT_OF_MEMORY)
     vmem = OUT_OF_MEMORY.replace("memory space hbm", "memory space vmem").replace(
         "37.85G of 30.75G", "19.55M of 16.00M"
     )
-    assert not is_about_memory(RuntimeError(vmem))
+    assert not is_out_of_memory(vmem)
 
 
 @pytest.mark.parametrize(

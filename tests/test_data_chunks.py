@@ -19,6 +19,7 @@ from valkyrie.data.readers import read
 from valkyrie.data.sources import parquet_stream, stdlib
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.stream import DocumentPosition, Lane, open_stream
+from valkyrie.problems import ProblemCode
 
 CPP = """// License
 #include <vector>
@@ -144,6 +145,5 @@ def test_a_file_of_rows_does_not_tell_its_language(tmp_path: Path) -> None:
 
 def test_what_has_no_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("valkyrie.data.chunks.find_spec", lambda name: None)
-    assert stdlib.Config(chunk=Chunk.functions).problems() == [
-        "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
-    ]
+    (problem,) = stdlib.Config(chunk=Chunk.functions).problems()
+    assert (problem.code, problem.key) == (ProblemCode.not_installed, "data.chunk")

@@ -320,16 +320,16 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
         (
             {"a.txt": "xy"},
             {"validation_fraction": 1.0},
-            "data.validation_fraction=1.0: use a share above 0 and below 1",
+            "data.validation_fraction=1: must be above 0 and below 1",
         ),
         (
             {"a.txt": "xy"},
             {"validation_fraction": 0.0},
-            "data.validation_fraction=0.0: use a share above 0 and below 1",
+            "data.validation_fraction=0: must be above 0 and below 1",
         ),
-        ({"a.txt": "xy"}, {"workers": 0}, "data.workers=0: use 1 or more"),
-        ({"a.txt": "xy"}, {"max_bytes": 0}, "data.max_bytes=0: use 1 or more"),
-        ({"a.txt": "xy"}, {"shard_tokens": 0}, "data.shard_tokens=0: use 1 or more"),
+        ({"a.txt": "xy"}, {"workers": 0}, "data.workers=0: at least 1 is needed"),
+        ({"a.txt": "xy"}, {"max_bytes": 0}, "data.max_bytes=0: at least 1 is needed"),
+        ({"a.txt": "xy"}, {"shard_tokens": 0}, "data.shard_tokens=0: at least 1 is needed"),
     ],
 )
 def test_mistakes_are_refused_and_leave_nothing(

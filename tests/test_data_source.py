@@ -203,17 +203,10 @@ def test_the_synthetic_chain_is_seeded_and_has_the_entropy_it_claims() -> None:
     assert other.tokens.tolist() != found[0].tokens.tolist()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"states": 3}, "data.states=3: use 4 to 224."),
-        ({"documents": 1}, "data.documents=1: use 2 or more"),
-        ({"mean_length": 1}, "data.mean_length=1: use 2 or more"),
-    ],
-)
-def test_a_chain_that_cannot_be_drawn_is_refused(wrong: dict[str, Any], message: str) -> None:
-    (problem,) = synthetic.Config(**wrong).problems()
-    assert problem.startswith(message)
+@pytest.mark.parametrize(("key", "value"), [("states", 3), ("documents", 1), ("mean_length", 1)])
+def test_a_chain_that_cannot_be_drawn_is_refused(key: str, value: int) -> None:
+    (problem,) = synthetic.Config(**{key: value}).problems()
+    assert (problem.key, problem.value) == (f"data.{key}", value)
 
 
 def splits_of(config: DocumentConfig, threshold: int | None = None) -> tuple[dict[str, list[str]], Census]:

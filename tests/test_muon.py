@@ -31,6 +31,7 @@ from valkyrie.optim import Schedule, Training, learning_rate, make_optimizer, wi
 from valkyrie.optim.families.muon import AdamGroup, Config
 from valkyrie.optim.muon import Recipe, muon, orthogonal
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.problems import ProblemCode
 from valkyrie.search.estimate.memory import Need
 from valkyrie.search.estimate.runs import candidates_of
 from valkyrie.search.estimate.work import work_of
@@ -177,25 +178,15 @@ def test_momentum_lies_as_its_parameter_does():
         assert x.shape == like.shape and x.sharding == like.sharding, path
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.momentum=1", "optimizer.momentum=1.0: must be at least 0 and below 1."),
-        ("optimizer.momentum_warmup=0", "optimizer.momentum_warmup=0: at least 1 is needed."),
-        ("optimizer.warmdown=0", "optimizer.warmdown=0.0: must be above 0 and at most 1."),
-    ],
-)
-def test_a_recipe_that_makes_no_sense_is_refused(override, message):
+@pytest.mark.parametrize("override", ["optimizer.momentum=1", "optimizer.momentum_warmup=0", "optimizer.warmdown=0"])
+def test_a_recipe_that_makes_no_sense_is_refused(override):
     run = Run.from_config(compose_config("optimizer=muon", "mesh=1x1x1", "partition=dp", override))
-    assert message in run.problems()
+    assert override.partition("=")[0] in {problem.key for problem in run.problems()}
 
 
 def test_a_group_that_there_is_not_is_refused():
     own = Config(groups=Config().groups | {"heads": AdamGroup()})
-    assert own.problems() == [
-        "optimizer.groups.heads is no group of parameters that AdamW takes. There are embedding, unembedding, "
-        "value_embedding, vector, residual_scale, input_scale, scalar, ssm."
-    ]
+    assert [(p.code, p.key) for p in own.problems()] == [(ProblemCode.unknown_name, "optimizer.groups.heads")]
 
 
 def test_rates_follow_the_width():

@@ -77,7 +77,7 @@ def test_show_prints_its_memory(folder: Path) -> None:
 
 def test_a_wrong_value_is_refused_by_its_key(folder: Path) -> None:
     wrong = replace(composed(folder).config.optimizer, **{"beta2": 1.0})
-    assert wrong.problems() == ["optimizer.beta2=1.0: must be at least 0 and below 1."]
+    assert [problem.key for problem in wrong.problems()] == ["optimizer.beta2"]
 
 
 def test_a_module_without_an_optimizer_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,8 +15,10 @@ from valkyrie.config.run import Run
 from valkyrie.models import known_axes
 from valkyrie.parallel.layout import Layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig, resolve_rules, roles
+from valkyrie.parallel.partition import PartitionConfig, Role, RoleKind, recorded_roles, resolve_rules, roles
 from valkyrie.paths import read_group
+from valkyrie.problems import Problem, ProblemCode
+from valkyrie.records import encode
 
 AXES = list(known_axes())
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
@@ -65,7 +68,7 @@ def test_every_logical_axis_of_a_model_has_a_rule(name: str):
 def test_every_partition_is_legal_for_every_tiny_model_on_32_devices(name: str, model: str):
     layout = layout_of("4x4x2", name, model)
     assert layout.name == f"4x4x2-{name}"
-    assert "idle" not in layout.roles.values()
+    assert RoleKind.idle not in {role.kind for role in layout.roles.values()}
 
 
 @pytest.mark.parametrize("name", sorted(ROLES))
@@ -77,7 +80,7 @@ def test_roles_of_a_mesh(name: str):
 @pytest.mark.parametrize("axis", ["w", "s"])
 def test_a_fourth_axis_and_slices_split_data(name: str, axis: str):
     layout = layout_of("2x2x2x2" if axis == "w" else "2s2x2x2", name)
-    assert layout.roles[axis].startswith(("DP(batch", "FSDP(batch"))
+    assert layout.roles[axis].kind in (RoleKind.DP, RoleKind.FSDP)
     stages = layout.parameters["layers"]
     assert layout.activations["batch"][: len(stages) + 1] == (*stages, axis)
     if axis == "s":
@@ -86,14 +89,20 @@ def test_a_fourth_axis_and_slices_split_data(name: str, axis: str):
 
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_axes_of_size_one_are_unused(name: str):
-    assert set(layout_of("1x1x1", name).roles.values()) == {"unused"}
+    assert set(layout_of("1x1x1", name).roles.values()) == {Role(RoleKind.unused)}
 
 
-def data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, str], list[str]]:
+def test_roles_are_read_back_from_a_record():
+    roles = layout_of("4x4x2", "2d_tp_fsdp").roles
+    assert recorded_roles({"axis_roles": json.loads(json.dumps(encode(roles)))}) == roles
+    assert recorded_roles({"roles": "x=4 DP(batch)"}) == {}, "older records have the line alone"
+
+
+def data_model_fsdp(names: list[str], mesh: str = "4x4x2") -> tuple[dict[str, str], list[Problem]]:
     config = parse_mesh(mesh)
     config.names = names
     parameters, activations, problems = resolve_rules(YAMLS["data_model_fsdp"], config, AXES)
-    return roles(config, parameters, activations), problems
+    return {axis: str(role) for axis, role in roles(config, parameters, activations).items()}, problems
 
 
 MODEL = "MP1(mlp,heads,kv_heads,vocab,state)"
@@ -123,7 +132,7 @@ def test_a_fourth_axis_has_the_role_that_the_launch_environment_gives_it(role: s
     found = Run(replace(run.config, mesh=mesh, partition=YAMLS["data_model_fsdp"]), run.model)
     assert found.problems() == []
     expected = {"replica": "DP(batch)", "data": "DP(batch)", "model": MODEL, "fsdp": "FSDP(batch,embed)"}
-    assert list(found.layout.roles.values()) == [expected[name] for name in names]
+    assert list(map(str, found.layout.roles.values())) == [expected[name] for name in names]
 
 
 def test_an_axis_named_beside_its_role_is_spent_once():
@@ -141,11 +150,8 @@ def test_an_axis_named_beside_its_role_is_spent_once():
 
 
 def test_an_unknown_name_of_the_launch_environment_is_refused_where_it_matters():
-    message = (
-        "the environment names mesh axis y=4 'expert' (TPU_AXIS_NAMES); partition=data_model_fsdp knows the roles "
-        "data, model, fsdp."
-    )
-    assert data_model_fsdp(["data", "expert", "fsdp"])[1] == [message]
+    (problem,) = data_model_fsdp(["data", "expert", "fsdp"])[1]
+    assert (problem.code, problem.value, problem.mesh_axes) == (ProblemCode.unknown_role, "expert", ("y",))
     assert data_model_fsdp(["data", "expert", "fsdp"], "4x1x2")[1] == []
 
 
@@ -159,15 +165,12 @@ def test_refusals():
     partition = PartitionConfig(
         name="mine", parameters={"mpl": ["x"], "mlp": ["w"]}, activations={"batch": ["s", "s?"], "seq": ["q"]}
     )
-    assert resolve_rules(partition, parse_mesh("4x4x2"), AXES)[2] == [
-        "partition=mine has a rule for parameters.mpl, which is no logical axis of parameters. Did you mean mlp? "
-        "The model has layers, embed, vocab, heads, kv_heads, head_dim, mlp, state.",
-        "partition=mine puts parameters.mlp on mesh axis w, which mesh=4x4x2 does not have; it has x=4, y=4, z=2. Use "
-        "a mesh with that axis (four sizes, mesh=2x4x4x2), or write w? in the partition.",
-        "partition=mine puts activations.batch on mesh axis s, which mesh=4x4x2 does not have; it has x=4, y=4, z=2. "
-        "Use a mesh with that axis (slices, mesh=2s4x4x2), or write s? in the partition.",
-        "partition=mine puts activations.seq on mesh axis q, which mesh=4x4x2 does not have; it has x=4, y=4, z=2. "
-        "Use a mesh with that axis, or write q? in the partition.",
+    problems = resolve_rules(partition, parse_mesh("4x4x2"), AXES)[2]
+    assert [(p.code, p.key, p.mesh_axes) for p in problems] == [
+        (ProblemCode.unknown_logical_axis, "partition.parameters.mpl", ()),
+        (ProblemCode.missing_mesh_axis, "partition.parameters.mlp", ("w",)),
+        (ProblemCode.missing_mesh_axis, "partition.activations.batch", ("s",)),
+        (ProblemCode.missing_mesh_axis, "partition.activations.seq", ("q",)),
     ]
 
 

@@ -27,6 +27,7 @@ from valkyrie.parallel.placement import (
     placement_problems,
     placements,
 )
+from valkyrie.problems import ProblemCode
 
 
 def torus(*shape: int, wrap: bool = False, slices: int = 1, cores: int = 1) -> Topology:
@@ -204,10 +205,8 @@ def test_links_are_counted_per_chip():
 )
 def test_a_placement_that_cannot_be_says_why(placement: list[str], reason: str):
     config = MeshConfig(name="4x4x2", shape=[4, 4, 2], placement=placement)
-    assert config.problems() == [
-        f"mesh.placement=[{','.join(placement)}]: {reason}. List the axes of mesh=4x4x2 (x=4, y=4, z=2) from the "
-        "slowest to the fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2)."
-    ]
+    (problem,) = config.problems()
+    assert (problem.code, problem.key, problem.details["wrong"]) == (ProblemCode.placement, "mesh.placement", reason)
 
 
 def test_a_placement_is_written_on_the_command_line(command: Any):

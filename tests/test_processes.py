@@ -21,6 +21,7 @@ from helpers import compose_run
 from processes import ended, free_address, meet, several
 from runs import TINY, needs_sandbox, start
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig, find_place
 from valkyrie.processes.interrupt import PREEMPTED
 from valkyrie.processes.locks import only_writer
@@ -184,7 +185,7 @@ def test_half_a_place_is_refused(change: dict[str, str], says: str):
 
 def test_some_of_the_keys_are_refused_with_those_that_are_missing():
     (problem,) = DistributedConfig(processes=4).problems()
-    assert problem.startswith("distributed.processes=4: give distributed.coordinator and distributed.process too")
+    assert (problem.code, problem.key) == (ProblemCode.missing, "distributed.coordinator")
 
 
 @pytest.mark.parametrize(

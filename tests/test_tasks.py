@@ -9,6 +9,7 @@ import pytest
 
 from helpers import compose_config
 from valkyrie.config.run import Run
+from valkyrie.problems import ProblemCode
 
 CARRYING = """
 from valkyrie.tasks import Array
@@ -37,11 +38,10 @@ def test_a_task_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.syspath_prepend(tmp_path)
     blind = "model.attention.causal=false"
     assert run_of("carrying_task", blind).problems() == []
-    assert "the task next_token needs a causal model" in "".join(run_of("next_token", blind).problems())
+    (problem,) = run_of("next_token", blind).problems()
+    assert (problem.code, problem.key) == (ProblemCode.unsupported, "model")
     assert run_of("next_token", "microbatches=2").problems() == []
-    assert run_of("carrying_task", "microbatches=2").problems() == [
-        "microbatches=2: the task next_token of model=gpt_tiny hands state from each step to the next, for the "
-        "whole batch at once. Use microbatches=1."
-    ]
+    (problem,) = run_of("carrying_task", "microbatches=2").problems()
+    assert (problem.code, problem.key, problem.value) == (ProblemCode.unsupported, "microbatches", 2)
     (unknown,) = run_of("no_such_task").problems()
-    assert unknown.startswith("task.family=no_such_task is not known. Known: next_token, puzzles, or")
+    assert (unknown.code, unknown.key) == (ProblemCode.unknown_name, "task")

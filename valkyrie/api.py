@@ -21,6 +21,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_whole
+from valkyrie.problems import refuse
 from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB
 
@@ -190,8 +191,7 @@ def slice(name: str, *, slices: int = 1) -> Slice:
     from valkyrie.config.choices import target_named
 
     target = dataclasses.replace(target_named(name), slices=slices)
-    if problems := target.problems():
-        raise ValueError("\n".join(problems))
+    refuse(target.problems())
     return Slice.of(target)
 
 
@@ -354,8 +354,7 @@ def report(*paths: str | Path, output: str | Path | None = None) -> Path:
 
 
 def _checked(run: Run) -> Run:
-    if problems := run.problems():
-        raise ValueError("\n".join(problems))
+    refuse(run.problems())
     return run
 
 

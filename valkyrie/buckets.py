@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 
+from valkyrie.problems import Problem, ProblemCode
+
 
 def scheme_of(path: str) -> str | None:
     """Return `gs` of `gs://bucket/x`, without `://`; None of a path of a disk."""
@@ -12,23 +14,22 @@ def scheme_of(path: str) -> str | None:
     return found[1] if found else None
 
 
-def package_problems(asked: str, scheme: str, package: str) -> list[str]:
-    """Return that a scheme cannot be served without its package, where that is not installed.
-
-    `asked` is the setting as it was written: `checkpoint.folder=s3://bucket/x`.
-    """
+def package_problems(key: str, path: str, scheme: str, package: str) -> list[Problem]:
+    """Return the problem of a path whose scheme needs a package that is not installed."""
     if find_spec(package) is not None:
         return []
-    return [f"{asked}: {scheme}:// needs the package {package}: uv pip install {package}."]
+    text = f"{key}={path}: {scheme}:// needs the package {package}: uv pip install {package}."
+    return [Problem(ProblemCode.not_installed, key, path, text)]
 
 
-def needs_disk(key: str, path: str) -> list[str]:
-    """Return that a setting takes no bucket, where its path is of one."""
+def needs_disk(key: str, path: str) -> list[Problem]:
+    """Return the problem of a bucket's path where only a folder of a disk will do."""
     scheme = scheme_of(path)
     if scheme is None:
         return []
-    return [
+    text = (
         f"{key}={path}: {scheme}:// is not read or written directly. "
         "Use a folder of a disk, for several hosts one that all of them mount: NFS, Filestore, a mounted bucket. "
         "What takes a bucket is data.paths and checkpoint.folder."
-    ]
+    )
+    return [Problem(ProblemCode.unsupported, key, path, text)]

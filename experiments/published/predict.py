@@ -38,6 +38,7 @@ from rich.console import Console
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
+from valkyrie.problems import refuse
 from valkyrie.search.compile.runner import program_key
 from valkyrie.search.compile.trust import FILE, Published, as_json, published
 from valkyrie.search.modes import compile_and_summarise
@@ -151,8 +152,7 @@ def compose_row(line: dict[str, str], config_dir: Path | None = None) -> Run:
     """Return the legal run of a row; ValueError lists its problems."""
     folder = [] if config_dir is None else ["--config-dir", str(config_dir.resolve())]
     run = run_of([*folder, f"experiment={line['experiment']}", *line["overrides"].split(), "mode=compile"])
-    if problems := run.problems():
-        raise ValueError("\n".join(problems))
+    refuse(run.problems())
     return run
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from valkyrie.buckets import scheme_of
 from valkyrie.checkpoint.place import place_problems
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 @dataclass
@@ -21,15 +22,13 @@ class FastConfig:
     folder: str | None = None
     keep: int = 2
 
-    def problems(self) -> list[str]:
-        """Return every reason why this makes no sense, in the words of the command line."""
-        problems = []
-        if self.every is not None and self.every < 1:
-            problems.append(f"checkpoint.fast.every={self.every}: at least 1 is needed, or null for no fast tier.")
-        if self.keep < 1:
-            problems.append(f"checkpoint.fast.keep={self.keep}: at least 1 is needed.")
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
+        problems = check_range("checkpoint.fast.every", self.every, least=1, otherwise="null for no fast tier")
+        problems += check_range("checkpoint.fast.keep", self.keep, least=1)
         if self.folder is not None and scheme_of(self.folder) is not None:
-            problems.append(f"checkpoint.fast.folder={self.folder}: fast checkpoints lie on each host. Use a folder.")
+            text = f"checkpoint.fast.folder={self.folder}: fast checkpoints lie on each host. Use a folder."
+            problems.append(Problem(ProblemCode.unsupported, "checkpoint.fast.folder", self.folder, text))
         return problems
 
 
@@ -55,15 +54,10 @@ class CheckpointConfig:
     folder: str | None = None
     fast: FastConfig = field(default_factory=FastConfig)
 
-    def problems(self) -> list[str]:
-        """Return every reason why this makes no sense, in the words of the command line."""
-        problems = []
-        if self.every is not None and self.every < 1:
-            problems.append(f"checkpoint.every={self.every}: at least 1 is needed, or null to save only at the end.")
-        if self.keep < 1:
-            problems.append(f"checkpoint.keep={self.keep}: at least 1 is needed.")
-        if self.keep_every_h is not None and self.keep_every_h <= 0:
-            problems.append(f"checkpoint.keep_every_h={self.keep_every_h:g}: write hours above 0, or null for none.")
-        if self.keep_best < 0:
-            problems.append(f"checkpoint.keep_best={self.keep_best}: write 0 for none, or how many.")
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
+        problems = check_range("checkpoint.every", self.every, least=1, otherwise="null to save only at the end")
+        problems += check_range("checkpoint.keep", self.keep, least=1)
+        problems += check_range("checkpoint.keep_every_h", self.keep_every_h, above=0, otherwise="null for none")
+        problems += check_range("checkpoint.keep_best", self.keep_best, least=0)
         return [*problems, *place_problems(self.folder), *self.fast.problems()]

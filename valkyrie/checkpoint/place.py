@@ -10,6 +10,7 @@ from typing import Any
 
 from valkyrie.buckets import package_problems, scheme_of
 from valkyrie.paths import write_whole
+from valkyrie.problems import Problem, ProblemCode
 
 FOLDER = "checkpoints"
 """The folder of a run folder that holds its durable checkpoints, one sub-folder a step."""
@@ -21,15 +22,16 @@ _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 """The package that serves a scheme."""
 
 
-def place_problems(folder: str | None) -> list[str]:
+def place_problems(folder: str | None) -> list[Problem]:
     """Return why `checkpoint.folder` cannot be served here, with the package to install."""
     scheme = None if folder is None else scheme_of(folder)
     if scheme is None:
         return []
     if scheme not in _PACKAGES:
         schemes = " or ".join(f"{known}://" for known in _PACKAGES)
-        return [f"checkpoint.folder={folder}: {scheme}:// is not known. Use {schemes}, or a folder of a disk."]
-    return package_problems(f"checkpoint.folder={folder}", scheme, _PACKAGES[scheme])
+        text = f"checkpoint.folder={folder}: {scheme}:// is not known. Use {schemes}, or a folder of a disk."
+        return [Problem(ProblemCode.unknown_name, "checkpoint.folder", folder, text)]
+    return package_problems("checkpoint.folder", str(folder), scheme, _PACKAGES[scheme])
 
 
 def in_bucket(path: Any) -> bool:

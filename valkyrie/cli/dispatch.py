@@ -26,6 +26,7 @@ from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
 from valkyrie.extensions import add_import_path
+from valkyrie.problems import Problem
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes
@@ -65,8 +66,7 @@ def dispatch() -> None:
             config = _compose(primary)
         if config is not None:
             run = replace(Run.from_config(config), arguments=tuple(arguments))
-            problems = run.problems()
-            if problems:
+            if problems := run.problems():
                 raise ValueError(_with_choices(run, problems))
             sys.exit(_dispatch(run))
     except BrokenPipeError:
@@ -124,10 +124,9 @@ def fail(message: str, status: int = USER_ERROR) -> None:
     sys.exit(status)
 
 
-def _with_choices(run: Run, problems: Sequence[str]) -> str:
-    if any("partition=" in p for p in problems):
-        legal = run.legal_partitions()
-        mesh = run.config.mesh.name
-        if legal:
-            return "\n".join([*problems, f"Legal with mesh={mesh} as it stands: partition={', '.join(legal)}."])
-    return "\n".join(problems)
+def _with_choices(run: Run, problems: Sequence[Problem]) -> str:
+    """Return the problems, and the legal partitions if the rules of this one are among the causes."""
+    lines = [str(problem) for problem in problems]
+    if any(problem.partition for problem in problems) and (legal := run.legal_partitions()):
+        lines.append(f"Legal with mesh={run.config.mesh.name} as it stands: partition={', '.join(legal)}.")
+    return "\n".join(lines)

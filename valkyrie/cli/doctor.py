@@ -49,7 +49,7 @@ def _doctor(arguments: Sequence[str]) -> int:
     run = run_of(overrides)
     if problems := run.problems():
         several = f"{len(problems)} problems\n  - " if len(problems) > 1 else ""
-        raise ValueError(several + "\n  - ".join(problems))
+        raise ValueError(several + "\n  - ".join(map(str, problems)))
     return examine(run, make_console(), asked.dry_run)
 
 

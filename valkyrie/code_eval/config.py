@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, replace
 
 from valkyrie.buckets import needs_disk
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 
 @dataclass
@@ -30,26 +30,19 @@ class CodeEvalConfig:
     workers: int | None = None
     sandbox: bool = True
 
-    def refusals(self, every: int | None) -> list[str]:
-        """Return what is wrong with these values and with `code_eval_every`, in the words of the command line."""
-        problems = []
-        if every is not None and every < 1:
-            problems.append(f"code_eval_every={every}: at least 1 is needed, or null for none on the way.")
-        for key in ("samples", "tokens", "batch", "top_k", "workers"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                optional = ", or null" if key in ("top_k", "workers") else ""
-                problems.append(f"code_eval.{key}={value}: at least 1 is needed{optional}.")
-        if not 0 <= self.temperature < math.inf:
-            problems.append(f"code_eval.temperature={self.temperature}: must be 0 (greedy) or above.")
+    def refusals(self, every: int | None) -> list[Problem]:
+        """Return everything that is wrong with these settings and with `code_eval_every`."""
+        problems = check_range("code_eval_every", every, least=1, otherwise="null for none on the way")
+        for name in ("samples", "tokens", "batch"):
+            problems += check_range(f"code_eval.{name}", getattr(self, name), least=1)
+        for name in ("top_k", "workers"):
+            problems += check_range(f"code_eval.{name}", getattr(self, name), least=1, otherwise="null")
+        problems += check_range("code_eval.temperature", self.temperature, least=0)
         if self.temperature == 0 and self.samples > 1:
-            problems.append(
-                f"code_eval.temperature=0.0: all {self.samples} samples would be the same. Use code_eval.samples=1."
-            )
-        if not 0 < self.time_s < math.inf:
-            problems.append(f"code_eval.time_s={self.time_s:g}: must be above 0.")
-        if self.memory_mib < 16:
-            problems.append(f"code_eval.memory_mib={self.memory_mib}: no program starts with less than 16.")
+            text = f"code_eval.temperature=0: all {self.samples} samples would be the same. Use code_eval.samples=1."
+            problems.append(Problem(ProblemCode.conflict, "code_eval.temperature", 0.0, text))
+        problems += check_range("code_eval.time_s", self.time_s, above=0)
+        problems += check_range("code_eval.memory_mib", self.memory_mib, least=16)
         return problems + needs_disk("code_eval.problems", self.problems)
 
     def anywhere(self) -> CodeEvalConfig:

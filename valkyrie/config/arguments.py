@@ -22,6 +22,7 @@ from valkyrie.config.run import Run
 from valkyrie.config.saved import CONFIG_FLAGS, CONFIG_PATH, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
 from valkyrie.extensions import add_import_path
+from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.runs.folder import key_value, parts_of
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"
@@ -47,7 +48,7 @@ def refuses_keys_of_null(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
-        if not re.match("Unexpected type( for root)?: None", str(error)):
+        if not is_key_of_null(str(error)):
             raise
         asked = next(a for a in arguments if "target.chip." in a or key_value(a)[0].count(".") > 1)
         parent = key_value(asked)[0].rpartition(".")[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from yaml import YAMLError
 from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import refusal_of
 from valkyrie.config.run import FAMILIES
+from valkyrie.foreign_errors import ambiguous_argument, missing_group, needs_quotes, scalar_for_group
 
 _GROUPS = ("experiment", "sweep", *GROUPS)
 _EXTRAS = {
@@ -34,8 +34,7 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> str:
         return _no_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
-    if isinstance(error, ConfigCompositionException) and str(error).startswith("Ambiguous value for argument"):
-        argument = str(error).partition("'")[2].partition("\n")[0].rstrip("'")
+    if isinstance(error, ConfigCompositionException) and (argument := ambiguous_argument(str(error))):
         return f"{argument} names several values, and a run has one. For a sweep over them add -m."
     if not isinstance(error, HydraException | OmegaConfBaseException | YAMLError):
         return str(error)
@@ -90,20 +89,17 @@ def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> st
 
 def _wrong_file(message: str) -> str | None:
     """Return what is wrong with a YAML of the user's where Hydra has words of its own for it; else None."""
-    missing = re.match(r"In '(.+)': Could not override '(.+)'\.", message)
-    if missing:
-        group = missing[2].rpartition("@")[2]
+    if missing := missing_group(message):
+        file, group = missing
         near = difflib.get_close_matches(group, _GROUPS, n=1)
         hint = f" Did you mean {near[0]}?" if near and near[0] != group else ""
         groups = ", ".join(_GROUPS)
-        return f"{missing[1]}.yaml: its defaults list overrides {group}, which is no group.{hint} Groups: {groups}."
-    value = re.match(
-        r"In '(.+)': ValidationError raised while composing config:\s+Merge error: str .* value: (\S+)", message
-    )
-    if value:
+        return f"{file}.yaml: its defaults list overrides {group}, which is no group.{hint} Groups: {groups}."
+    if scalar := scalar_for_group(message):
+        file, value = scalar
         return (
-            f"{value[1]}.yaml: {value[2]} stands where the settings of a group belong. A choice is made in the "
-            f"defaults list: defaults: ['override /GROUP: {value[2]}']."
+            f"{file}.yaml: {value} stands where the settings of a group belong. A choice is made in the "
+            f"defaults list: defaults: ['override /GROUP: {value}']."
         )
     return None
 
@@ -112,7 +108,7 @@ def _unreadable(error: OverrideParseException) -> str:
     """Return what Hydra's grammar made of an argument, and how a value of any text is written."""
     key, sign, value = error.override.partition("=")
     reason = str(error).splitlines()[0]
-    why = "some of its signs stand only in quotes" if reason.startswith("LexerNoViableAltException") else reason
+    why = "some of its signs stand only in quotes" if needs_quotes(reason) else reason
     if not sign:
         return f"{key} cannot be read as KEY=VALUE."
     quoted = "['...']" if value.startswith("[") else "'...'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +17,10 @@ from omegaconf.errors import (
 
 from valkyrie.config.modes import ModeConfig
 from valkyrie.data.config import sources_with
+from valkyrie.foreign_errors import WrongValue, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
+from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.trees import flat
 from valkyrie.units import seconds_of
 
@@ -117,55 +118,57 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _keys(node, f"{prefix}{key}.")
 
 
-def _wrong_value(key: str | None, told: str) -> str:
-    """Return the refusal of a value by OmegaConf's own sentence about it."""
-    if match := re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", told):
-        if match[1] == "":
+def _wrong_value(key: str | None, message: str) -> str:
+    """Return the refusal of a value, by OmegaConf's own message about it."""
+    kind, found = wrong_value(message) or (None, [])
+    value, needed, *_ = [*found, "", ""]
+    match kind:
+        case WrongValue.not_a_number if value == "":
             return f"{key}= has no value: a variable that is not set?"
-        needed = {"Integer": "a whole number", "Float": "a number"}.get(match[2], match[2])
-        whole = re.fullmatch(r"(\d+)\.0", match[1])  # 1e6 is a float to YAML
-        return f"{key}={match[1]}: {needed} is needed.{f' Write {key}={whole[1]}.' if whole else ''}"
-    if match := re.match(r"Value '(.*)' is not a valid bool", told):
-        return f"{key}={match[1]}: true or false is needed."
-    if re.search(r"is not Optional", told):
-        return f"{key}=null: a value is needed."
-    if match := re.match(r"Invalid value '(.*)', expected one of \[(.*)\]", told):
-        return f"{key}={match[1]}: use one of {match[2]}."
-    if re.search(r"is not a ListConfig, list or tuple", told):
-        return f"{key}: a list is needed, as {key}=[...]."
-    if match := re.match(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)", told):
-        if key == "target.chip":
+        case WrongValue.not_a_number:
+            number = {"Integer": "a whole number", "Float": "a number"}.get(needed, needed)
+            whole = re.fullmatch(r"(\d+)\.0", value)  # 1e6 is a float to YAML
+            return f"{key}={value}: {number} is needed.{f' Write {key}={whole[1]}.' if whole else ''}"
+        case WrongValue.not_a_bool:
+            return f"{key}={value}: true or false is needed."
+        case WrongValue.null:
+            return f"{key}=null: a value is needed."
+        case WrongValue.not_a_choice:
+            return f"{key}={value}: use one of {needed}."
+        case WrongValue.not_a_list:
+            return f"{key}: a list is needed, as {key}=[...]."
+        case WrongValue.not_a_group if key == "target.chip":
             return (
-                f"{key}={match[1]} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
+                f"{key}={value} is not known. Known chips: {', '.join(known_chips())}. Write {key}=NAME "
                 "target.chips=N, or the slice as its cloud names it, such as target=v4-64."
             )
-        return f"{key}={match[1]}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
-    return f"{key}: {told}." if key else f"{told}."
+        case WrongValue.not_a_group:
+            return f"{key}={value}: {key} is a group of settings. Set one of them, {key}.KEY=VALUE."
+    return f"{key}: {message}." if key else f"{message}."
 
 
-def too_large(values: dict[str, Any]) -> list[str]:
-    """Return the refusal of every whole number that no program could take, so that nothing is computed with it."""
+def too_large(values: dict[str, Any]) -> list[Problem]:
+    """Return a problem for every whole number that no program could take, so that nothing is computed with it."""
     problems = []
     for key, value in flat(values).items():
         largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > largest:
-                problems.append(f"{key}={shortened(str(number))}: whole numbers go up to {largest}.")
+                details = {"most": largest}
+                problems.append(Problem(ProblemCode.too_large, key, shortened(str(number)), details=details))
     return problems
 
 
-def mode_problems(mode: ModeConfig) -> list[str]:
-    """Return what is wrong with the keys of modes, in the words of the command line."""
-    problems = []
-    if mode.repeats < 1 or mode.warmup < 0 or mode.time_limit_s <= 0:
-        problems.append(
-            f"mode.repeats={mode.repeats}, mode.warmup={mode.warmup}, mode.time_limit_s={mode.time_limit_s:g}: "
-            "repeats must be at least 1, warmup at least 0, the limit above 0."
-        )
-    for key, least in (("tokens", 0), ("budget_usd", 0), ("compiles", -1), ("measure", -1)):
-        if (value := getattr(mode, key)) is not None and not least < value < math.inf:
-            problems.append(f"mode.{key}={value:g}: must be {'above 0' if least == 0 else 'at least 0'}.")
-    for key in ("budget", "tune"):
-        if (text := getattr(mode, key)) is not None and seconds_of(text) is None:
-            problems.append(f"mode.{key}={text}: write a time with its unit, such as 90s, 10min or 2h, or null.")
+def mode_problems(mode: ModeConfig) -> list[Problem]:
+    """Return everything that is wrong with the keys of modes."""
+    problems = [*check_range("mode.repeats", mode.repeats, least=1), *check_range("mode.warmup", mode.warmup, least=0)]
+    problems += check_range("mode.time_limit_s", mode.time_limit_s, above=0)
+    for name in ("tokens", "budget_usd"):
+        problems += check_range(f"mode.{name}", getattr(mode, name), above=0)
+    for name in ("compiles", "measure"):
+        problems += check_range(f"mode.{name}", getattr(mode, name), least=0)
+    for key in ("mode.budget", "mode.tune"):
+        if (value := getattr(mode, key.removeprefix("mode."))) is not None and seconds_of(value) is None:
+            text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."
+            problems.append(Problem(ProblemCode.malformed, key, value, text))
     return problems

@@ -31,10 +31,11 @@ from valkyrie.parallel.layout import Layout, derive_layout, layout_with_problems
 from valkyrie.parallel.mesh import MeshConfig
 from valkyrie.parallel.on_target import target_problems
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.problems import Problem, nearest_legal
+from valkyrie.parallel.problems import nearest_legal, removes
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import read_group, write_whole
 from valkyrie.precision import PolicyConfig
+from valkyrie.problems import Identity, Problem, ProblemCode, ProblemError, check_range
 from valkyrie.processes.distributed import DistributedConfig
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.tracking import profile_problems
@@ -144,7 +145,7 @@ class Run:
         """The legal layout of this run; ValueError lists all of its problems."""
         layout, problems = self._layout()
         if problems or layout is None:
-            raise ValueError("\n".join(problems))
+            raise ProblemError(problems)
         return layout
 
     @cached_property
@@ -211,6 +212,7 @@ class Run:
             self.asked(),
             layout=layout.name,
             roles=layout.describe_roles(),
+            axis_roles=layout.roles,
             degrees=layout.degrees,
             sharding=layout.sharding,
             pipeline=None if layout.pipeline is None else layout.pipeline.record(),
@@ -270,10 +272,10 @@ class Run:
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
         return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
-    def problems(self, *, advise: bool = True) -> list[str]:
+    def problems(self, *, advise: bool = True) -> list[Problem]:
         """Return everything wrong with this run that can be known without JAX and without a device.
 
-        With `advise=False` without the values that would do, which take longer to find than the problem.
+        `advise` looks for the values that would do, which takes longer than finding the problems.
         """
         c = self.config
         if huge := too_large(asdict(c)):
@@ -283,43 +285,42 @@ class Run:
         searches = self._looks_for_layouts and MODES[c.mode.name].needs is Needs.nothing
         of_target = c.target.problems() if searches else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_COUNTS_OF_A_LAYOUT):
-            if (count := at(c, key)) < 1:
-                problems.append(f"{key}={count}: at least 1 is needed.")
+            problems += check_range(key, at(c, key), least=1)
         problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
         problems += mode_problems(c.mode)
-        if c.trial.limit_s is not None and c.trial.limit_s <= 0:
-            problems.append(f"trial.limit_s={c.trial.limit_s:g}: must be above 0, or null.")
-        if not 0 <= c.temperature < math.inf:
-            problems.append(f"temperature={c.temperature}: must be 0 (greedy) or above.")
-        if c.top_k is not None and c.top_k < 1:
-            problems.append(f"top_k={c.top_k}: at least 1 is needed, or null to sample among all tokens.")
-        if c.sample_every is not None and c.sample_every < 1:
-            problems.append(f"sample_every={c.sample_every}: at least 1 is needed, or null for no samples on the way.")
-        if c.sample_tokens < 0:
-            problems.append(f"sample_tokens={c.sample_tokens}: at least 0 is needed.")
-        if not 0 <= c.seed < SEEDS:
-            problems.append(f"seed={c.seed}: must be from 0 to {SEEDS - 1}.")
-        if c.name is not None and (not c.name.strip() or {".", ".."} & {c.name, *Path(c.name).parts}):
-            problems.append(f"name={c.name!r} names no folder under runs={c.runs}. Use a word, or null.")
-        if c.name is not None and (strange := re.search(r"[^\w .+@/-]", c.name)):
-            problems.append(
-                f"name={c.name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
-                "or -."
-            )
-        if c.name == "latest" and not reads_run(c.mode.name):
-            problems.append("name=latest could never be resumed: resume=latest means the newest run. Use another name.")
+        problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
+        problems += check_range("temperature", c.temperature, least=0)
+        problems += check_range("top_k", c.top_k, least=1, otherwise="null to sample among all tokens")
+        problems += check_range("sample_every", c.sample_every, least=1, otherwise="null for no samples on the way")
+        problems += check_range("sample_tokens", c.sample_tokens, least=0)
+        problems += check_range("seed", c.seed, least=0, most=SEEDS - 1)
+        problems += self._name_problems()
         if c.mode.name not in MODES:
-            problems.append(f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}.")
+            text = f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}."
+            problems.append(Problem(ProblemCode.unknown_name, "mode", c.mode.name, text))
         elif not MODES[c.mode.name].any_model:
             problems += self._task_problems()
+        keys = {problem.key for problem in (*problems, *of_target)}
         for key, value in flat(asdict(c)).items():
-            new = not any(key in problem for problem in (*problems, *of_target))
-            if new and isinstance(value, float) and not math.isfinite(value):
-                problems.append(f"{key}={value}: must be a finite number.")
+            if key not in keys and isinstance(value, float) and not math.isfinite(value):
+                problems.append(Problem(ProblemCode.not_finite, key, value))
         if not problems:
             problems += c.remat.problems(partial(activation_names, self.model))
             problems += [] if self._looks_for_layouts else self._layout(advise)[1]
         return problems + of_target
+
+    def _name_problems(self) -> list[Problem]:
+        name, text = self.config.name, ""
+        if name is None:
+            return []
+        if not name.strip() or {".", ".."} & {name, *Path(name).parts}:
+            text = f"name={name!r} names no folder under runs={self.config.runs}. Use a word, or null."
+        elif strange := re.search(r"[^\w .+@/-]", name):
+            text = f"name={name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
+            text += "or -."
+        elif name == "latest" and not reads_run(self.config.mode.name):
+            text = "name=latest could never be resumed: resume=latest means the newest run. Use another name."
+        return [Problem(ProblemCode.malformed, "name", name, text)] if text else []
 
     @property
     def _looks_for_layouts(self) -> bool:
@@ -357,7 +358,7 @@ class Run:
             head += f"# made by: valkyrie-train {' '.join(shlex.join(self.arguments).splitlines())}\n"
         write_whole(path, head + OmegaConf.to_yaml(body))
 
-    def _layout(self, advise: bool = True) -> tuple[Layout | None, list[str]]:
+    def _layout(self, advise: bool = True) -> tuple[Layout | None, list[Problem]]:
         return make_layout(**self._laid_out, nearest=self._nearest, advise=advise)
 
     @property
@@ -366,21 +367,21 @@ class Run:
         asked = {key: getattr(c, key) for key in ("mesh", "partition", "microbatches", "remat", "batch", "seq")}
         return asked | {"arrays": self.arrays, "known_axes": known_axes()}
 
-    def layout_problems(self) -> set[str]:
-        """Return what is wrong with the layout, without what would help."""
-        if problems := self.config.mesh.problems():
-            return set(problems)
-        return {problem.identity for problem in layout_with_problems(**self._laid_out)[1]}
+    def layout_problems(self) -> set[Identity]:
+        """Return the identities of the layout's problems: what is wrong, whatever the sizes."""
+        problems = self.config.mesh.problems() or layout_with_problems(**self._laid_out)[1]
+        return {problem.identity for problem in problems}
 
-    def _nearest(self, key: str, problem: Problem) -> list[int]:
-        """Return the values of a key next to its own that remove a problem of the layout and make no other."""
-        known = self.layout_problems() - {problem.identity}
+    def _nearest(self, problem: Problem) -> list[int]:
+        """Return the values of the problem's key, nearest to its own, that remove it and make no other problem."""
+        key, known = problem.key, self.layout_problems() - {problem.identity}
+        assert key is not None
 
         def legal(value: int) -> bool:
             other = Run(config := with_value(self.config, key, value), config.model)
             return (
                 not config.model.problems()
-                and problem.removed_by(value, other.arrays)
+                and removes(problem, value, other.arrays)
                 and (other.layout_problems() <= known)
             )
 
@@ -388,31 +389,34 @@ class Run:
         least = value if key == "model.vocab_size" else 1  # the tokenizer's ids are not fewer
         return nearest_legal(value, problem.parts, legal, least)
 
-    def _writes(self) -> str | None:
-        """Return the setting for which the model must write text; None where none asks for it."""
+    def _writes(self) -> tuple[str, object] | None:
+        """Return the key and value for which the model must write text, or None if there is none."""
         mode, every = self.config.mode.name, self.config.code_eval_every
         every = every if mode == "train" else None
         if mode in ("generate", "code_eval"):
-            return f"mode={mode}"
-        return None if every is None else f"code_eval_every={every}"
+            return "mode", mode
+        return None if every is None else ("code_eval_every", every)
 
-    def _task_problems(self) -> list[str]:
-        """Return why its task cannot train its model as asked."""
+    def _task_problems(self) -> list[Problem]:
+        """Return why its task cannot train its model with these settings."""
         try:
             task = self.task
         except ValueError as error:
-            return [str(error)]
+            return [Problem(ProblemCode.unknown_name, "task", self.config.task.name, str(error))]
         c, problems = self.config, task.problems(self.model, self.config.seq)
-        if (why := self._writes()) and not task.is_text:
-            problems.append(
-                f"{why} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see how many "
-                "it solves."
+        if (setting := self._writes()) and not task.is_text:
+            key, value = setting
+            text = (
+                f"{key}={value} continues a text, and model={self.model.name} answers puzzles. Use mode=eval to see "
+                "how many it solves."
             )
+            problems.append(Problem(ProblemCode.unsupported, key, value, text))
         if not problems and c.microbatches > 1 and task.carry(self.model, c.precision.compute.value, c.batch, c.seq):
-            problems.append(
+            text = (
                 f"microbatches={c.microbatches}: the task {task.name} of model={self.model.name} hands state from each "
                 "step to the next, for the whole batch at once. Use microbatches=1."
             )
+            problems.append(Problem(ProblemCode.unsupported, "microbatches", c.microbatches, text))
         return problems
 
 

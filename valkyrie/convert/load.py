@@ -18,6 +18,7 @@ from valkyrie.convert.names import DERIVED, GPT2_PREFIX, Piece, pieces
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import write_whole, writing
+from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, run_folder, versions, write_about
 from valkyrie.trees import as_written
 
@@ -97,8 +98,7 @@ def _run(
     own = [f"model={schema}", f"name={name}", f"seq={min(settings['context'], _LONGEST)}"]
     own += [f"model.{key}={as_written(value)}" for key, value in settings.items()]
     run = run_of([*own, *(o for o in overrides if key_value(o)[0] != "name")])
-    if problems := run.model.problems():
-        raise ValueError("\n".join(problems))
+    refuse(run.model.problems())
     return run
 
 

@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from valkyrie.problems import Problem, ProblemCode
+
 
 class Chunk(Enum):
     """What a document is: a whole text, or one function or class after the other of C, C++ and Python."""
@@ -39,11 +41,12 @@ _WITH_BODY = {"class_specifier", "struct_specifier"}
 """Those that are one where they have a body, and else only name it."""
 
 
-def missing_package() -> str | None:
-    """Return what to install to cut code, None where it is there."""
+def package_problems() -> list[Problem]:
+    """Return the problem of a machine without the packages that cut code."""
     if all(map(find_spec, ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python"))):
-        return None
-    return "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
+        return []
+    text = "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
+    return [Problem(ProblemCode.not_installed, "data.chunk", "functions", text)]
 
 
 def chunks(text: str, language: Language) -> Iterator[str]:

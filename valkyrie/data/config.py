@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.buckets import scheme_of
 from valkyrie.extensions import Families
+from valkyrie.problems import Problem, check_range, refuse
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -77,16 +78,14 @@ class DataConfig(ABC):
     source: str
     shuffle_seed: int | None = None
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
-        if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < SEEDS:
-            return [f"data.shuffle_seed={self.shuffle_seed}: must be from 0 to {SEEDS - 1}, or null for seed."]
-        return []
+        seeds = {"least": 0, "most": SEEDS - 1}
+        return check_range("data.shuffle_seed", self.shuffle_seed, **seeds, otherwise="null for seed")
 
     def raise_problems(self) -> None:
-        """Raise ValueError if there are problems."""
-        if problems := self.problems():
-            raise ValueError("\n".join(problems))
+        """Raise ProblemError if there are problems."""
+        refuse(self.problems())
 
     def with_full_paths(self) -> DataConfig:
         """This config with absolute paths, which mean the same in every directory."""

@@ -18,6 +18,7 @@ from valkyrie.data.config import DataCheck, DataConfig, full_path, names_file
 from valkyrie.data.files import Listing, read_files
 from valkyrie.data.readers import Document, ReadOptions
 from valkyrie.paths import DiskError
+from valkyrie.problems import Problem, check_range
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -101,17 +102,12 @@ class DocumentConfig(TextConfig):
         """Whether the source is one long document, which is split inside."""
         return False
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
-        if not 0 < self.validation_fraction < 1:
-            share = self.validation_fraction
-            problems.append(f"data.validation_fraction={share}: use a share above 0 and below 1, such as 0.05.")
-        if self.shard_tokens < 1:
-            problems.append(f"data.shard_tokens={self.shard_tokens}: use 1 or more.")
-        if self.workers is not None and self.workers < 1:
-            problems.append(f"data.workers={self.workers}: use 1 or more, or null for one a CPU core.")
-        return problems
+        problems += check_range("data.validation_fraction", self.validation_fraction, above=0, below=1)
+        problems += check_range("data.shard_tokens", self.shard_tokens, least=1)
+        return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one a CPU core")
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Prepared:
         """Open the shards, tokenising the documents first if the cache does not have them.
@@ -188,19 +184,16 @@ class CorpusConfig(DocumentConfig):
         """Bytes of text after which reading stops, or None."""
         return self.max_bytes
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *chunk_problems(self.chunk)]
-        if self.max_bytes is not None and self.max_bytes < 1:
-            problems.append(f"data.max_bytes={self.max_bytes}: use 1 or more, or null for all.")
-        return problems
+        return problems + check_range("data.max_bytes", self.max_bytes, least=1, otherwise="null for all")
 
 
-def chunk_problems(chunk: Chunk) -> list[str]:
+def chunk_problems(chunk: Chunk) -> list[Problem]:
     """The package that is missing to cut code into functions, if any."""
     if chunk is Chunk.whole:
         return []
-    from valkyrie.data.chunks import missing_package
+    from valkyrie.data.chunks import package_problems
 
-    missing = missing_package()
-    return [missing] if missing else []
+    return package_problems()

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from valkyrie.buckets import scheme_of
 from valkyrie.paths import why
+from valkyrie.problems import Problem, ProblemCode
 
 _VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
 """What the services call a mark that changes with a file, the truest first."""
@@ -94,7 +95,7 @@ def list_remote(pattern: str) -> list[RemoteFile]:
         ]
 
 
-def path_problems(paths: Iterable[str]) -> list[str]:
+def path_problems(paths: Iterable[str]) -> list[Problem]:
     """Return why some of `data.paths` cannot be read here, with the package to install."""
     problems = []
     for path in paths:
@@ -150,15 +151,16 @@ def _version(info: dict[str, Any]) -> str:
     return str(next((info[key] for key in _VERSIONS if info.get(key)), sorted(info.items())))
 
 
-def _scheme_problems(path: str, scheme: str) -> list[str]:
+def _scheme_problems(path: str, scheme: str) -> list[Problem]:
     from fsspec.registry import known_implementations
 
     from valkyrie.buckets import package_problems
 
     known = known_implementations.get(scheme)
     if known is None:
-        return [f"data.paths={path}: {scheme}:// is not known. Use gs://, s3:// or another that fsspec reads."]
-    return package_problems(f"data.paths={path}", scheme, known["class"].partition(".")[0])
+        text = f"data.paths={path}: {scheme}:// is not known. Use gs://, s3:// or another that fsspec reads."
+        return [Problem(ProblemCode.unknown_name, "data.paths", path, text)]
+    return package_problems("data.paths", path, scheme, known["class"].partition(".")[0])
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from valkyrie.hardware.platforms import platform_of, platform_problem
+from valkyrie.hardware.platforms import platform_of, platform_problems
 from valkyrie.hardware.slices import TWISTED, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
 from valkyrie.precision import DType
+from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 
 
 @dataclass
@@ -123,59 +124,55 @@ class ChipConfig:
     @property
     def slices(self) -> Slices:
         """The slices it comes in; ValueError where its figures contradict each other."""
-        problems = self.problems()
-        if problems:
-            raise ValueError("\n".join(problems))
+        refuse(self.problems())
         bounds = tuple(self.host_bounds)
         return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
 
-    def problems(self) -> list[str]:
-        """Return why there is no such chip, in the words of the command line."""
-        if wrong := platform_problem("target.chip.platform", self.platform):
-            return [wrong]
-        counts = {"devices": self.devices, "ici_axes": self.ici_axes, "max_chips": self.max_chips}
-        counts |= {
-            "cores": self.cores,
-            "units_in_name": self.units_in_name,
-            "single_host_chips": self.single_host_chips,
-        }
-        problems = [f"target.chip.{k}={n}: at least 1 is needed." for k, n in counts.items() if n is not None and n < 1]
+    def problems(self) -> list[Problem]:
+        """Return every reason why there is no such chip."""
+        if wrong := platform_problems("target.chip.platform", self.platform):
+            return wrong
+        problems = []
+        for name in ("devices", "ici_axes", "max_chips", "cores", "units_in_name", "single_host_chips"):
+            problems += check_range(f"target.chip.{name}", getattr(self, name), least=1)
         if self.host_bounds and (len(self.host_bounds) != (self.ici_axes or 1) or min(self.host_bounds) < 1):
-            problems.append(
+            text = (
                 f"target.chip.host_bounds={self.host_bounds}: write the chips of a host along each axis of the torus, "
                 f"which target.chip.ici_axes={self.ici_axes} of this chip has, each at least 1."
             )
+            problems.append(Problem(ProblemCode.conflict, "target.chip.host_bounds", self.host_bounds, text))
         above_0 = ("hbm_gib", "usable_hbm_gib", "hbm_gbs", "clock_ghz", "ici_link_gbs", "dcn_gbs_per_host")
         above_0 += ("switch_gbs", "host_gbs")
         figures = {name: getattr(self, name) for name in above_0}
         figures |= {f"replay.{name}": getattr(self.replay, name) for name in ("factor", "low", "high")}
         figures |= {f"peak_tflops.{dtype}": peak for dtype, peak in self.peak_tflops.items()}
         for name, figure in figures.items():
-            if figure is not None and not 0 < figure < math.inf:
-                problems.append(f"target.chip.{name}={figure:g}: must be a finite number above 0.")
+            problems += check_range(f"target.chip.{name}", figure, above=0)
         for name in ("hop_us", "usd_per_hour", "spot_usd_per_hour"):
-            if (figure := getattr(self, name)) is not None and not 0 <= figure < math.inf:
-                problems.append(f"target.chip.{name}={figure:g}: must be a finite number of at least 0.")
+            problems += check_range(f"target.chip.{name}", getattr(self, name), least=0)
         for name in ("rows", "models"):
-            if (count := getattr(self.replay, name)) < 0:
-                problems.append(f"target.chip.replay.{name}={count}: must be at least 0.")
+            problems += check_range(f"target.chip.replay.{name}", getattr(self.replay, name), least=0)
         if self.calibrated not in (None, self.name):
-            problems.append(
+            text = (
                 f"target.chip.calibrated={self.calibrated}: what was fitted to {self.calibrated} says nothing of "
                 f"{self.name}. Use a slice of {self.calibrated}, or leave the experiment out that sets it."
             )
+            problems.append(Problem(ProblemCode.conflict, "target.chip.calibrated", self.calibrated, text))
         for name, value in self.xla_options.items():
             if not isinstance(value, str | int | float | None):
-                problems.append(f"target.chip.xla_options.{name}={value}: write a word, a number, true, false or null.")
+                key = f"target.chip.xla_options.{name}"
+                text = f"{key}={value}: write a word, a number, true, false or null."
+                problems.append(Problem(ProblemCode.malformed, key, value, text))
         try:
             axes = Wrap.parse(self.wrap).axes
         except ValueError as error:
-            return [*problems, str(error)]
+            return [*problems, Problem(ProblemCode.unknown_name, "target.chip.wrap", self.wrap, str(error))]
         if axes not in (None, self.ici_axes):
-            problems.append(
+            text = (
                 f"target.chip.wrap={self.wrap} is for a torus of {axes} axes, target.chip.ici_axes="
                 f"{self.ici_axes} for another. Use target.chip.ici_axes={axes}, or target.chip.wrap=none."
             )
+            problems.append(Problem(ProblemCode.conflict, "target.chip.wrap", self.wrap, text))
         return problems
 
 
@@ -235,43 +232,48 @@ class TargetConfig:
             described=self.describe(),
         )
 
-    def problems(self) -> list[str]:
-        """Return why there is no such hardware, in the words of the command line."""
+    def problems(self) -> list[Problem]:
+        """Return the first reason why there is no such hardware, or all of a chip's."""
         chip, override = self.chip, f"target.topology={self.topology}"
-        if wrong := platform_problem("target.platform", self.platform):
-            return [wrong]
+        if wrong := platform_problems("target.platform", self.platform):
+            return wrong
         for key in ("chips", "hosts", "slices"):
-            if (count := getattr(self, key)) is not None and count < 1:
-                return [f"target.{key}={count}: at least 1 is needed."]
+            if wrong := check_range(f"target.{key}", getattr(self, key), least=1):
+                return wrong
         if chip is not None and (wrong := chip.problems()):
             return wrong
         if contradiction := self._contradiction():
-            return [contradiction]
+            return [Problem(ProblemCode.conflict, "target.chips", self.chips, contradiction)]
         if chip is None:
             return [] if self.topology is None else [self._no_torus()]
         if self.slices > 1 and chip.ici_axes and chip.dcn_gbs_per_host is None:
-            return [
+            text = (
                 f"target.slices={self.slices}: no bandwidth between slices of {chip.name} is published. Set "
                 "target.chip.dcn_gbs_per_host, in GB/s one way out of a host, or use one slice."
-            ]
+            )
+            return [Problem(ProblemCode.missing, "target.chip.dcn_gbs_per_host", text=text)]
         if self.topology is None:
             return []
         if chip.ici_axes is None:
             return [self._no_torus()]
         if "x" in self._size_in_name() and self._size_in_name() != self.topology:
-            return [
+            text = (
                 f"target={self.name} names a topology, and {override} another one. Use "
                 f"target={chip.name}-{self.topology}, or leave target.topology out."
-            ]
+            )
+            return [Problem(ProblemCode.conflict, "target.topology", self.topology, text)]
         shape = parse_shape(self.topology)
         if shape is None or len(shape) != chip.ici_axes:
-            return [override + chip.slices.wrong_axes(chip.name, "target.topology=")]
+            text = override + chip.slices.wrong_axes(chip.name, "target.topology=")
+            return [Problem(ProblemCode.topology, "target.topology", self.topology, text)]
         refusal = chip.slices.refusal(shape, chip.name, topology_text)
         if refusal is None and says_twisted(self.topology):
             refusal = chip.slices.twist_refusal(shape, chip.name)
         if refusal is None and self.hosts not in (1, hosts := chip.slices.hosts(shape)):
             refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave target.hosts out."
-        return [] if refusal is None else [override + refusal]
+        if refusal is None:
+            return []
+        return [Problem(ProblemCode.topology, "target.topology", self.topology, override + refusal)]
 
     def resized(self, devices: int) -> TargetConfig | None:
         """Return one slice of so many devices of the same kind; None where there is none."""
@@ -313,8 +315,9 @@ class TargetConfig:
         other = f"Use target={resized.name}, or leave" if resized else "Leave"
         return f"target={self.name} is {named} {noun}, and target.chips={self.chips} another number. {other} it out."
 
-    def _no_torus(self) -> str:
-        return f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."
+    def _no_torus(self) -> Problem:
+        text = f"target={self.name} has no torus, so target.topology={self.topology} means nothing. Leave it out."
+        return Problem(ProblemCode.topology, "target.topology", self.topology, text)
 
 
 @dataclass(frozen=True)
@@ -402,9 +405,7 @@ def topology_of(target: TargetConfig) -> Topology:
 
     ValueError where the target leaves the chips to the machine, or asks for a torus that does not exist.
     """
-    problems = target.problems()
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(target.problems())
     if target.chips is None:
         raise ValueError(
             f"target={target.name} is whatever the machine has, so nothing is known of its links. Name the hardware, "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from valkyrie.axes import Arrays, Parameter
 from valkyrie.extensions import Families
 from valkyrie.models.block import SavedActivation
+from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -44,7 +45,7 @@ class Model(Protocol):
         """Whether no position depends on later ones."""
         ...
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Return every reason why it cannot be built, naming the keys to change."""
         ...
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard, Size
 from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import CONTEXT, AttentionImpl, Bias, RopeStretch
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -60,34 +61,35 @@ class Attention(Block):
         """Whether keys after the query are masked."""
         return self.causal
 
-    def problems(self, key: str) -> list[str]:
+    def problems(self, key: str) -> list[Problem]:
         """Return every reason why it cannot be built."""
-        refusals = [
-            f"{key}.{name}={getattr(self, name)}: at least 1 is needed."
+        problems = [
+            problem
             for name in ("heads", "kv_heads", "head_dim")
-            if getattr(self, name) < 1
+            for problem in check_range(f"{key}.{name}", getattr(self, name), least=1)
         ]
-        if not refusals and self.heads % self.kv_heads:
-            refusals.append(f"{key}.heads={self.heads} is not a multiple of kv_heads={self.kv_heads}.")
+        if not problems and self.heads % self.kv_heads:
+            text = f"{key}.heads={self.heads} is not a multiple of kv_heads={self.kv_heads}."
+            problems.append(Problem(ProblemCode.conflict, f"{key}.heads", self.heads, text))
         if self.head_dim % 2:
-            refusals.append(f"{key}.head_dim={self.head_dim} is odd: rotary positions need pairs.")
+            text = f"{key}.head_dim={self.head_dim} is odd: rotary positions need pairs."
+            problems.append(Problem(ProblemCode.unsupported, f"{key}.head_dim", self.head_dim, text))
         if not self.windows or any(w is not None and w < 1 for w in self.windows):
-            refusals.append(f"{key}.windows={self.windows}: name windows of at least 1, or null for full.")
+            text = f"{key}.windows={self.windows}: name windows of at least 1, or null for full."
+            problems.append(Problem(ProblemCode.malformed, f"{key}.windows", self.windows, text))
         if not self.dilations or any(d < 1 for d in self.dilations):
-            refusals.append(f"{key}.dilations={self.dilations}: each must be at least 1.")
-        if self.global_tokens < 0:
-            refusals.append(f"{key}.global_tokens={self.global_tokens}: at least 0 is needed.")
-        if self.rope_theta is not None and not self.rope_theta > 0:
-            refusals.append(f"{key}.rope_theta={self.rope_theta:g}: must be above 0, or null for no rotation.")
+            text = f"{key}.dilations={self.dilations}: each must be at least 1."
+            problems.append(Problem(ProblemCode.malformed, f"{key}.dilations", self.dilations, text))
+        problems += check_range(f"{key}.global_tokens", self.global_tokens, least=0)
+        problems += check_range(f"{key}.rope_theta", self.rope_theta, above=0, otherwise="null for no rotation")
         stretch = self.rope_stretch
         if not (stretch.factor >= 1 and 0 < stretch.low < stretch.high and stretch.context > 0):
-            refusals.append(
+            text = (
                 f"{key}.rope_stretch: factor={stretch.factor:g} must be at least 1, context={stretch.context} above 0, "
                 f"and low={stretch.low:g} above 0 and below high={stretch.high:g}."
             )
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            refusals.append(f"{key}.soft_cap={self.soft_cap:g}: must be above 0, or null for none.")
-        return refusals
+            problems.append(Problem(ProblemCode.conflict, f"{key}.rope_stretch", text=text))
+        return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for none")
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return how many heads there are, and how wide they are."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
+from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -163,7 +164,7 @@ class Block(ABC):
         """
         return {}
 
-    def problems(self, key: str) -> list[str]:
+    def problems(self, key: str) -> list[Problem]:
         """Return every reason why it cannot be built. `key` is its configuration key, such as `model.s5`."""
         return []
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard, Size
 from valkyrie.models.block import Block, BlockContext, Saved, Weight, saved, weight
+from valkyrie.problems import Problem, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -47,9 +48,9 @@ class FeedForward(Block):
     activations = (("batch", "seq", "mlp"),)
     pointwise = True
 
-    def problems(self, key: str) -> list[str]:
-        """Return why it cannot be built."""
-        return [] if self.mlp >= 1 else [f"{key}.mlp={self.mlp}: at least 1 is needed."]
+    def problems(self, key: str) -> list[Problem]:
+        """Return every reason why it cannot be built."""
+        return check_range(f"{key}.mlp", self.mlp, least=1)
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return the length of the hidden side."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.axes import Parameter, Shard
 from valkyrie.models.attention import Attention, attention_layer
 from valkyrie.models.block import BlockContext, Saved, Weight, saved, weight
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -36,17 +37,17 @@ class NanochatAttention(Attention):
     qk_norm_epsilon: float = 1.1920929e-07
     value_embeddings: bool = True
 
-    def problems(self, key: str) -> list[str]:
+    def problems(self, key: str) -> list[Problem]:
         """Return every reason why it cannot be built."""
-        refusals = super().problems(key)
+        problems = super().problems(key)
         if self.qk_norm:
-            refusals.append(f"{key}.qk_norm=true: nanochat's norm of queries and keys is another, and always there.")
+            text = f"{key}.qk_norm=true: nanochat's norm of queries and keys is another, and always there."
+            problems.append(Problem(ProblemCode.unsupported, f"{key}.qk_norm", True, text))
         if self.global_tokens:
-            refusals.append(f"{key}.global_tokens={self.global_tokens}: nanochat has none. Use 0.")
-        for name in ("qk_gain", "qk_norm_epsilon"):
-            if not getattr(self, name) > 0:
-                refusals.append(f"{key}.{name}={getattr(self, name):g}: must be above 0.")
-        return refusals
+            text = f"{key}.global_tokens={self.global_tokens}: nanochat has none. Use 0."
+            problems.append(Problem(ProblemCode.unsupported, f"{key}.global_tokens", self.global_tokens, text))
+        problems += check_range(f"{key}.qk_gain", self.qk_gain, above=0)
+        return problems + check_range(f"{key}.qk_norm_epsilon", self.qk_norm_epsilon, above=0)
 
     def has_value_embedding(self, site: BlockContext) -> bool:
         """Return whether this layer has a table of values."""

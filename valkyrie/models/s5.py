@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.axes import UNSHARDED, Axes, Shard, Size
 from valkyrie.models.block import Block, BlockContext, Saved, SavedActivation, Weight, saved, weight
 from valkyrie.ops.choices import STATES, CInit, Discretization, ScanImpl
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -79,25 +80,24 @@ class S5(Block):
         """Whether it scans forwards alone."""
         return not self.bidirectional
 
-    def problems(self, key: str) -> list[str]:
+    def problems(self, key: str) -> list[Problem]:
         """Return every reason why it cannot be built."""
-        refusals = []
+        problems = []
         per_block, pairs = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
         uneven = self.blocks < 1 or self.state_size < 1 or self.state_size % self.blocks
         if uneven or (self.conjugate_symmetric and per_block % 2):
             nearest = max(1, (2 * self.state_size + pairs) // (2 * pairs)) * pairs
-            refusals.append(
+            text = (
                 f"{key}.state_size={self.state_size} does not split into {key}.blocks={self.blocks} blocks"
                 f"{' of an even size (conjugate pairs)' if self.conjugate_symmetric else ''}. "
                 f"Nearest: state_size={nearest}."
             )
+            problems.append(Problem(ProblemCode.conflict, f"{key}.state_size", self.state_size, text))
         if not 0 < self.dt_min <= self.dt_max:
-            refusals.append(f"{key} needs 0 < dt_min <= dt_max; got dt_min={self.dt_min}, dt_max={self.dt_max}.")
-        if not self.step_rescale > 0:
-            refusals.append(f"{key}.step_rescale={self.step_rescale:g}: must be above 0.")
-        if self.scan_block < 1:
-            refusals.append(f"{key}.scan_block={self.scan_block}: at least 1 is needed.")
-        return refusals
+            text = f"{key} needs 0 < dt_min <= dt_max; got dt_min={self.dt_min}, dt_max={self.dt_max}."
+            problems.append(Problem(ProblemCode.conflict, f"{key}.dt_min", self.dt_min, text))
+        problems += check_range(f"{key}.step_rescale", self.step_rescale, above=0)
+        return problems + check_range(f"{key}.scan_block", self.scan_block, least=1)
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
         """Return how many states it keeps, and the width of its gate."""

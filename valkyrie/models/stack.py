@@ -27,6 +27,7 @@ from valkyrie.models.block import (
     vector,
 )
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -124,46 +125,41 @@ class Stack:
         """Whether a position sees none after it: what a next-token loss needs."""
         return all(block.is_causal for block in self.blocks.values())
 
-    def problems(self) -> list[str]:
-        """Return every reason why this shape cannot be built, in the words of the command line."""
+    def problems(self) -> list[Problem]:
+        """Return every reason why this shape cannot be built."""
+
+        def check(name: str, otherwise: str = "", **bounds: int | float) -> list[Problem]:
+            return check_range(f"model.{name}", getattr(self, name), otherwise=otherwise, **bounds)
+
         positive = ("context", "vocab_size", "vocab_multiple", "embed", "layers", "loss_chunk")
-        refusals = [
-            f"model.{key}={getattr(self, key)}: at least 1 is needed." for key in positive if getattr(self, key) < 1
-        ]
-        if self.layers > MAX_LAYERS:
-            refusals.append(f"model.layers={self.layers}: at most {MAX_LAYERS}.")
+        problems = [problem for name in positive for problem in check(name, least=1)]
+        problems += check("layers", most=MAX_LAYERS)
         known = ", ".join(self.known_blocks)
         if not self.block_pattern:
-            refusals.append(f"model.block_pattern is empty: name at least one of {known}.")
-        for key in ("block_pattern", "feed_forward_after"):
-            unknown = [kind for kind in dict.fromkeys(getattr(self, key) or []) if kind not in self.known_blocks]
+            text = f"model.block_pattern is empty: name at least one of {known}."
+            problems.append(Problem(ProblemCode.missing, "model.block_pattern", [], text))
+        for name in ("block_pattern", "feed_forward_after"):
+            unknown = [kind for kind in dict.fromkeys(getattr(self, name) or []) if kind not in self.known_blocks]
             if unknown:
-                refusals.append(
-                    f"model.{key} names {', '.join(unknown)}, and model.family={self.family} has the blocks {known}."
-                )
+                names = ", ".join(unknown)
+                text = f"model.{name} names {names}, and model.family={self.family} has the blocks {known}."
+                problems.append(Problem(ProblemCode.unknown_name, f"model.{name}", unknown, text))
         unknown = [kind for kind in dict.fromkeys(self.feed_forward_pattern) if kind not in self.known_feed_forwards]
         if unknown or not self.feed_forward_pattern:
-            refusals.append(
-                f"model.feed_forward_pattern={self.feed_forward_pattern}: model.family={self.family} has the "
-                f"feed-forwards {', '.join(self.known_feed_forwards)}."
-            )
-        if not 0 <= self.dropout < 1:
-            refusals.append(f"model.dropout={self.dropout}: must be in [0, 1).")
-        for key in ("norm_epsilon", "z_loss"):
-            if not 0 <= getattr(self, key) < float("inf"):
-                refusals.append(f"model.{key}={getattr(self, key)}: must be at least 0.")
-        if not 0 < self.embedding_scale < float("inf"):
-            refusals.append(f"model.embedding_scale={self.embedding_scale}: must be above 0.")
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            refusals.append(f"model.logits_soft_cap={self.logits_soft_cap:g}: must be above 0, or null for none.")
-        if not refusals:
+            key, value = "model.feed_forward_pattern", self.feed_forward_pattern
+            known = ", ".join(self.known_feed_forwards)
+            text = f"{key}={value}: model.family={self.family} has the feed-forwards {known}."
+            problems.append(Problem(ProblemCode.unknown_name, key, value, text))
+        problems += [*check("dropout", least=0, below=1), *check("norm_epsilon", least=0), *check("z_loss", least=0)]
+        problems += [*check("embedding_scale", above=0), *check("logits_soft_cap", "null for none", above=0)]
+        if not problems:
             for kind, block in self.blocks.items():
-                refusals += block.problems(f"model.{kind}")
+                problems += block.problems(f"model.{kind}")
             stack = self.stack()
             for kind, block in self.feed_forwards.items():
                 if any(kind in layer.blocks for layer in stack):
-                    refusals += block.problems("model" if kind == DENSE else f"model.{kind}")
-        return refusals
+                    problems += block.problems("model" if kind == DENSE else f"model.{kind}")
+        return problems
 
     def stack(self) -> list[Layer]:
         """Return the layers first to last; mixers of a kind are numbered, and take windows and the like in turn."""

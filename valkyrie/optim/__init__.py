@@ -5,7 +5,6 @@ A family is a module with a dataclass `Config` that derives from `OptimizerConfi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.axes import Parameter
 from valkyrie.extensions import Families
 from valkyrie.precision import ACCUMULATED
+from valkyrie.problems import Problem, check_range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,40 +127,23 @@ class OptimizerConfig:
         """
         return 0.0 * devices
 
-    def problems(self) -> list[str]:
-        """Return the error message of every setting that makes no sense."""
-        problems = []
-        if not 0 < self.learning_rate < math.inf:
-            problems.append(f"optimizer.learning_rate={self.learning_rate}: must be above 0.")
-        if self.puzzle_learning_rate is not None and not 0 < self.puzzle_learning_rate < math.inf:
-            rate = self.puzzle_learning_rate
-            problems.append(f"optimizer.puzzle_learning_rate={rate}: must be above 0, or null for learning_rate.")
-        problems += self.not_negative("final_ratio", "weight_decay")
-        if self.warmup_steps < 0:
-            problems.append(f"optimizer.warmup_steps={self.warmup_steps}: must be at least 0.")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            problems.append(f"optimizer.decay_steps={self.decay_steps}: at least 1 is needed, or null for `steps`.")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            problems.append(f"optimizer.clip_norm={self.clip_norm}: must be above 0, or null for no clipping.")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            problems.append(f"optimizer.ema_decay={self.ema_decay}: must be in (0, 1), or null for no average.")
-        if not 0 < self.warmdown <= 1:
-            problems.append(f"optimizer.warmdown={self.warmdown}: must be above 0 and at most 1.")
-        return problems
-
-    def not_in_unit_interval(self, *keys: str) -> list[str]:
-        """Return an error message for each of these settings that is below 0 or at least 1; null is allowed."""
-        values = {key: getattr(self, key) for key in keys}
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
         return [
-            f"optimizer.{key}={value}: must be at least 0 and below 1."
-            for key, value in values.items()
-            if value is not None and not 0 <= value < 1
+            *self.check("learning_rate", above=0),
+            *self.check("puzzle_learning_rate", above=0, otherwise="null for learning_rate"),
+            *self.check("final_ratio", "weight_decay", "warmup_steps", least=0),
+            *self.check("decay_steps", least=1, otherwise="null for `steps`"),
+            *self.check("clip_norm", above=0, otherwise="null for no clipping"),
+            *self.check("ema_decay", above=0, below=1, otherwise="null for no average"),
+            *self.check("warmdown", above=0, most=1),
         ]
 
-    def not_negative(self, *keys: str) -> list[str]:
-        """Return an error message for each of these settings that is below 0 or not finite."""
-        values = {key: getattr(self, key) for key in keys}
-        return [f"optimizer.{k}={v}: must be at least 0." for k, v in values.items() if not 0 <= v < math.inf]
+    def check(self, *names: str, otherwise: str = "", **bounds: int | float) -> list[Problem]:
+        """Return the problem of each of these settings that is out of bounds, which are those of `check_range`."""
+        values = {name: getattr(self, name) for name in names}
+        found = (check_range(f"optimizer.{k}", v, otherwise=otherwise, **bounds) for k, v in values.items())
+        return [problem for problems in found for problem in problems]
 
 
 FAMILIES = Families("optimizer.family", "valkyrie.optim.families", OptimizerConfig)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from valkyrie.problems import Problem, ProblemCode, check_range
+
 
 class Batches(NamedTuple):
     """Sequences of the global batch, its microbatches, and why they cannot be had, if so."""
 
     batch: int
     microbatches: int
-    problems: list[str]
+    problems: list[Problem]
 
     def describe(self, seq: int, device_batch: int | None) -> str:
         """Return it in words."""
@@ -28,28 +30,32 @@ def batches_of(
     problems = []
     if batch_tokens is not None:
         if batch_tokens < 1 or seq < 1 or batch_tokens % seq:
-            near = max(batch_tokens // max(seq, 1), 1) * seq
-            return Batches(
-                batch, microbatches, [f"batch_tokens={batch_tokens} is not a multiple of seq={seq}. Use {near}."]
-            )
+            nearest, code = max(batch_tokens // max(seq, 1), 1) * seq, ProblemCode.batch_tokens_not_divisible
+            problem = Problem(code, "batch_tokens", batch_tokens, nearest=(nearest,), details={"seq": seq})
+            return Batches(batch, microbatches, [problem])
         batch = batch_tokens // seq
     if device_batch is not None:
         at_once = device_batch * shards
         if device_batch < 1:
-            problems.append(f"device_batch={device_batch}: at least 1 is needed.")
+            problems += check_range("device_batch", device_batch, least=1)
         elif microbatches != 1:
-            problems.append(
+            text = (
                 f"device_batch={device_batch} decides the microbatches, and microbatches={microbatches} is given too. "
                 "Use microbatches=1, or device_batch=null."
             )
+            problems.append(Problem(ProblemCode.conflict, "device_batch", device_batch, text))
         elif batch % at_once:
-            asked = f"batch={batch}" if batch_tokens is None else f"batch_tokens={batch_tokens}, {batch} sequences,"
-            over = f" on {shards} devices ({at_once} at a time)" if shards > 1 else ""
             divisors = [n for n in range(1, batch // shards + 1) if batch % (n * shards) == 0]
-            near = sorted(divisors, key=lambda n: abs(n - device_batch))[:1]
-            advice = f" Use device_batch={near[0]}." if near else f" Use a batch that {shards} divides."
             problems.append(
-                f"{asked} does not divide into parts of device_batch={device_batch} sequences{over}.{advice}"
+                Problem(
+                    ProblemCode.device_batch_not_divisible,
+                    "device_batch",
+                    device_batch,
+                    size=batch,
+                    parts=shards,
+                    nearest=tuple(sorted(divisors, key=lambda n: abs(n - device_batch))[:1]),
+                    details={"batch_tokens": batch_tokens},
+                )
             )
         else:
             microbatches = batch // at_once

@@ -9,13 +9,20 @@ from dataclasses import dataclass, replace
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
 from valkyrie.parallel.mesh import MeshConfig, resized
-from valkyrie.parallel.partition import Memory, PartitionConfig, Rules, resolve_rules, roles
-from valkyrie.parallel.problems import Nearest, Problem, layout_problems
+from valkyrie.parallel.partition import (
+    Memory,
+    PartitionConfig,
+    Role,
+    RoleKind,
+    Rules,
+    describe_roles,
+    resolve_rules,
+    roles,
+)
+from valkyrie.parallel.problems import Nearest, layout_problems, with_advice
 from valkyrie.parallel.remat import EVERYTHING, RematConfig
 from valkyrie.parallel.schedule import Pipeline
-
-ROLES = ("DP", "FSDP", "MP1", "MP2", "SP", "PP")
-"""The kinds of roles that a mesh axis of more than one device may have in a legal layout."""
+from valkyrie.problems import Problem, check_range
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,17 @@ class Layout:
         return "-".join(parts)
 
     @property
-    def roles(self) -> dict[str, str]:
+    def roles(self) -> dict[str, Role]:
         """The role of every mesh axis."""
         return roles(self.mesh, self.parameters, self.activations)
 
     @property
     def degrees(self) -> dict[str, int]:
         """Into how many parts each kind of role splits its work: `{"DP": 2, "FSDP": 1, "MP1": 4, "MP2": 4, ...}`."""
-        degrees: dict[str, int] = dict.fromkeys(ROLES, 1)
+        degrees = {kind.value: 1 for kind in RoleKind if kind not in (RoleKind.idle, RoleKind.unused)}
         for axis, role in self.roles.items():
-            kind = role.partition("(")[0]
-            if kind in degrees:
-                degrees[kind] *= self.mesh.axes[axis]
+            if role.kind.value in degrees:
+                degrees[role.kind.value] *= self.mesh.axes[axis]
         return degrees
 
     @property
@@ -106,7 +112,7 @@ class Layout:
 
     def describe_roles(self) -> str:
         """Return the roles line: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
-        return " · ".join(f"{axis}={self.mesh.axes[axis]} {role}" for axis, role in self.roles.items())
+        return describe_roles(self.mesh.axes, self.roles)
 
     def shards(self, logical: str) -> int:
         """Return into how many parts a logical axis of activations is split."""
@@ -182,18 +188,17 @@ def make_layout(
     known_axes: Collection[str],
     nearest: Nearest | None = None,
     advise: bool = True,
-) -> tuple[Layout | None, list[str]]:
+) -> tuple[Layout | None, list[Problem]]:
     """Return the layout of a model's arrays, and every problem it has with them, this batch and this length.
 
+    The layout is None if there is no such mesh.
+
     `batch` counts sequences of the global batch, `seq` tokens of a sequence; `known_axes` are logical axes of other
-    models, for which a partition may have rules. `nearest` returns the values of a key next to its own that remove a
-    problem, by its statement, and make no other; without it the nearest that divide are told. With `advise=False` no
-    values are looked for: thousands of layouts are tried so. The layout is None when the mesh itself makes no sense.
+    models, for which a partition may have rules. `nearest` searches the values of a problem's key that remove it and
+    make no other; without it, problems name the nearest values that divide. `advise=False` skips the search for values
+    that would do, which takes longer than finding the problems.
     """
-    problems = mesh.problems()
-    if microbatches < 1:
-        problems.append(f"microbatches={microbatches}: at least 1 is needed.")
-    if problems:
+    if problems := mesh.problems() + check_range("microbatches", microbatches, least=1):
         return None, problems
 
     def on(mesh: MeshConfig) -> tuple[Layout, list[Problem]]:
@@ -201,7 +206,7 @@ def make_layout(
 
     layout, found = on(mesh)
     if not advise:
-        return layout, list(dict.fromkeys(problem.statement for problem in found))
+        return layout, list(dict.fromkeys(found))
     known = {problem.identity for problem in found}
 
     def sizes_of(problem: Problem) -> list[int]:
@@ -210,7 +215,7 @@ def make_layout(
         divisors = [n for n in range(1, 65) if problem.size % n == 0]
         return [n for n in divisors if {p.identity for p in on(resized(mesh, axis, n))[1]} <= least]
 
-    return layout, list(dict.fromkeys(problem.text(nearest, sizes_of) for problem in found))
+    return layout, list(dict.fromkeys(with_advice(problem, nearest, sizes_of) for problem in found))
 
 
 def layout_with_problems(
@@ -223,9 +228,9 @@ def layout_with_problems(
     seq: int,
     known_axes: Collection[str],
 ) -> tuple[Layout, list[Problem]]:
-    """Return the layout that a sound mesh has, as `make_layout` does, with its problems before they are words."""
+    """Return the layout and its problems as `make_layout` does, for a legal mesh, without looking for advice."""
     layout, problems = derive_layout(mesh, partition, arrays, microbatches, remat, known_axes=known_axes)
-    return layout, [Problem(text) for text in problems] or layout_problems(layout, arrays, batch, seq)
+    return layout, problems or layout_problems(layout, arrays, batch, seq)
 
 
 def derive_layout(
@@ -236,7 +241,7 @@ def derive_layout(
     remat: RematConfig = EVERYTHING,
     *,
     known_axes: Collection[str],
-) -> tuple[Layout, list[str]]:
+) -> tuple[Layout, list[Problem]]:
     """Return the layout that a partition's rules make of a mesh, legal or not, and every problem of the rules."""
     parameters, activations, problems = resolve_rules(partition, mesh, arrays.axes, known_axes)
     stages = parameters.get(LAYERS, ())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.placement import SLICE_AXIS, arrange, placement_problems
+from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
     import jax
@@ -49,19 +50,15 @@ class MeshConfig:
         """How many devices the mesh needs."""
         return math.prod(self.shape) * self.slices
 
-    def problems(self) -> list[str]:
-        """Return every reason why this mesh cannot be, in the words of the command line."""
+    def problems(self) -> list[Problem]:
+        """Return every reason why there is no such mesh."""
         if len(self.shape) not in (3, 4) or any(n < 1 for n in self.shape) or self.slices < 1:
-            return [
-                f"mesh.shape={self.shape} with mesh.slices={self.slices}: 3 sizes (x, y, z) or 4 (w, x, y, z) "
-                "are needed, each at least 1."
-            ]
+            return [Problem(ProblemCode.mesh_shape, "mesh.shape", self.shape, details={"slices": self.slices})]
         problems = [] if self.placement is None else placement_problems(self.placement, self.axes, self.name)
         if self.names is not None and len(self.names) != len(self.shape):
-            problems.append(
-                f"mesh.names=[{','.join(self.names)}] and the {len(self.shape)} axes of mesh={self.name} "
-                f"({', '.join(AXIS_NAMES[-len(self.shape) :])}): write one name for each, or null."
-            )
+            axes = ", ".join(AXIS_NAMES[-len(self.shape) :])
+            details = {"count": len(self.shape), "mesh": self.name, "own": axes}
+            problems.append(Problem(ProblemCode.mesh_names, "mesh.names", ",".join(self.names), details=details))
         return problems
 
 

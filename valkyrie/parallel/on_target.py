@@ -5,27 +5,31 @@ from __future__ import annotations
 from valkyrie.hardware.slices import parse_shape
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.problems import Problem, ProblemCode
 
 
-def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[str]:
-    """Return why a target is none by itself, and why a mesh cannot lie on it."""
+def target_problems(target: TargetConfig, mesh: MeshConfig) -> list[Problem]:
+    """Return why there is no such target, or why a mesh cannot be placed on it."""
     problems = target.problems()
     if problems or target.devices is None:
         return problems
     if target.devices != mesh.size:
-        return [_wrong_size(target, mesh)]
+        text = _wrong_size(target, mesh)
+        return [Problem(ProblemCode.device_count, "mesh", mesh.name, text, size=mesh.size, parts=target.devices)]
     if mesh.slices > 1 == target.slices and target.topology and mesh.placement is None:
-        return [
+        text = (
             f"mesh={mesh.name} is {mesh.slices} slices joined by the data-centre network, and "
             f"target={target.describe()} is one.{_as_slices(target, mesh)} In one slice, use a mesh such as "
             f"mesh={_mesh_like(target)}."
-        ]
+        )
+        return [Problem(ProblemCode.slice_count, "mesh", mesh.name, text, size=mesh.slices, parts=1)]
     if 1 < target.slices != mesh.slices and mesh.placement is None:
-        return [
+        text = (
             f"target.slices={target.slices}: slices are joined by the data-centre network, and mesh={mesh.name} "
             f"does not say which axis crosses it. Use mesh={target.slices}s{_mesh_like(target)}, "
             "or set mesh.placement."
-        ]
+        )
+        return [Problem(ProblemCode.slice_count, "target.slices", target.slices, text, size=mesh.slices)]
     return []
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.problems import Problem, ProblemCode
+from valkyrie.records import decode
 
 Rules = dict[str, tuple[str, ...]]
 """Logical axis to the mesh axes it is split over, slowest first."""
@@ -82,13 +85,13 @@ class PartitionConfig:
 
 def resolve_rules(
     partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], known: Collection[str] = ()
-) -> tuple[Rules, Rules, list[str]]:
+) -> tuple[Rules, Rules, list[Problem]]:
     """Return the rules for parameters and activations of a model in mesh axes, and every problem found on the way.
 
     `axes` are the logical axes of the model, each of which gets a rule; rules for those of other models, which are
     `known` or marked with a question mark, are passed over.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     roles = _roles_on(partition, mesh, problems)
     parameter_axes = [axis for axis in axes if axis not in (BATCH, SEQ)]
     activation_axes = [axis for axis in axes if axis != LAYERS]
@@ -113,21 +116,23 @@ def resolve_rules(
 
 def _unknown_axes(
     name: str, kind: str, rules: Iterable[str], own: Collection[str], known: Collection[str]
-) -> Iterable[str]:
-    """Yield the refusal of every rule for an axis that nothing has, with the nearest that there is."""
+) -> Iterator[Problem]:
+    """Yield the problem of every rule for an axis that nothing has, with the nearest name."""
     legal = [*own, *(axis for axis in known if axis not in own and axis not in (BATCH, SEQ, LAYERS))]
     for logical in rules:
         if logical.endswith("?") or logical in legal:
             continue
-        near = difflib.get_close_matches(logical, legal, n=1)
-        hint = f" Did you mean {near[0]}?" if near else f" If it is an axis of another model, write {logical}?."
-        yield (
-            f"partition={name} has a rule for {kind}.{logical}, which is no logical axis of {kind}.{hint} "
-            f"The model has {', '.join(own)}."
+        near = next(iter(difflib.get_close_matches(logical, legal, n=1)), None)
+        yield Problem(
+            ProblemCode.unknown_logical_axis,
+            f"partition.{kind}.{logical}",
+            partition=name,
+            axes=(logical,),
+            details={"kind": kind, "near": near, "known": ", ".join(own)},
         )
 
 
-def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[str]) -> Mapping[str, list[str]]:
+def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[Problem]) -> Mapping[str, list[str]]:
     if mesh.names is None or not partition.roles:
         return partition.roles
     inner = [a for a in mesh.axes if a != "s"]
@@ -138,14 +143,26 @@ def _roles_on(partition: PartitionConfig, mesh: MeshConfig, problems: list[str])
             axes_by_role[role].append(axis)
         elif mesh.axes[axis] > 1:
             problems.append(
-                f"the environment names mesh axis {axis}={mesh.axes[axis]} {name!r} (TPU_AXIS_NAMES); "
-                f"partition={partition.name} knows the roles {', '.join(partition.roles)}."
+                Problem(
+                    ProblemCode.unknown_role,
+                    "mesh.names",
+                    name,
+                    partition=partition.name,
+                    mesh_axes=(axis,),
+                    mesh_sizes=(mesh.axes[axis],),
+                    details={"known": ", ".join(partition.roles)},
+                )
             )
     return axes_by_role
 
 
 def _expand(
-    wanted: Iterable[str], roles: Mapping[str, list[str]], mesh: MeshConfig, where: str, name: str, problems: list[str]
+    wanted: Iterable[str],
+    roles: Mapping[str, list[str]],
+    mesh: MeshConfig,
+    where: str,
+    name: str,
+    problems: list[Problem],
 ) -> Iterable[str]:
     for entry in wanted:
         axis, optional = entry.removesuffix("?"), entry.endswith("?")
@@ -156,34 +173,74 @@ def _expand(
         elif not optional:
             has = ", ".join(f"{a}={n}" for a, n in mesh.axes.items())
             problems.append(
-                f"partition={name} puts {where} on mesh axis {axis}, which mesh={mesh.name} does not have; "
-                f"it has {has}. Use a mesh with that axis{_mesh_hint(axis)}, or write {axis}? in the partition."
+                Problem(
+                    ProblemCode.missing_mesh_axis,
+                    f"partition.{where}",
+                    partition=name,
+                    mesh_axes=(axis,),
+                    mesh_sizes=(0,),
+                    details={"rule": where, "mesh": mesh.name, "has": has},
+                )
             )
 
 
-def _mesh_hint(axis: str) -> str:
-    return {"w": " (four sizes, mesh=2x4x4x2)", "s": " (slices, mesh=2s4x4x2)"}.get(axis, "")
+class RoleKind(Enum):
+    """What a mesh axis does: data or model parallelism, or nothing (`idle`, or `unused` if it has one device)."""
+
+    DP = "DP"
+    FSDP = "FSDP"
+    MP1 = "MP1"
+    MP2 = "MP2"
+    SP = "SP"
+    PP = "PP"
+    idle = "idle"
+    unused = "unused"
+
+    @property
+    def splits_only_data(self) -> bool:
+        """Whether devices of such an axis exchange no activations: they split the batch, or there is only one."""
+        return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 
-def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, str]:
-    """Return the role of every mesh axis: DP, FSDP, MP1, MP2, SP, PP, `idle`, or `unused` when it has size 1."""
+@dataclass(frozen=True)
+class Role:
+    """The role of a mesh axis, and the logical axes that it splits."""
+
+    kind: RoleKind
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return `FSDP(batch,embed)`, or `idle`."""
+        return f"{self.kind.value}({','.join(self.axes)})" if self.axes else self.kind.value
+
+
+def recorded_roles(record: Mapping[str, Any]) -> dict[str, Role]:
+    """Read the roles of mesh axes from the `axis_roles` of a record; none of older records, which lack them."""
+    return {axis: decode(Role, role, "axis_roles") for axis, role in record.get("axis_roles", {}).items()}
+
+
+def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:
+    """Return the roles of mesh axes with their sizes: `x=4 MP1(mlp,heads,vocab) · y=4 MP2(embed) · z=2 DP(batch)`."""
+    return " · ".join(f"{axis}={sizes[axis]} {role}" for axis, role in roles.items())
+
+
+def roles(mesh: MeshConfig, parameters: Rules, activations: Rules) -> dict[str, Role]:
+    """Return the role of every mesh axis."""
     roles = {}
     for axis, size in mesh.axes.items():
         split = [logical for logical, axes in parameters.items() if axis in axes]
         data = axis in activations.get("batch", ())
         sequence = axis in activations.get("seq", ())
         if size == 1:
-            roles[axis] = "unused"
+            roles[axis] = Role(RoleKind.unused)
         elif LAYERS in split:
-            roles[axis] = f"PP({','.join(split)})"
-        elif data and split:
-            roles[axis] = f"FSDP({','.join(['batch', *split])})"
+            roles[axis] = Role(RoleKind.PP, tuple(split))
         elif data:
-            roles[axis] = "DP(batch)"
+            roles[axis] = Role(RoleKind.FSDP if split else RoleKind.DP, (BATCH, *split))
         elif sequence:
-            roles[axis] = f"SP({','.join(['seq', *split])})"
+            roles[axis] = Role(RoleKind.SP, (SEQ, *split))
         elif split:
-            roles[axis] = f"{'MP2' if set(split) == {'embed'} else 'MP1'}({','.join(split)})"
+            roles[axis] = Role(RoleKind.MP2 if set(split) == {"embed"} else RoleKind.MP1, tuple(split))
         else:
-            roles[axis] = "idle"
+            roles[axis] = Role(RoleKind.idle)
     return roles

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware.target import Topology
+from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,8 +89,8 @@ class AxisPlacement:
         return f"{self.axis}={self.size} on {' and '.join(parts) or 'one device'}"
 
 
-def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[str]:
-    """Return why a placement does not fit the axes of a mesh, in the words of the command line."""
+def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
+    """Return the problem of a placement that does not fit the axes of a mesh, whose name is `mesh`."""
     wrong = []
     factors_of: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
@@ -105,10 +106,8 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
             wrong.append(f"{axis} is {axes[axis]}, but what is listed of it makes {math.prod(factors)}")
     if not wrong:
         return []
-    return [
-        f"mesh.placement=[{','.join(placement)}]: {'; '.join(wrong)}. List the axes of mesh={mesh} ({_sizes(axes)}) "
-        "from the slowest to the fastest over the torus, each whole (x) or in factors that make it (x:2,y,x:2)."
-    ]
+    details = {"wrong": "; ".join(wrong), "mesh": mesh, "sizes": _sizes(axes)}
+    return [Problem(ProblemCode.placement, "mesh.placement", ",".join(placement), details=details)]
 
 
 def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:

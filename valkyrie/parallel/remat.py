@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cache
 
 from valkyrie.paths import config_names, read_config
+from valkyrie.problems import Problem, ProblemCode
 
 ALL, PRODUCTS = "all", "products"
 """Words of `save`: every activation; the results of all matrix products but those of attention's kernel."""
@@ -63,7 +64,7 @@ class RematConfig:
         on_device = name in self.save or ALL in self.save or (product and PRODUCTS in self.save)
         return Place.device if on_device else Place.nowhere
 
-    def problems(self, names: Callable[[], Collection[str]]) -> list[str]:
+    def problems(self, names: Callable[[], Collection[str]]) -> list[Problem]:
         """Return what is wrong with the lists; `names` returns those of the model, called for where they are needed.
 
         Names in a shipped choice are passed over: they may be of another model's blocks.
@@ -74,14 +75,14 @@ class RematConfig:
             own = names() if strange else ()
             if unknown := [name for name in strange if name not in own]:
                 also = f"; {ALL} is every one, {PRODUCTS} every matrix product" if words else ""
-                problems.append(
-                    f"remat.{key} names {', '.join(unknown)}. This model's activations are {', '.join(own)}{also}."
-                )
+                text = f"remat.{key} names {', '.join(unknown)}. This model's activations are {', '.join(own)}{also}."
+                problems.append(Problem(ProblemCode.unknown_name, f"remat.{key}", unknown, text))
         if both := [name for name in dict.fromkeys(self.save) if name in self.offload]:
-            problems.append(
+            text = (
                 f"remat.save and remat.offload both name {', '.join(both)}: an activation waits on the device or in "
                 "host memory. Leave it out of one."
             )
+            problems.append(Problem(ProblemCode.conflict, "remat.save", both, text))
         return problems
 
 

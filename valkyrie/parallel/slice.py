@@ -11,6 +11,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
+from valkyrie.problems import refuse
 
 if TYPE_CHECKING:
     import jax
@@ -60,8 +61,8 @@ class Slice(TargetConfig):
                 f"Use a mesh of {self.devices}{instead}."
             )
         axes = dict(zip(names, map(int, shape), strict=True))
-        if placement is not None and (wrong := placement_problems(placement, axes, "x".join(map(str, shape)))):
-            raise ValueError("\n".join(wrong))
+        if placement is not None:
+            refuse(placement_problems(placement, axes, "x".join(map(str, shape))))
         if placement is None and shape[0] % self.slices:
             raise ValueError(
                 f"{told}: its first axis, {names[0]}={shape[0]}, lies across the {self.slices} slices, which do not "

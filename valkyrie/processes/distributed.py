@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.hub import address_of
 from valkyrie.processes.team import COORDINATOR, COUNT, INDEX, Connected, Place
 
@@ -36,25 +37,19 @@ class DistributedConfig:
     heartbeat_s: float = 60.0
     step_timeout_s: float | None = 600.0
 
-    def problems(self) -> list[str]:
-        """Return every reason why this makes no sense, in the words of the command line."""
-        problems = []
-        if self.processes is not None and self.processes < 1:
-            problems.append(f"distributed.processes={self.processes}: at least 1 is needed.")
-        if self.process is not None and self.process < 0:
-            problems.append(f"distributed.process={self.process}: processes are counted from 0.")
-        if self.timeout_s <= 0 or self.heartbeat_s < 1:
-            problems.append(
-                f"distributed.timeout_s={self.timeout_s:g} and distributed.heartbeat_s={self.heartbeat_s:g}: the first "
-                "must be above 0, the second 1 or more."
-            )
-        if self.step_timeout_s is not None and self.step_timeout_s <= 0:
-            problems.append(f"distributed.step_timeout_s={self.step_timeout_s:g}: must be above 0, or null.")
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
+        problems = check_range("distributed.processes", self.processes, least=1)
+        problems += check_range("distributed.process", self.process, least=0)
+        problems += check_range("distributed.timeout_s", self.timeout_s, above=0)
+        problems += check_range("distributed.heartbeat_s", self.heartbeat_s, least=1)
+        problems += check_range("distributed.step_timeout_s", self.step_timeout_s, above=0, otherwise="null")
         given = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
         missing = [f"distributed.{key}" for key, value in given.items() if value is None]
         if 0 < len(missing) < len(given):
             stated = ", ".join(f"distributed.{key}={value}" for key, value in given.items() if value is not None)
-            problems.append(f"{stated}: give {' and '.join(missing)} too; address, count and index go together.")
+            text = f"{stated}: give {' and '.join(missing)} too; address, count and index go together."
+            problems.append(Problem(ProblemCode.missing, missing[0], text=text))
         return problems
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -168,17 +168,23 @@ def agreement(pairs: Sequence[Pair]) -> float | None:
 
 
 def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
-    """Return what has no result, by status and reason, those with most rows first.
+    """Return what has no result, by status and kind of reason, those with most rows first, each with its first reason.
 
-    Reasons that differ in numbers alone are one; the first of them stands for it.
+    Refusals are of one kind if their first problems have the same code and axes. Layouts that do not fit or take too
+    long are one kind each. Other reasons, and refusals of older files, are of one kind if they are equal.
     """
-    by_reason: dict[tuple[Status, str], list[Row]] = defaultdict(list)
+    by_kind: dict[tuple[Status, object], list[Row]] = defaultdict(list)
     for row in rows:
-        if row.trial.status is not Status.ok:
-            by_reason[(row.trial.status, re.sub(r"[0-9]+(\.[0-9]+)?", "#", row.reason or ""))].append(row)
+        trial, kind = row.trial, row.reason
+        if trial.status is Status.refused and trial.problems:
+            kind = json.dumps(trial.problems[0], sort_keys=True)
+        elif trial.status in (Status.does_not_fit, Status.timeout):
+            kind = None
+        if trial.status is not Status.ok:
+            by_kind[trial.status, kind].append(row)
     order = list(Status)
-    listed = sorted(by_reason.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]), item[0][1]))
-    return [(status, members[0].reason or UNKNOWN, members) for (status, _), members in listed]
+    listed = [(status, members[0].reason or UNKNOWN, members) for (status, _), members in by_kind.items()]
+    return sorted(listed, key=lambda entry: (order.index(entry[0]), -len(entry[2]), entry[1]))
 
 
 def _may_meet(pair: Pair) -> bool:

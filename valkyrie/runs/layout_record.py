@@ -9,6 +9,7 @@ from typing import Any
 
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.target import TargetRecord
+from valkyrie.parallel.partition import Role
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class LayoutRecord:
         seq: Tokens of a sequence.
         hardware: The target itself. None in records of version 1.0 and before that `with_hardware` has not seen.
         layout: Name of the layout. None if it is illegal; then so are the fields after it.
-        roles: What each mesh axis does, for display.
+        roles: What each mesh axis does, for display; `axis_roles` for programs. None in older records.
         degrees: Into how many parts each kind of role splits its work.
         sharding: A name shared by layouts of a model that split every array alike.
         pipeline: Stages and schedule, if the layout has any.
@@ -46,6 +47,7 @@ class LayoutRecord:
     hardware: TargetRecord | None = None
     layout: str | None = None
     roles: str | None = None
+    axis_roles: dict[str, Role] | None = None
     degrees: dict[str, int] | None = None
     sharding: str | None = None
     pipeline: dict[str, Any] | None = None

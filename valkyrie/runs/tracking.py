@@ -8,24 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.paths import is_full, why, write_whole
+from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbWriter, wandb_summary
 
 
 def profile_window(asked: str) -> tuple[int, int]:
-    """Return the first and the last step of `profile=100-105`; ValueError where it says none."""
+    """Return the first and the last step of `profile=100-105`. Raises ProblemError for any other form."""
     first, dash, last = asked.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ValueError(f"profile={asked}: write the first and the last step to trace, such as profile=100-105.")
+        text = f"profile={asked}: write the first and the last step to trace, such as profile=100-105."
+        raise ProblemError([Problem(ProblemCode.malformed, "profile", asked, text)])
     return int(first), int(last)
 
 
-def profile_problems(asked: str | None, steps: int) -> list[str]:
+def profile_problems(asked: str | None, steps: int) -> list[Problem]:
     """Return why a window of steps cannot be traced in a training of so many steps."""
     try:
         last = 0 if asked is None else profile_window(asked)[1]
-    except ValueError as error:
-        return [str(error)]
-    return [f"profile={asked}: the training ends with step {steps} (steps={steps})."] if last > steps else []
+    except ProblemError as error:
+        return [*error.problems]
+    text = f"profile={asked}: the training ends with step {steps} (steps={steps})."
+    return [Problem(ProblemCode.conflict, "profile", asked, text)] if last > steps else []
 
 
 class Tracker:

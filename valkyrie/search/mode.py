@@ -11,6 +11,7 @@ from rich.console import Console
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, usable_hbm
+from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
@@ -106,7 +107,7 @@ def _search(run: Run) -> int:
         command=list(run.arguments),
         question=digest_of(request),
         layouts=len(space),
-        refused=dict(space.refused),
+        refused=_counts(space),
         duplicates=space.duplicates,
         compiled=len(compiles.done),
         why=compiles.why,
@@ -202,8 +203,13 @@ def _tell_space(space: Space, seconds: float, request: SearchRequest, console: C
             markup=False,
             soft_wrap=True,
         )
-    for reason, count in space.refused.most_common(REASONS):
+    for reason, count in list(_counts(space).items())[:REASONS]:
         console.print(f"  {count:>7,} refused: {reason}", style="dim", markup=False)
+
+
+def _counts(space: Space) -> dict[str, int]:
+    """Return how many layouts each problem refuses, most first."""
+    return {f"partition={p.partition}: {p.label}": count for p, count in space.refused.most_common()}
 
 
 def _nothing_fits(listed: Shortlist, request: SearchRequest, compiles: Compiles, space: Space) -> str:
@@ -231,7 +237,7 @@ def _untried(listed: Shortlist, compiles: Compiles) -> str:
 def _none_is_legal(request: SearchRequest, space: Space) -> str:
     """Return that no layout is legal, and what to change where it is what meshes must divide."""
     config, model = request.run.config, request.run.model.name
-    if not all(" not divide" in reason for reason in space.refused):
+    if not INDIVISIBLE.issuperset(problem.code for problem in space.refused):
         return "no layout is legal. The reasons are above: change what they name, or leave it out and it varies."
     parts = {"microbatches": request.microbatches, "device_batch": config.device_batch}
     given = "".join(f" with {key}={count}" for key, count in parts.items() if count is not None)

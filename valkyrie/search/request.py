@@ -13,6 +13,7 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig, slice_of
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
+from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, parts_of
 from valkyrie.search.estimate.space import Space, schedules, space_of, with_zero1
 from valkyrie.units import seconds_of
@@ -111,8 +112,7 @@ def _targets(run: Run) -> list[TargetConfig]:
     parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
     several = [replace(_with_settings_of(target.chip, t), slices=target.slices) for t in parsed.values()]
     targets = several or [target]
-    if wrong := [problem for t in targets for problem in t.problems()]:
-        raise ValueError("\n".join(dict.fromkeys(wrong)))
+    refuse([problem for t in targets for problem in t.problems()])
     without = [t for t in targets if t.chips is None or (t.chip is None and not platform_of(t.platform).runs_on_host)]
     if without and without[0].chips is not None:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -122,16 +121,14 @@ def count_line(cells: Cells, chosen: Sequence[Cell]) -> str:
 
 
 def reasons(cells: Cells) -> list[tuple[str, int]]:
-    """Return the kinds of refusals, each cell counted once by its first, the most frequent first.
+    """Return the labels of refusals with their counts, most frequent first. A cell counts once, by its first problem.
 
-    A kind is a refusal's first clause without its partition and its mesh: `heads (4) on x=8`.
+    Problems of one code and the same axes are of one kind, whatever the sizes.
     """
-    kinds: Counter[str] = Counter()
-    for cell in cells.refused:
-        clause = re.split(r"[:.] ", cell.problems[0])[0]
-        clause = re.sub(r"partition=\S+ (puts )?", "", clause)
-        kinds[re.sub(r" of [\w., ]+ on ", " on ", clause)] += 1
-    return kinds.most_common()
+    first = [cell.problems[0] for cell in cells.refused]
+    labels = {problem.identity: problem.label for problem in first}
+    counts = Counter(problem.identity for problem in first)
+    return [(labels[identity], count) for identity, count in counts.most_common()]
 
 
 def _changes_layouts(key: str) -> bool:

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from valkyrie.config.compose import accelerators
 from valkyrie.config.modes import Needs
 from valkyrie.paths import write_whole
+from valkyrie.problems import refuse
 from valkyrie.processes.distributed import DistributedConfig, join
 from valkyrie.processes.hub import address_of, free_port
 from valkyrie.processes.team import LOST, Connected, Place
@@ -145,8 +146,7 @@ def _meet(arguments: Sequence[str]) -> Connected | None:
     config: Any = OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(DistributedConfig), OmegaConf.from_dotlist([*name, *own]))
     )
-    if problems := config.problems():
-        raise ValueError("\n".join(problems))
+    refuse(config.problems())
     return join(config, accelerators=accelerators())
 
 

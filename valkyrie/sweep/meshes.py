@@ -10,6 +10,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.layout import Layout, fused
 from valkyrie.parallel.mesh import MeshConfig
+from valkyrie.parallel.partition import Role, RoleKind
 from valkyrie.parallel.placement import SLICE_AXIS, arrange
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3})")
@@ -67,7 +68,7 @@ def _filled(sizes: list[str], devices: int, known: Mapping[str, int]) -> Iterato
 def unfit(layout: Layout) -> str | None:
     """Return why a mesh is none for a partition, whatever the model: an axis too many, or one too few."""
     mesh, partition = layout.mesh, layout.partition
-    idle = [axis for axis, role in layout.roles.items() if role == "idle"]
+    idle = [axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle]
     if idle:
         return f"leaves {', '.join(f'{axis}={mesh.axes[axis]}' for axis in idle)} idle"
     rules = [*partition.parameters.values(), *partition.activations.values()]
@@ -77,14 +78,14 @@ def unfit(layout: Layout) -> str | None:
     return f"has no axis {', '.join(sorted(needed))}" if needed else None
 
 
-def degrees(layout: Layout) -> tuple[object, ...]:
+def degrees(layout: Layout) -> frozenset[tuple[tuple[bool, Role], int]]:
     """Return how many devices each role has; roles between slices count apart from those within."""
-    sizes: dict[tuple[bool, str], int] = {}
+    sizes: dict[tuple[bool, Role], int] = {}
     for axis, role in layout.roles.items():
         if layout.mesh.axes[axis] > 1:
             key = (axis == SLICE_AXIS, role)
             sizes[key] = sizes.get(key, 1) * layout.mesh.axes[axis]
-    return tuple(sorted(sizes.items()))
+    return frozenset(sizes.items())
 
 
 def sharding(layout: Layout, torus: bool) -> tuple[object, ...]:

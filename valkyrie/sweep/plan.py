@@ -15,6 +15,7 @@ from valkyrie.config.run import Run
 from valkyrie.config.saved import SAVED_RUN, SETTINGS
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir, source_digest
+from valkyrie.problems import Problem, ProblemError
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
@@ -29,8 +30,9 @@ from valkyrie.train.devices import missing_devices
 
 @dataclass(frozen=True)
 class Plan:
-    """A trial before it runs, in a sweep's `folder`. `refusal` says why it cannot; `run` is what its process does.
+    """A trial before it runs, in a sweep's `folder`. `run` is what its process does.
 
+    `refusal` is the message why it cannot run, or None; `problems` are those of its run, if it has any.
     `files` are what the run leaves in its folder beside its numbers; `values` and `flags` are those of its record.
     """
 
@@ -41,6 +43,7 @@ class Plan:
     overrides: tuple[str, ...]
     about: LayoutRecord | None
     refusal: str | None = None
+    problems: tuple[Problem, ...] = ()
     run: Run | None = None
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float | None = None
@@ -96,6 +99,7 @@ class Plan:
             results=results or TrialResult(),
             values=self.values,
             flags=list(self.flags),
+            problems=[problem.record() for problem in self.problems] if status is Status.refused else [],
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
@@ -116,7 +120,7 @@ class Plan:
         return not self.retry or trial.status is Status.ok
 
 
-def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[str] | None = None) -> Plan:
+def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[Problem] | None = None) -> Plan:
     """Return the plan of a job's run; `hydra` is the part of the job's configuration of that name.
 
     An illegal run has a refused plan; `problems` are those of the run where they are known already. ValueError where
@@ -125,7 +129,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     config, folder, flags = run.config, sweep_folder(hydra), config_flags(hydra)
     problems = run.problems() if problems is None else problems
     if config.mode.name not in MODES:
-        raise ValueError("\n".join(problems))
+        raise ProblemError(problems)
     mode, key = MODES[config.mode.name], trial_key(run)
     if config.resume is not None and not mode.reads_run:
         raise ValueError(_not_in_a_multirun(config.resume, mode.name))
@@ -137,7 +141,8 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
         folder=folder,
         overrides=tuple(overrides),
         about=about,
-        refusal=" ".join(problems) or None,
+        refusal=" ".join(map(str, problems)) or None,
+        problems=tuple(problems),
         values=run.values(),
         flags=flags,
     )

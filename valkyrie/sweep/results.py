@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.config.modes import Mode
+from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.processes.team import REFUSED
@@ -26,7 +27,6 @@ from valkyrie.runs.results import (
 )
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.sweep.trial import Status, known_values
-from valkyrie.train.room import out_of_memory
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
@@ -67,14 +67,14 @@ def ending(status: int, reason: str) -> Outcome:
     if status in (EXIT_STATUS, PREEMPTED):
         return Outcome(Status.killed, "its process was interrupted by somebody else")
     if status == REFUSED:
-        return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.refused, reason)
+        return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.refused, reason)
     return failure(reason)
 
 
 def failure(reason: str) -> Outcome:
     """Return the outcome of a process that failed: where memory was exhausted, the layout does not fit."""
     reason = " ".join(reason.split())[:_LONGEST]
-    return Outcome(Status.does_not_fit if out_of_memory(reason) else Status.failed, reason)
+    return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.failed, reason)
 
 
 def results_of(folder: Path, mode: Mode) -> Outcome:

@@ -18,6 +18,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import placements
 from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 from valkyrie.sweep.meshes import Same, degrees, is_pattern, may_be_a_torus, meshes_of, sharding, unfit
 
 ALL, DEFAULT = "all", "default"
@@ -46,14 +47,14 @@ class SpaceConfig:
     flops_per_token: list[float | None] | None = None
     same: Same = Same.sharding
 
-    def problems(self) -> list[str]:
-        """Return why this is no space, in the words of the command line."""
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
         problems = []
-        for key in ("meshes", "partitions", "placements", "microbatches", "remat"):
-            if getattr(self, key) == []:
-                problems.append(f"{key}=[] leaves no cell: name at least one.")
-        if self.devices is not None and self.devices < 1:
-            problems.append(f"devices={self.devices}: at least 1 is needed.")
+        for name in ("meshes", "partitions", "placements", "microbatches", "remat"):
+            if getattr(self, name) == []:
+                text = f"{SPACE}.{name}=[] leaves no cell: name at least one."
+                problems.append(Problem(ProblemCode.missing, f"{SPACE}.{name}", [], text))
+        problems += check_range(f"{SPACE}.devices", self.devices, least=1)
         for key in ("parameters", "flops_per_token"):
             given: list[float | None] | None = getattr(self, key)
             if given is None:
@@ -61,8 +62,9 @@ class SpaceConfig:
             bounds = [bound for bound in given if bound is not None]
             if len(given) != 2 or bounds != sorted(bounds):
                 text = ",".join("null" if bound is None else f"{bound:g}" for bound in given)
-                problems.append(f"{key}=[{text}] is no range: write [least, most], with null for no bound.")
-        return [f"{SPACE}.{problem}" for problem in problems]
+                text = f"{SPACE}.{key}=[{text}] is no range: write [least, most], with null for no bound."
+                problems.append(Problem(ProblemCode.malformed, f"{SPACE}.{key}", given, text))
+        return problems
 
 
 SPACE = "hydra.sweeper.space"
@@ -94,7 +96,7 @@ class Cell:
 
     overrides: tuple[str, ...]
     run: Run
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
     @property
     def legal(self) -> bool:
@@ -134,9 +136,7 @@ def enumerate_space(
     `mesh_named` and `named_remat` return what has a name; `accelerated` says that this machine has accelerators, which
     `target=auto` then means.
     """
-    problems = space.problems()
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(space.problems())
     cells: list[Cell] = []
     skipped: Counter[str] = Counter()
     for shape in shapes:
@@ -171,7 +171,7 @@ def _of_partition(
         if enumerated and unfit(layout) is not None:
             unused.append(mesh)
             continue
-        alike = ("degrees", *degrees(layout)) if space.same is Same.roles and enumerated else None
+        alike = ("degrees", degrees(layout)) if space.same is Same.roles and enumerated else None
         new = False
         for placed in _placed(space, shape.run, mesh.value) if alike is None or alike not in seen else ():
             key = sharding(shape.run.layout_on(placed, partition.value), torus)

@@ -53,7 +53,8 @@ class Trial:
     `sweep` the name of the sweep, `stage` the mode that ran: `compile`, `measure`, `train`. `started` is UTC in ISO
     8601, `wall_s` the seconds of its process. `overrides` are the command line's; `values` are those that decide what
     a step computes, by their keys, whether the command line names them or not (`model.layers`: `4`), and empty in a
-    record of before or of what makes no run. `about` describes the run in words, as `summary.about` gives it
+    record of before or of what makes no run. `problems` are those of a refused run, as `Problem.record` gives them; a
+    record of before has none. `about` describes the run in words, as `summary.about` gives it
     (layout, mesh, axes, degrees, partition, model, target, chips, batch, seq, ...); of a refused trial what is known
     of it. `folder` is its run folder, relative to the file. `flags` say where a configuration of one's own lies, as the
     command line would (`--config-dir`, its folder absolute).
@@ -75,6 +76,7 @@ class Trial:
     results: TrialResult = TrialResult()
     values: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def title(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from valkyrie.axes import Axes, Shard
 from valkyrie.data.config import TEXT, DataConfig
 from valkyrie.extensions import Families
+from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
     import jax
@@ -66,11 +67,11 @@ class Task(ABC):
         """Whether its data is text, which a tokenizer reads and the model writes."""
         return self.data_kind == TEXT
 
-    def problems(self, model: Model, seq: int) -> list[str]:
+    def problems(self, model: Model, seq: int) -> list[Problem]:
         """Why it cannot train this model on sequences of `seq` positions."""
         return []
 
-    def data_problems(self, model: Model, seq: int, data: DataConfig) -> list[str]:
+    def data_problems(self, model: Model, seq: int, data: DataConfig) -> list[Problem]:
         """Why it cannot train this model on this data, judged by the beginning of the data."""
         return []
 

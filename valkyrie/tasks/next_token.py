@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.axes import Shard
+from valkyrie.problems import Problem, ProblemCode
 from valkyrie.tasks import Array, BatchLoss, Task
 
 if TYPE_CHECKING:
@@ -43,19 +44,19 @@ class Config(Task):
     name: str = "next_token"
     family: str = "next_token"
 
-    def problems(self, model: Any, seq: int) -> list[str]:
+    def problems(self, model: Any, seq: int) -> list[Problem]:
         """Why it cannot train this model: it sees later positions, or has a table of fewer positions than `seq`."""
         longest, problems = getattr(model, "longest", seq), []
         if not model.causal:
-            problems.append(
+            text = (
                 f"model={model.name} lets a position see what it is asked to predict (model.attention.causal=false or "
                 f"model.s5.bidirectional=true): the task {self.name} needs a causal model. Only mode=show takes this "
                 "one."
             )
+            problems.append(Problem(ProblemCode.unsupported, "model", model.name, text))
         if seq > longest:
-            problems.append(
-                f"seq={seq}: model={model.name} has {longest} positions. Use seq={longest}, or model.context={seq}."
-            )
+            text = f"seq={seq}: model={model.name} has {longest} positions. Use seq={longest}, or model.context={seq}."
+            problems.append(Problem(ProblemCode.conflict, "seq", seq, text))
         return problems
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:

@@ -15,6 +15,7 @@ from valkyrie.axes import Shard
 from valkyrie.data.config import PUZZLES, DataConfig
 from valkyrie.data.sources.puzzles import PuzzleConfig
 from valkyrie.models.families import trm
+from valkyrie.problems import Problem, ProblemCode
 from valkyrie.tasks import Array, BatchLoss, Task
 
 if TYPE_CHECKING:
@@ -63,18 +64,20 @@ class Config(Task):
     name: str = "puzzles"
     family: str = "puzzles"
 
-    def problems(self, model: Any, seq: int) -> list[str]:
+    def problems(self, model: Any, seq: int) -> list[Problem]:
         """Why it cannot train this model: it is not recursive, or its mixer has weights for other puzzles."""
         if not isinstance(model, trm.Config):
-            return [f"task={self.name} trains models of model.family=trm, and model={model.name} is of another."]
+            text = f"task={self.name} trains models of model.family=trm, and model={model.name} is of another."
+            return [Problem(ProblemCode.unsupported, "model", model.name, text)]
         if model.has_attention or seq == model.context:
             return []
-        return [
+        text = (
             f"seq={seq}: model.mixer=mlp has weights for puzzles of model.context={model.context} cells. "
             f"Use model.context={seq}, and leave out seq."
-        ]
+        )
+        return [Problem(ProblemCode.conflict, "seq", seq, text)]
 
-    def data_problems(self, model: Any, seq: int, data: DataConfig) -> list[str]:
+    def data_problems(self, model: Any, seq: int, data: DataConfig) -> list[Problem]:
         """Why the model does not fit the puzzles: `seq` must be their cells; values and identifiers may be fewer."""
         assert isinstance(data, PuzzleConfig), "data of this kind"
         shape = data.shape()
@@ -83,11 +86,12 @@ class Config(Task):
         if seq == shape.cells and all(has[key] >= needed[key] for key in ("vocab_size", "puzzles")):
             return []
         settings = " ".join(f"model.{key}={value}" for key, value in needed.items() if has[key] != value)
-        return [
+        text = (
             f"data={data.name} has puzzles of {shape.cells} cells with {shape.vocab_size} values and "
             f"{shape.identifiers} identifiers, and model={model.name} is for {has['context']} cells, "
             f"{has['vocab_size']} values and {has['puzzles']} identifiers. Use {settings}."
-        ]
+        )
+        return [Problem(ProblemCode.conflict, "data", data.name, text)]
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
         """Return the arrays of a global batch: what is given and what is asked of each cell, and each identifier."""

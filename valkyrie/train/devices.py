@@ -13,6 +13,7 @@ from typing import Any
 
 from valkyrie.config.compose import accelerators
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import no_device_reason
 from valkyrie.hardware.chips import chip_of
 from valkyrie.hardware.platforms import platform_of, platforms
 from valkyrie.hardware.target import ChipConfig
@@ -100,8 +101,8 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
     try:
         devices = jax.devices(platform)
     except (RuntimeError, AssertionError) as error:  # an AssertionError without words: no backend has come up
-        told = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".").splitlines()
-        reason = f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({told[0]})' if told else ''}"
+        why = no_device_reason(error)
+        reason = f"JAX finds no {f'{platform} ' if platform else ''}device here{f' ({why})' if why else ''}"
         if os.environ.get("JAX_PLATFORMS"):
             raise ValueError(_not_here(reason)) from error
         raise ValueError(f"target={target.describe()}: {reason}.") from error

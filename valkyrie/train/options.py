@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from valkyrie.foreign_errors import unknown_option, unreadable_option
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 
@@ -20,9 +21,6 @@ TO_FIT = "needed to fit"
 """Who sets the options of a program that the compiler refused, by a few per cent, without them."""
 SAVING_MEMORY = {"xla_tpu_order_dot_after_layout": "false", "xla_jf_enable_multi_output_fusion": "false"}
 """Options of a TPU that save memory: 3 to 9% of the peak where they were measured (experiments/LOG.md)."""
-
-_UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
-_UNREADABLE = re.compile(r"Failed to parse '([^']*)' into flag (\w+):\s*(.*)")
 
 
 class OptionRefused(ValueError):
@@ -87,16 +85,15 @@ def refusals_in_plain_words() -> Iterator[None]:
 
 def refusal(message: str) -> str | None:
     """Return what an error of the compiler means that is about an option, None for other errors."""
-    if unknown := _UNKNOWN.search(message):
-        name = unknown[1]
+    if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}
         near = difflib.get_close_matches(name, sorted(names), n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         remedy = f"Leave it out, or write {KEY}.{name}=null."
         return f"{KEY}.{name}: {_compiler()} has no option of this name.{hint} {remedy}"
-    if unreadable := _UNREADABLE.search(message):
-        value, name, why = unreadable.groups()
-        because = f" {why.strip().rstrip('.')}." if why.strip() else ""
+    if unreadable := unreadable_option(message):
+        name, value, why = unreadable
+        because = f" {why}." if why else ""
         return f"{KEY}.{name}={value}: {_compiler()} cannot read this value.{because}"
     return None
 

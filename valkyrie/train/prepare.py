@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from valkyrie.config.run import Run
 from valkyrie.data.config import sources_of
+from valkyrie.problems import refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.folder import changed_settings, find_run
 from valkyrie.train.devices import acquire, configure_jax, missing_devices
@@ -58,8 +59,7 @@ def refuse_other_data(run: Run) -> None:
         raise ValueError(
             f"model={run.model.name} trains on {task.data_kind}, and data={data.name} is {data.kind}. Use {choices}."
         )
-    if problems := task.data_problems(run.model, run.config.seq, data):
-        raise ValueError("\n".join(problems))
+    refuse(task.data_problems(run.model, run.config.seq, data))
 
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import allocated_bytes, is_out_of_memory
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
@@ -22,20 +22,12 @@ if TYPE_CHECKING:
 
 _CPU_ERROR = 2.0
 """By how much a step on simulated devices may exceed the estimate: seq=4096 of valkyrie_tiny took 18 GiB for 9."""
-_OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|ran out of memory|bad_alloc")
-_BYTES_WANTED = re.compile(r"allocat\w* (\d+)(?: bytes|\b)")
-
 
 _ON_A_SLICE = "mode=compile target=v5p-64 says whether a slice has the room"
 
 
 class DoesNotFit(ValueError):
     """The memory of the devices is too small for a run: by the bytes of its arrays, or because an allocation failed."""
-
-
-def out_of_memory(text: str) -> bool:
-    """Return whether the text of an error is about memory, as XLA words it on any backend."""
-    return _OUT_OF_MEMORY.search(text) is not None
 
 
 def check_room(
@@ -79,12 +71,12 @@ def out_of_memory_in_plain_words(run: Run, devices: Devices) -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and not out_of_memory(str(error)):
+        if isinstance(error, jax.errors.JaxRuntimeError) and not is_out_of_memory(str(error)):
             raise
         from valkyrie.train.program import StepProgram
 
-        found = _BYTES_WANTED.search(str(error))
-        wanted = f" when {memory(int(found[1]))} more were asked for" if found else ""
+        size = allocated_bytes(str(error))
+        wanted = "" if size is None else f" when {memory(size)} more were asked for"
         program = StepProgram(run, abstract_mesh(run.config.mesh), backend=devices.platform)
         available, count = _available(devices), len(devices.devices) if devices.simulated else 1
         where = "" if available is None else f"; {_where(devices, available)}"

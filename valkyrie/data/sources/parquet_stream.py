@@ -13,6 +13,7 @@ from valkyrie.data.config import DataCheck
 from valkyrie.data.documents import TextConfig, chunk_problems
 from valkyrie.data.readers import ReadOptions
 from valkyrie.data.remote import path_problems
+from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -61,17 +62,15 @@ class Config(TextConfig):
         """How files are read."""
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *path_problems([*self.paths, *self.val_paths])]
-        if self.workers is not None and self.workers < 0:
-            problems.append(f"data.workers={self.workers}: use 0 or more, or null for one a CPU core.")
-        if self.pool < 1:
-            problems.append(f"data.pool={self.pool}: use 1 or more documents.")
-        if self.lanes is not None and self.lanes < 1:
-            problems.append(f"data.lanes={self.lanes}: use 1 or more, or null for up to 16.")
+        problems += check_range("data.workers", self.workers, least=0, otherwise="null for one a CPU core")
+        problems += check_range("data.pool", self.pool, least=1)
+        problems += check_range("data.lanes", self.lanes, least=1, otherwise="null for up to 16")
         if not self.paths:
-            problems.append(f"data={self.name} needs files: data.paths=[shards/*.parquet].")
+            text = f"data={self.name} needs files: data.paths=[shards/*.parquet]."
+            problems.append(Problem(ProblemCode.missing, "data.paths", self.paths, text))
         return [*problems, *chunk_problems(self.chunk)]
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Streamed:

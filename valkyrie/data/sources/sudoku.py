@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from valkyrie.data.sources.puzzles import PuzzleConfig, PuzzleShape, SampleConfig
+from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -28,15 +29,16 @@ class SudokuConfig(SampleConfig):
     side: int = 9
     clues: int = 0
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings."""
         problems = super().problems()
         if self.side not in (4, 9):
-            problems.append(f"data.sudoku.side={self.side}: use 4 or 9.")
-        elif not 0 <= self.clues < self.side**2:
-            problems.append(f"data.sudoku.clues={self.clues}: use 0 to {self.side**2 - 1}.")
+            text = f"data.sudoku.side={self.side}: use 4 or 9."
+            problems.append(Problem(ProblemCode.out_of_range, "data.sudoku.side", self.side, text))
+        problems += check_range("data.sudoku.clues", self.clues, least=0, below=self.side**2)
         if self.side == 4 and self.guesses:
-            problems.append(f"data.sudoku.guesses={self.guesses}: no puzzle of 4x4 needs a guess. Use 0.")
+            text = f"data.sudoku.guesses={self.guesses}: no puzzle of 4x4 needs a guess. Use 0."
+            problems.append(Problem(ProblemCode.conflict, "data.sudoku.guesses", self.guesses, text))
         return problems
 
 
@@ -48,7 +50,7 @@ class Config(PuzzleConfig):
     source: str = "sudoku"
     sudoku: SudokuConfig = field(default_factory=SudokuConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings."""
         return [*super().problems(), *self.sudoku.problems()]
 

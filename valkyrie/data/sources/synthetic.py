@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
 from valkyrie.data.readers import ReadOptions
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from valkyrie.data.cut import TokenDocument
@@ -45,19 +46,15 @@ class Config(DocumentConfig):
     states: int = 64
     generator_seed: int = 0
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings."""
         problems = super().problems()
-        if not len(SUCCESSOR_WEIGHTS) <= self.states <= MAX_STATES:
-            problems.append(f"data.states={self.states}: use {len(SUCCESSOR_WEIGHTS)} to {MAX_STATES}.")
-        if self.generator_seed < 0:
-            problems.append(f"data.generator_seed={self.generator_seed}: must be at least 0.")
+        problems += check_range("data.states", self.states, least=len(SUCCESSOR_WEIGHTS), most=MAX_STATES)
+        problems += check_range("data.generator_seed", self.generator_seed, least=0)
         if self.documents < 2:
-            few = f"data.documents={self.documents}"
-            problems.append(f"{few}: use 2 or more, one for training and one for evaluation.")
-        if self.mean_length < 2:
-            problems.append(f"data.mean_length={self.mean_length}: use 2 or more tokens.")
-        return problems
+            text = f"data.documents={self.documents}: use 2 or more, one for training and one for evaluation."
+            problems.append(Problem(ProblemCode.out_of_range, "data.documents", self.documents, text))
+        return problems + check_range("data.mean_length", self.mean_length, least=2)
 
     def list_files(self) -> Listing:
         """No files."""

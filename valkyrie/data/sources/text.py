@@ -12,6 +12,7 @@ from valkyrie.data.documents import CorpusConfig
 from valkyrie.data.files import Listing, list_paths
 from valkyrie.data.readers import WHOLE_FILE, ReadOptions, unknown_language
 from valkyrie.data.remote import path_problems
+from valkyrie.problems import Problem
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Config(CorpusConfig):
         """How files are read."""
         return ReadOptions(self.field, self.column, self.chunk, self.language)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         return [*super().problems(), *path_problems(self.paths)]
 

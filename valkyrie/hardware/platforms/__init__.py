@@ -14,6 +14,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.problems import Problem, ProblemCode, ProblemError
+
 if TYPE_CHECKING:
     from valkyrie.hardware.target import ChipConfig, TargetConfig
 
@@ -151,10 +153,11 @@ def platform_of(name: str) -> Platform:
     for platform in platforms():
         if name in (platform.name, *platform.aliases):
             return platform
-    raise ValueError(platform_problem("platform", name))
+    raise ProblemError(platform_problems("platform", name))
 
 
-def platform_problem(key: str, name: str) -> str | None:
-    """Return the error message if a config key names no platform; else None."""
+def platform_problems(key: str, name: str) -> list[Problem]:
+    """Return the problem of a config key that names no platform."""
     known = [platform.name for platform in platforms()]
-    return None if name in known else f"{key}={name} is not known. Known: {', '.join(known)}."
+    text = f"{key}={name} is not known. Known: {', '.join(known)}."
+    return [] if name in known else [Problem(ProblemCode.unknown_name, key, name, text)]

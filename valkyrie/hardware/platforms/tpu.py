@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from valkyrie.foreign_errors import topology_reason
 from valkyrie.hardware.platforms import Platform, at_rest
 from valkyrie.hardware.slices import TWISTED, nearest_hint, shape_text
 from valkyrie.hardware.target import TargetConfig, Topology, topology_of, topology_text
@@ -132,10 +133,9 @@ def _options(topology: Topology) -> dict[str, Any]:
 
 
 def _explain(target: TargetConfig, topology: Topology, error: Exception) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0].removeprefix("INVALID_ARGUMENT: ").rstrip(".")
     assert target.chip is not None
     nearest = nearest_hint(target.chip.slices.nearest_to(topology.shape), topology_text)
-    return f"target={target.describe()} is refused by libtpu: {reason}. {nearest}"
+    return f"target={target.describe()} is refused by libtpu: {topology_reason(error)}. {nearest}"
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from valkyrie.models.block import Layer, Residual
 from valkyrie.models.feed_forward import FeedForward, Nonlinearity
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import Bias
+from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -38,12 +39,12 @@ class Config(Stack):
     feed_forward: Nonlinearity = Nonlinearity.gelu
     attention: Attention = field(default_factory=lambda: Attention(windows=[None], rope_theta=None, bias=Bias.all))
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Return every reason why this shape cannot be built."""
-        refusals = []
-        if self.residual is not Residual.sequential:
-            refusals.append("model.residual=parallel: GPT-2's feed-forward stands after its attention.")
-        return refusals or super().problems()
+        if self.residual is Residual.sequential:
+            return super().problems()
+        text = "model.residual=parallel: GPT-2's feed-forward follows its attention. Use model.residual=sequential."
+        return [Problem(ProblemCode.unsupported, "model.residual", "parallel", text)]
 
     @property
     def longest(self) -> int:

@@ -15,6 +15,7 @@ from valkyrie.models.block import DENSE, Block, Layer, Residual
 from valkyrie.models.feed_forward import Nonlinearity
 from valkyrie.models.nanochat_attention import NanochatAttention
 from valkyrie.models.stack import Stack
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -87,29 +88,34 @@ class Config(Stack):
         windows = [short if letter == "S" else None for letter in letters]
         return {"attention": replace(self.attention, windows=[*windows, None])}
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Return every reason why this shape cannot be built."""
-        refusals = []
+        problems = []
         pattern, unknown = self.window_pattern, sorted({*(self.window_pattern or "")} - {*"SLG"})
         if pattern == "" or unknown:
             what = f"the letter {unknown[0]!r} is not known" if unknown else "no letter"
-            refusals.append(
+            text = (
                 f"model.window_pattern={pattern}: {what}. Use S (a quarter of the context), L or G (all earlier "
                 "tokens), such as SSSL, or null for model.attention.windows."
             )
-        if self.depth < 1:
-            refusals.append(f"model.depth={self.depth}: at least 1 is needed.")
+            problems.append(Problem(ProblemCode.malformed, "model.window_pattern", pattern, text))
+        problems += check_range("model.depth", self.depth, least=1)
         if self.residual is not Residual.sequential:
-            refusals.append("model.residual=parallel: nanochat's feed-forward stands after its attention.")
+            text = "model.residual=parallel: nanochat's feed-forward follows its attention. Use sequential."
+            problems.append(Problem(ProblemCode.unsupported, "model.residual", "parallel", text))
         if self.feed_forward_after is not None and "attention" not in self.feed_forward_after:
-            refusals.append("model.feed_forward_after: every block of nanochat has a feed-forward. Use null.")
+            key, value = "model.feed_forward_after", self.feed_forward_after
+            text = f"{key}: every block of nanochat has a feed-forward. Use null."
+            problems.append(Problem(ProblemCode.unsupported, key, value, text))
         if self.feed_forward_pattern != [DENSE]:
-            refusals.append(f"model.feed_forward_pattern={self.feed_forward_pattern}: nanochat has [{DENSE}] alone.")
+            key, value = "model.feed_forward_pattern", self.feed_forward_pattern
+            text = f"{key}={value}: nanochat has [{DENSE}] alone."
+            problems.append(Problem(ProblemCode.unsupported, key, value, text))
         if self.feed_forward.gated:
-            refusals.append(
-                f"model.feed_forward={self.feed_forward.value}: nanochat's has no gate. Use relu2, relu or gelu."
-            )
-        return refusals or super().problems()
+            kind = self.feed_forward.value
+            text = f"model.feed_forward={kind}: nanochat's has no gate. Use relu2, relu or gelu."
+            problems.append(Problem(ProblemCode.unsupported, "model.feed_forward", kind, text))
+        return problems or super().problems()
 
     def stack(self) -> list[Layer]:
         """Return the layers first to last."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from valkyrie.axes import SHARED_AXES, Arrays, Parameter, Size, Tensor
 from valkyrie.models.block import BLOCK_INPUT, SavedActivation, tensor
 from valkyrie.ops.choices import CONTEXT
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -89,33 +90,32 @@ class Config:
         """How often the network runs in a step of supervision."""
         return self.high_cycles * (self.low_cycles + 1)
 
-    def problems(self) -> list[str]:
-        """Return every reason why it cannot be built, in the words of the command line."""
+    def problems(self) -> list[Problem]:
+        """Return every reason why it cannot be built."""
         least = dict.fromkeys(("context", "embed", "layers", "mlp", "puzzles", "high_cycles", "low_cycles"), 1)
         least |= {"max_steps": 1, "vocab_size": 2, "puzzle_tokens": 1, "puzzle_embed": 1}
         least |= {"heads": 1, "head_dim": 1} if self.has_attention else {"length_mlp": 1}
         problems = [
-            f"model.{key}={getattr(self, key)}: at least {number} is needed."
-            for key, number in least.items()
-            if getattr(self, key) < number
+            problem
+            for name, number in least.items()
+            for problem in check_range(f"model.{name}", getattr(self, name), least=number)
         ]
         if self.has_attention and self.head_dim % 2:
-            problems.append(f"model.head_dim={self.head_dim} is odd: rotary positions need pairs.")
+            text = f"model.head_dim={self.head_dim} is odd: rotary positions need pairs."
+            problems.append(Problem(ProblemCode.unsupported, "model.head_dim", self.head_dim, text))
         if self.puzzle_embed > self.puzzle_tokens * self.embed:
             room = self.puzzle_tokens * self.embed
-            problems.append(
+            text = (
                 f"model.puzzle_embed={self.puzzle_embed}: puzzle_tokens={self.puzzle_tokens} positions of embed="
                 f"{self.embed} hold {room} numbers. Use model.puzzle_embed={room} or below."
             )
-        if not 0 <= self.exploration <= 1:
-            problems.append(f"model.exploration={self.exploration}: must be a probability, from 0 to 1.")
+            problems.append(Problem(ProblemCode.conflict, "model.puzzle_embed", self.puzzle_embed, text))
+        problems += check_range("model.exploration", self.exploration, least=0, most=1)
         if self.dropout:
-            problems.append(f"model.dropout={self.dropout}: a recursive model has no dropout. Use model.dropout=0.")
-        if not 0 <= self.norm_epsilon < float("inf"):
-            problems.append(f"model.norm_epsilon={self.norm_epsilon}: must be at least 0.")
-        if not self.rope_theta > 0:
-            problems.append(f"model.rope_theta={self.rope_theta:g}: must be above 0.")
-        return problems
+            text = f"model.dropout={self.dropout}: a recursive model has no dropout. Use model.dropout=0."
+            problems.append(Problem(ProblemCode.unsupported, "model.dropout", self.dropout, text))
+        problems += check_range("model.norm_epsilon", self.norm_epsilon, least=0)
+        return problems + check_range("model.rope_theta", self.rope_theta, above=0)
 
     def parameters(self) -> dict[str, Parameter]:
         """Return every parameter by dotted name, in the order of the built model's."""

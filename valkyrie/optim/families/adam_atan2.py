@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from valkyrie.optim import OptimizerConfig, scaled
+from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
     import optax
@@ -35,10 +36,7 @@ class Config(OptimizerConfig):
         ssm = adam(self.ssm_learning_rate_ratio, 0.0)
         return {"matrix": adam(1.0, self.weight_decay), "vector": adam(1.0, 0.0), "ssm": ssm}
 
-    def problems(self) -> list[str]:
-        """Return the error message of every setting that makes no sense."""
-        return [
-            *super().problems(),
-            *self.not_in_unit_interval("beta1", "beta2"),
-            *self.not_negative("ssm_learning_rate_ratio"),
-        ]
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
+        problems = [*super().problems(), *self.check("beta1", "beta2", least=0, below=1)]
+        return [*problems, *self.check("ssm_learning_rate_ratio", least=0)]

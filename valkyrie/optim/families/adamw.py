@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from valkyrie.optim import OptimizerConfig, scaled
+from valkyrie.problems import Problem
 
 if TYPE_CHECKING:
     import optax
@@ -35,10 +35,7 @@ class Config(OptimizerConfig):
         ssm = adamw(self.ssm_learning_rate_ratio, 0.0)
         return {"matrix": adamw(1.0, self.weight_decay), "vector": adamw(1.0, 0.0), "ssm": ssm}
 
-    def problems(self) -> list[str]:
-        """Return the error message of every setting that makes no sense."""
-        problems = [*super().problems(), *self.not_in_unit_interval("beta1", "beta2")]
-        problems += self.not_negative("ssm_learning_rate_ratio")
-        if not 0 < self.epsilon < math.inf:
-            problems.append(f"optimizer.epsilon={self.epsilon}: must be above 0.")
-        return problems
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
+        problems = [*super().problems(), *self.check("beta1", "beta2", least=0, below=1)]
+        return [*problems, *self.check("ssm_learning_rate_ratio", least=0), *self.check("epsilon", above=0)]

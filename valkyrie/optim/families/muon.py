@@ -12,6 +12,7 @@ import numpy as np
 
 from valkyrie.axes import GROUPS, LAYERS, Parameter
 from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, puzzle_rules
+from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
     import optax
@@ -128,25 +129,24 @@ class Config(OptimizerConfig):
             flops = flops + np.ceil(count / devices) * ITERATIONS * (4.0 * m * m * n + 2.0 * m**3)
         return flops
 
-    def problems(self) -> list[str]:
-        """Return the error message of every setting that makes no sense."""
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
         problems = super().problems()
-        problems += self.not_in_unit_interval("momentum_start", "momentum", "momentum_end", "beta2")
-        if not 0 < self.epsilon < math.inf:
-            problems.append(f"optimizer.epsilon={self.epsilon}: must be above 0.")
-        if self.momentum_warmup < 1:
-            problems.append(f"optimizer.momentum_warmup={self.momentum_warmup}: at least 1 is needed.")
+        problems += self.check("momentum_start", "momentum", "momentum_end", "beta2", least=0, below=1)
+        problems += [*self.check("epsilon", above=0), *self.check("momentum_warmup", least=1)]
         for name, group in self.groups.items():
             key = f"optimizer.groups.{name}"
             if name not in _BY_ADAMW:
-                known = ", ".join(_BY_ADAMW)
-                problems.append(f"{key} is no group of parameters that AdamW takes. There are {known}.")
-            if not 0 <= group.learning_rate < math.inf or not 0 <= group.weight_decay < math.inf:
-                problems.append(f"{key}: learning_rate and weight_decay must be at least 0.")
-            if not 0 <= group.beta1 < 1 or not 0 <= group.beta2 < 1:
-                problems.append(f"{key}: beta1 and beta2 must be at least 0 and below 1.")
-        missing = ", ".join(name for name in _BY_ADAMW if name not in self.groups)
-        return problems + ([f"optimizer.groups lacks {missing}."] if missing else [])
+                text = f"{key} is no group of parameters that AdamW takes. There are {', '.join(_BY_ADAMW)}."
+                problems.append(Problem(ProblemCode.unknown_name, key, text=text))
+            for setting in ("learning_rate", "weight_decay"):
+                problems += check_range(f"{key}.{setting}", getattr(group, setting), least=0)
+            for setting in ("beta1", "beta2"):
+                problems += check_range(f"{key}.{setting}", getattr(group, setting), least=0, below=1)
+        if missing := ", ".join(name for name in _BY_ADAMW if name not in self.groups):
+            text = f"optimizer.groups lacks {missing}."
+            problems.append(Problem(ProblemCode.missing, "optimizer.groups", text=text))
+        return problems
 
 
 def is_matrix(parameter: Parameter) -> bool:

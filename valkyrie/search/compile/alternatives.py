@@ -13,6 +13,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.paths import read_group
+from valkyrie.records import encode
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
@@ -60,7 +61,7 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
 def other_partitions(run: Run) -> list[dict[str, Any]]:
     """Return every other partition of `conf/partition` that is legal for this run as it is, the least memory first.
 
-    Each is {"partition": name, "roles": {"x": "DP(batch)", ...}, "needs": bytes on one device by the estimate of
+    Each is {"partition": name, "axis_roles": those of `Layout.roles`, "needs": bytes on one device by the estimate of
     `mode=show`, "sends": bytes of one device in a step}; `sends` is None where axes split more than data, which sends
     activations too.
     """
@@ -70,7 +71,8 @@ def other_partitions(run: Run) -> list[dict[str, Any]]:
         if partition.name == run.config.partition.name or other.problems(advise=False):
             continue
         needs, sends = _expected(other), _sent_for_data(other)
-        found.append({"partition": partition.name, "roles": other.layout.roles, "needs": needs, "sends": sends})
+        axis_roles = encode(other.layout.roles)
+        found.append({"partition": partition.name, "axis_roles": axis_roles, "needs": needs, "sends": sends})
     return sorted(found, key=lambda entry: entry["needs"])
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import first_lines, is_out_of_memory, parse_out_of_memory, parse_scratch_memory
 from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.paths import write_whole
@@ -42,9 +42,6 @@ KEYS = {
 
 NEARLY = 1.1
 """Up to this multiple of the memory there is, a program is compiled once more with options that save some."""
-
-_BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
 
 
 def main() -> None:
@@ -77,8 +74,8 @@ def _outcome(folder: Path) -> dict[str, Any]:
         return {"status": "refused", "reason": str(error)}
     except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
         text = str(error)
-        if not is_about_memory(error):
-            reason = _about_scratch_memory(text) or f"{type(error).__name__}: {_first_lines(text)}"
+        if not is_out_of_memory(text):
+            reason = _about_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
             return {"status": "failed", "reason": reason}
         return _too_large(run, parse_out_of_memory(text))
 
@@ -150,7 +147,7 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
             values = {option.name: option.value for option in saving if option.value is not None}
             return compile(compiler_options=values), saving
         except Exception as again:
-            if not is_about_memory(again):
+            if not is_out_of_memory(str(again)):
                 raise
             raise error from None
 
@@ -170,32 +167,19 @@ def peak_beside_host(
     try:
         compile(compiler_options=values | {limit: "1"})
     except Exception as error:
-        if is_about_memory(error) and (needed := parse_out_of_memory(str(error))["needed"]):
+        if is_out_of_memory(str(error)) and (needed := parse_out_of_memory(str(error))["needed"]):
             return min(needed, platform.peak_bytes(sizes))
     return None
 
 
-def is_about_memory(error: Exception) -> bool:
-    """Return whether a compiler's error says that a program needs more of a device's memory than there is.
-
-    A kernel that needs more of a core's scratch memory (VMEM) is another matter: no layout helps.
-    """
-    text = str(error)
-    return any(word in text for word in ("RESOURCE_EXHAUSTED", "HbmOom")) and "memory space vmem" not in text
-
-
 def _about_scratch_memory(text: str) -> str | None:
     """Return what a compiler's refusal of a kernel for its scratch memory says, in words; None for other messages."""
-    used = re.search(
-        rf"memory space vmem.*?(?:size {_SIZE} and limit {_SIZE}|Used {_SIZE} of {_SIZE})", text, re.DOTALL
-    )
+    used = parse_scratch_memory(text)
     if used is None:
         return None
-    needed, limit = (float(size) for size in (used[1] or used[5], used[3] or used[7]))
-    kernel = re.search(r"allocating on stack for %?([\w.-]+)", text)
-    name = kernel[1] if kernel else "that XLA does not name"
     return (
-        f"a kernel, {name}, needs {needed:g} MiB of the {limit:g} MiB of scratch memory (VMEM) of a core. "
+        f"a kernel, {used.kernel or 'that XLA does not name'}, needs {used.needed_mib:g} MiB of the "
+        f"{used.limit_mib:g} MiB of scratch memory (VMEM) of a core. "
         "No layout helps: another model.attention.head_dim may, or a larger "
         "target.chip.xla_options.xla_tpu_scoped_vmem_limit_kib."
     )
@@ -213,32 +197,6 @@ def _placement(run: Run, mesh: Any) -> list[str]:
     if chosen is not None:
         lines.append(f"mesh.placement=[{','.join(chosen)}], one of {count} on this torus")
     return lines
-
-
-def parse_out_of_memory(text: str) -> dict[str, Any]:
-    """Return the bytes a refused program needs, the bytes it may have, and its largest allocations as XLA names them.
-
-    Keys: `needed`, `usable` (None when the compiler does not say), `largest` (list of {bytes, shape, op_name}).
-    """
-    found = re.search(rf"({_SIZE})\)? exceeds available \w+ \({_SIZE}\)", text)
-    used = re.search(rf"Used {_SIZE} of {_SIZE}", text)
-    needed = usable = None
-    if used:
-        needed, usable = _bytes(used[1], used[2]), _bytes(used[3], used[4])
-    elif found:
-        needed, usable = _bytes(found[2], found[3]), _bytes(found[4], found[5])
-    largest = []
-    for entry in re.finditer(rf"^\s*\d+\. Size: {_SIZE}(.*?)(?=^\s*\d+\. Size:|\Z)", text, re.MULTILINE | re.DOTALL):
-        name = re.search(r"op_name=\"([^\"]*)\"", entry[3])
-        shape = re.search(r"Shape: (\S+?)(?:\{|\s)", entry[3])
-        largest.append(
-            {
-                "bytes": _bytes(entry[1], entry[2]),
-                "shape": shape[1] if shape else None,
-                "op_name": name[1] if name else None,
-            }
-        )
-    return {"needed": needed, "usable": usable, "largest": largest, "reason": _first_lines(text)}
 
 
 def _too_large(run: Run, found: dict[str, Any]) -> dict[str, Any]:
@@ -272,15 +230,6 @@ def _with_largest(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     }
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     return found | {"largest": [{"bytes": size, "shape": name, "op_name": None} for name, size in ordered]}
-
-
-def _bytes(number: str, unit: str) -> int:
-    return int(float(number) * _BYTES[unit or "B"])
-
-
-def _first_lines(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[:2])[:600]
 
 
 if __name__ == "__main__":

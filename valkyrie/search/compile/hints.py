@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from valkyrie.machine.timeline import COPIES
+from valkyrie.parallel.partition import RoleKind, recorded_roles
 from valkyrie.search.compile.recomputed import keep_next
 from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.units import GIB, gib, percent, sent
@@ -65,8 +66,8 @@ def _reduction(summary: dict[str, Any]) -> list[str]:
     """Gradients are summed in float32 unless asked otherwise; where the step waits for that, name the alternative."""
     if summary.get("reduction") != "float32" or "bf16" not in str(summary["about"]["precision"]):
         return []
-    roles = dict(part.split("=", 1) for part in summary["about"]["roles"].split(" · "))
-    data = {axis for axis, role in roles.items() if role.split(" ", 1)[-1].startswith(("DP", "FSDP"))}
+    roles = recorded_roles(summary["about"])
+    data = {axis for axis, role in roles.items() if role.kind in (RoleKind.DP, RoleKind.FSDP)}
     sums = [
         c
         for c in summary["communication"]["causes"]
@@ -86,12 +87,12 @@ def _exposed(summary: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[
     step, lines = summary["step"]["step_s"], []
     mesh = summary["about"]["mesh"]
     known = {other["about"]["partition"] for other in others if other["about"]["mesh"] == mesh}
-    roles = dict(part.split("=", 1) for part in summary["about"]["roles"].split(" · "))
+    roles = recorded_roles(summary["about"])
     for bucket, seconds in sorted(summary["seconds"].items(), key=lambda item: -item[1]):
         axes = bucket.removeprefix("exposed ")
         if axes == bucket or seconds < WORTH_A_HINT * step:
             continue
-        roles_text = "; ".join(f"{a} is {roles[a].split(' ', 1)[-1]}" for a in axes.split(",") if a in roles)
+        roles_text = "; ".join(f"{a} is {roles[a]}" for a in axes.split(",") if a in roles)
         without = _partitions_without(summary, axes.split(","), known)
         known |= without.keys()
         text = f"{_waiting(summary, axes, seconds)}. {roles_text}."
@@ -117,7 +118,8 @@ def _partitions_without(summary: dict[str, Any], axes: Sequence[str], known: Col
     fitting = [
         entry
         for entry in summary.get("partitions", [])
-        if all(entry["roles"].get(axis, "").startswith(("DP", "FSDP", "unused")) for axis in axes)
+        for roles in [recorded_roles(entry)]
+        if all(axis in roles and roles[axis].kind.splits_only_data for axis in axes)
         and usable is not None
         and MARGIN * entry["needs"] <= usable
     ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
+from valkyrie.foreign_errors import is_out_of_memory, parse_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.parallel.slice import Slice
@@ -64,7 +65,7 @@ def predict_function(
     """
     import jax
 
-    from valkyrie.search.compile.child import is_about_memory, peak_beside_host, within_memory
+    from valkyrie.search.compile.child import peak_beside_host, within_memory
     from valkyrie.search.compile.executable import compiled_program, without_cache
 
     lowered, compiled = _stage(function, arguments, named, options)
@@ -86,7 +87,7 @@ def predict_function(
                 compiled, told = within_memory(told, compile, platform)
                 peak = peak_beside_host(compiled, compile, told, platform)
         except jax.errors.JaxRuntimeError as error:
-            if not is_about_memory(error) or mesh is None:
+            if not is_out_of_memory(str(error)) or mesh is None:
                 raise
             about = _about(work.name or _name(function), target, dict(mesh.shape))
             return Predicted(_refused_for_memory(about, str(error)), None)
@@ -208,8 +209,6 @@ def memory_of_program(target: Slice, memory: Mapping[str, int]) -> dict[str, Any
 
 
 def _refused_for_memory(about: dict[str, Any], text: str) -> dict[str, Any]:
-    from valkyrie.search.compile.child import parse_out_of_memory
-
     found = parse_out_of_memory(text)
     memory = {key: found[key] for key in ("needed", "usable", "largest")} | {"savings": []}
     kept = {"schema": SCHEMA, "about": about, "status": "does_not_fit", "reason": found["reason"]}

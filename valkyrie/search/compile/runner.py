@@ -53,8 +53,8 @@ SHAPING += (
     "precision.py",
     "trees.py",
 )
-SHAPING += ("units.py", "__init__.py", "search/__init__.py", "search/compile/alternatives.py")
-SHAPING += ("search/compile/child.py", "search/compile/executable.py")
+SHAPING += ("foreign_errors.py", "problems.py", "records.py", "units.py", "__init__.py", "search/__init__.py")
+SHAPING += ("search/compile/alternatives.py", "search/compile/child.py", "search/compile/executable.py")
 """The sources that decide what is compiled, all that the step program imports. A change of any compiles again."""
 _NO_PROGRAM = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
 """What is known of a chip that decides no program, and no replay of one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
 from valkyrie.parallel.layout import gathered_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
+from valkyrie.problems import Problem, ProblemCode
 
 
 @dataclass(frozen=True)
@@ -145,39 +146,34 @@ class Candidates:
             limited = np.where(length % further == 0, further, limited)
         return limited
 
-    def refusals(self, batch: int, seq: int) -> dict[str, np.ndarray]:
-        """Return which layouts do not divide the batch, the sequence or an array of the model, by reason."""
-        rows = self.parts(self.activations[BATCH]) * self.microbatches
-        reasons = {f"batch={batch} does not divide by its shards and microbatches": batch % rows != 0}
-        reasons |= self._refused_pipelines(batch)
-        reasons[f"seq={seq} does not divide"] = seq % self.parts(self.activations[SEQ]) != 0
+    def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
+        """Return the problems of these layouts, each with a mask of the layouts that have it.
+
+        The codes are those of `valkyrie.parallel.problems.layout_problems`, which judges one layout. What does not
+        depend on the mesh (`idle_mesh_axis`, `wrong_rounds`, ...) is not looked for.
+        """
+        stages, m = self.stages, self.microbatches
+        problem = partial(Problem, partition=self.partition.name)
+        both = np.where(self.alternates, stages * m, np.lcm(stages, m))  # m where there is no pipeline
+        rows = self.parts(self.activations[BATCH]) * both
+        piped, stretches = stages > 1, stages * self.rounds.astype(np.int64)
+        found = {
+            problem(ProblemCode.batch_not_divisible, BATCH, size=batch): batch % rows != 0,
+            problem(ProblemCode.too_few_microbatches, "microbatches"): piped & (self.rounds > 1) & (m < stages),
+            problem(ProblemCode.no_stack): piped & (not self.arrays.stacked),
+            problem(ProblemCode.seq_not_divisible, SEQ, size=seq): seq % self.parts(self.activations[SEQ]) != 0,
+        }
+        for repeats in self.arrays.stacked:
+            key = problem(ProblemCode.rounds_not_divisible, "model.layers", axes=(LAYERS,), size=repeats)
+            found[key] = piped & (repeats % stages == 0) & (repeats % stretches != 0)
         for tensors, kind in ((self.arrays.parameters, "stored"), (self.arrays.activations, "active")):
             for tensor in tensors:
                 for axis, length in zip(tensor.axes, tensor.shape, strict=True):
                     if axis not in (None, BATCH, SEQ):
-                        reason = f"{axis} ({length}) does not divide"
+                        key = problem(ProblemCode.not_divisible, axes=(axis,), size=length)
                         wrong = length % self.split(axis, kind, length) != 0
-                        reasons[reason] = reasons.get(reason, np.zeros(len(self), bool)) | wrong
-        return reasons
-
-    def _refused_pipelines(self, batch: int) -> dict[str, np.ndarray]:
-        """Return which layouts have a pipeline that its schedule does not allow, by reason."""
-        stages, m = self.stages, self.microbatches
-        piped, partition = stages > 1, self.partition
-        rows = batch // self.parts(self.activations[BATCH])
-        both = np.where(self.alternates, stages * m, np.lcm(stages, m))
-        stretches = "stages" if partition.rounds == 1 else f"stages of rounds={partition.rounds}"
-        layers = np.zeros(len(self), bool)
-        for repeats in self.arrays.stacked:
-            layers |= repeats % (stages * self.rounds.astype(np.int64)) != 0
-        return {
-            f"batch={batch} does not divide by stages and microbatches": piped & (rows % both != 0),
-            f"schedule={partition.schedule.value} needs as many microbatches as stages": (
-                piped & (self.rounds > 1) & (m < stages)
-            ),
-            f"layers do not divide into {stretches}": piped & layers,
-            "this model has no stack of equal layers": piped & (not self.arrays.stacked),
-        }
+                        found[key] = found.get(key, np.zeros(len(self), bool)) | wrong
+        return found
 
     @property
     def alternates(self) -> bool:

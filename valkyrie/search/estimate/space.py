@@ -18,12 +18,12 @@ from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, Topology, topology_of
-from valkyrie.parallel.layout import derive_layout
+from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import parse_mesh, resized
-from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules, resolve_rules, roles
+from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Role, RoleKind, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
-from valkyrie.parallel.problems import Problem, layout_problems
 from valkyrie.parallel.remat import RematConfig
+from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, either
 from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.placed import Placement, between_slices, placements_of, spans_of
 from valkyrie.train.kept import place_of
@@ -117,7 +117,7 @@ class Space:
     """All legal layouts in groups; how many were refused, by reason, and how many divisions shard like another one."""
 
     groups: list[Group]
-    refused: Counter[str]
+    refused: Counter[Problem]
     duplicates: int
 
     def __len__(self) -> int:
@@ -137,9 +137,9 @@ def space_of(
     run has a `device_batch`. ValueError where what is asked for is refused on every mesh.
     """
     if microbatches is not None and run.config.batch % microbatches:
-        raise ValueError(_indivisible(run.config.batch, microbatches, targets))
-    groups, refused, duplicates = [], Counter[str](), 0
-    wrong: list[list[str]] = []
+        raise ProblemError([_indivisible(run.config.batch, microbatches, targets)])
+    groups, refused, duplicates = [], Counter[Problem](), 0
+    wrong: list[list[Problem]] = []
     distinct = _distinct(run, remats)
     for target, partition in itertools.product(targets, partitions):
         fitting, misfits = _fitting(run, target, partition, distinct)
@@ -152,7 +152,7 @@ def space_of(
         duplicates += same
         groups += [] if group is None else [group]
     if wrong and all(wrong):
-        raise ValueError("\n".join(dict.fromkeys(problem for misfits in wrong for problem in misfits)))
+        raise ProblemError(problem for misfits in wrong for problem in misfits)
     return Space(groups, refused, duplicates)
 
 
@@ -189,19 +189,20 @@ def _distinct(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
     return list(distinct.values())
 
 
-def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig]) -> str:
-    """Return the refusal of microbatches that do not divide a batch, with those and the batches that would do."""
+def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig]) -> Problem:
+    """Return the problem of microbatches that do not divide a batch, with those and the batches that would do."""
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     nearest = [max(n for n in divisors if n < microbatches), *[n for n in divisors if n > microbatches][:1]]
     parts = microbatches * max(target.devices or 1 for target in targets)
     batches = [n for n in (batch // parts * parts, (batch // parts + 1) * parts) if n]
     use = [*(f"microbatches={n}" for n in nearest), *(f"batch={n}" for n in batches)]
-    return f"batch={batch} is not divisible by microbatches={microbatches}. Use {', '.join(use[:-1])} or {use[-1]}."
+    text = f"batch={batch} is not divisible by microbatches={microbatches}. Use {either(None, use)}."
+    return Problem(ProblemCode.batch_not_divisible, "batch", batch, text, size=batch, parts=microbatches)
 
 
 def _fitting(
     run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig]
-) -> tuple[list[RematConfig], list[str]]:
+) -> tuple[list[RematConfig], list[Problem]]:
     """Return the remat policies under which a partition is legal on some mesh, and why it is not under the others."""
     fitting, misfits = [], []
     for remat in remats:
@@ -211,24 +212,21 @@ def _fitting(
     return fitting, misfits
 
 
-def _misfits(run: Run, target: TargetConfig, partition: PartitionConfig, remat: RematConfig) -> list[str]:
-    """Return what is wrong with a partition and a remat policy on every mesh of a target, as the layout itself says."""
+def _misfits(run: Run, target: TargetConfig, partition: PartitionConfig, remat: RematConfig) -> list[Problem]:
+    """Return the problems that a partition and a remat policy have on every mesh of a target."""
     stages = partition.parameters.get(LAYERS, ())
     mesh = parse_mesh(f"{target.slices}s1x1x1x1" if target.slices > 1 else "1x1x1x1")
     axis = next((axis for axis in mesh.axes if axis in stages and axis != SLICE_AXIS), None)
     if axis is not None and (partition.schedule, partition.rounds) != (PipelineSchedule.gpipe, 1):  # stages are meant
         mesh = resized(mesh, axis, 2)
-    microbatches = mesh.size
-    layout, problems = derive_layout(mesh, partition, run.arrays, microbatches, remat, known_axes=known_axes())
-    found = [Problem(text) for text in problems] or layout_problems(
-        layout, run.arrays, run.config.batch, run.config.seq
-    )
-    return [problem.statement for problem in found if not problem.parts]
+    batch, seq = run.config.batch, run.config.seq
+    _, problems = layout_with_problems(mesh, partition, run.arrays, mesh.size, remat, batch, seq, known_axes())
+    return [problem for problem in problems if problem.code not in INDIVISIBLE]
 
 
 def _of_partition(
     run: Run, target: TargetConfig, partition: PartitionConfig, remats: Sequence[RematConfig], microbatches: int | None
-) -> tuple[Group | None, Counter[str], int]:
+) -> tuple[Group | None, Counter[Problem], int]:
     """Return the legal layouts of a partition on a target, those refused by reason, and how many are duplicates."""
     slices = target.slices
     mesh = parse_mesh(f"{slices}s2x2x2x2" if slices > 1 else "2x2x2x2")
@@ -246,12 +244,13 @@ def _of_partition(
     if partition.zero1:  # with no data axis on which parameters are whole they are those without it
         free = [a for a in activations[BATCH] if not any(a in axes for axes in parameters.values())]
         meshes = [m for m in meshes if any(m.get(axis, 1) > 1 for axis in free)]
-    batch, each, refused = run.config.batch, run.config.device_batch, Counter[str]()
+    batch, each, refused = run.config.batch, run.config.device_batch, Counter[Problem]()
     if each is not None:
         axes = {*activations[BATCH], *parameters.get(LAYERS, ())}
         whole = [m for m in meshes if batch % (each * math.prod(m.get(axis, 1) for axis in axes)) == 0]
-        reason = f"partition={partition.name}: batch={batch} does not divide into device_batch={each} on each device"
-        refused += Counter({reason: (len(meshes) - len(whole)) * len(remats)})
+        code = ProblemCode.device_batch_not_divisible
+        problem = Problem(code, "device_batch", each, partition=partition.name, size=batch)
+        refused += Counter({problem: (len(meshes) - len(whole)) * len(remats)})
         meshes = whole
     rows = _rows(run, target, mesh.axes, meshes, parameters, activations, microbatches)
     if not rows:
@@ -327,12 +326,12 @@ def _legal(
     rows: Sequence[_Row],
     remats: Sequence[RematConfig],
     classes: int,
-) -> tuple[Group | None, Counter[str]]:
-    """Return the legal ones among candidates, and how many are refused, each by its first reason."""
-    legal, refused, partition = np.ones(len(rows), bool), Counter[str](), candidates.partition
-    for reason, wrong in candidates.refusals(run.config.batch, run.config.seq).items():
+) -> tuple[Group | None, Counter[Problem]]:
+    """Return the legal ones among candidates, and how many are refused, each by its first problem."""
+    legal, refused, partition = np.ones(len(rows), bool), Counter[Problem](), candidates.partition
+    for problem, wrong in candidates.problems(run.config.batch, run.config.seq).items():
         if count := int((wrong & legal).sum()):
-            refused[f"partition={partition.name}: {reason}"] += count * len(remats)
+            refused[problem] += count * len(remats)
         legal &= ~wrong
     chosen = [row for row, fine in zip(rows, legal, strict=True) if fine]
     if not chosen:
@@ -343,11 +342,11 @@ def _legal(
     return Group(target, candidates.take(legal), remats, classes, meshes, placements), refused
 
 
-def _classes(parameters: Rules, activations: Rules, axes: Sequence[str], role_of: dict[str, str]) -> list[list[str]]:
+def _classes(parameters: Rules, activations: Rules, axes: Sequence[str], role_of: dict[str, Role]) -> list[list[str]]:
     """Return the mesh axes that some rule uses, those that stand in the same rules together; x, y and z before w."""
     classes: dict[tuple[object, ...], list[str]] = {}
     for axis in sorted(axes, key=lambda axis: (axis == "w", axis)):
-        if axis != SLICE_AXIS and role_of[axis] != "idle":
+        if axis != SLICE_AXIS and role_of[axis].kind is not RoleKind.idle:
             within = tuple(
                 (i, a) for i, rules in enumerate((parameters, activations)) for a in rules if axis in rules[a]
             )

@@ -5,13 +5,13 @@ Made of two summaries, as `compile.json` holds them, and of nothing else: what i
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.axes import UNATTRIBUTED
+from valkyrie.parallel.partition import recorded_roles
 from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.units import duration, memory, percent, sent
 
@@ -180,8 +180,8 @@ def _over(one: Mapping[str, Any]) -> dict[str, float]:
 
 def _axes(axes: str, about: Mapping[str, Any]) -> str:
     """Return mesh axes with their roles: `y (MP2)`; the same axis may have another role in the other layout."""
-    roles = dict(re.findall(r"(\w+)=\d+ ([\w+]+)", about.get("roles") or ""))
-    found = dict.fromkeys(roles[axis] for axis in axes.split(",") if axis in roles)
+    roles = recorded_roles(about)
+    found = dict.fromkeys(roles[axis].kind.value for axis in axes.split(",") if axis in roles)
     if not axes:
         return UNATTRIBUTED
     return f"{axes} ({', '.join(found)})" if found else axes

@@ -113,7 +113,7 @@ def _layout(run: Run, text: str) -> Run | dict[str, Any]:
     kept = [o for o in overrides if key_value(o)[0] not in _OF_THE_MODE and not key_value(o)[0].startswith("mode.")]
     mode = [o for o in overrides if key_value(o)[0] in ("mode.time_limit_s", "mode.cache")]
     other = run_of([*flags, *kept, "mode=compile", *mode, *changes])
-    target, problems = other.config.target, other.problems()
+    target, problems = other.config.target, [str(problem) for problem in other.problems()]
     platform = platform_of(target.platform)
     if platform.replay is None:
         problems.append(f"target={target.name} has no predicted step: {NO_STEP}")

@@ -19,6 +19,7 @@ from valkyrie.compiled.communication import communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.modes import MeasuredData
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.records import encode
 from valkyrie.runs.folder import versions
@@ -28,7 +29,7 @@ from valkyrie.search.measure.profile import collective_times
 from valkyrie.train.devices import Devices
 from valkyrie.train.prepare import refuse_other_data
 from valkyrie.train.program import StepProgram, serialised_module
-from valkyrie.train.room import DoesNotFit, check_room, out_of_memory
+from valkyrie.train.room import DoesNotFit, check_room
 
 
 def measure(
@@ -56,7 +57,7 @@ def measure(
     except DoesNotFit as error:
         return summary | {"status": "does_not_fit", "reason": str(error)}
     except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(str(error)):
+        if not is_out_of_memory(str(error)):
             raise
         return summary | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
 

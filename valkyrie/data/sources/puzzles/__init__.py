@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from valkyrie.buckets import needs_disk
 from valkyrie.data.config import PUZZLES, DataCheck, DataConfig
 from valkyrie.data.remote import path_problems
+from valkyrie.problems import Problem, ProblemCode, check_range
 from valkyrie.processes.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -45,14 +46,11 @@ class SampleConfig:
     guesses: int = 0
     seed: int = 0
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings."""
-        counts = [(key, 1) for key in ("train", "validation")] + [(key, 0) for key in ("guesses", "seed")]
-        return [
-            f"data.sudoku.{key}={getattr(self, key)}: at least {least} is needed."
-            for key, least in counts
-            if getattr(self, key) < least
-        ]
+        counts = {"train": 1, "validation": 1, "guesses": 0, "seed": 0}
+        found = (check_range(f"data.sudoku.{key}", getattr(self, key), least=least) for key, least in counts.items())
+        return [problem for problems in found for problem in problems]
 
 
 @dataclass
@@ -73,7 +71,7 @@ class PuzzleConfig(DataConfig):
     def shape(self) -> PuzzleShape:
         """The shape of the puzzles, from the settings or the beginning of the files. ValueError for wrong ones."""
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         return [*super().problems(), *needs_disk("data.cache_dir", self.cache_dir)]
 
@@ -97,13 +95,12 @@ class Config(PuzzleConfig):
     paths: list[str] = dataclasses.field(default_factory=list)
     sudoku: SampleConfig = dataclasses.field(default_factory=SampleConfig)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
         problems = [*super().problems(), *path_problems(self.paths), *self.sudoku.problems()]
         if len(self.paths) != 1:
-            problems.append(
-                f"data=puzzles needs one folder, and data.paths names {len(self.paths)}. Use data.paths=[DIR]."
-            )
+            text = f"data=puzzles needs one folder, and data.paths names {len(self.paths)}. Use data.paths=[DIR]."
+            problems.append(Problem(ProblemCode.missing, "data.paths", self.paths, text))
         return problems
 
     def shape(self) -> PuzzleShape:

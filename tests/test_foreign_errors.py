@@ -1,0 +1,104 @@
+"""Messages of other programs, as the versions named in `valkyrie.foreign_errors` write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from valkyrie.config.run import Debug, RunConfig
+from valkyrie.foreign_errors import (
+    WrongValue,
+    allocated_bytes,
+    ambiguous_argument,
+    first_lines,
+    is_key_of_null,
+    is_out_of_memory,
+    missing_group,
+    needs_quotes,
+    no_device_reason,
+    parse_scratch_memory,
+    scalar_for_group,
+    topology_reason,
+    unknown_option,
+    unreadable_option,
+    wrong_value,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "words"),
+    [
+        ("steps", "abc", WrongValue.not_a_number, ["abc", "Integer"]),
+        ("temperature", "x", WrongValue.not_a_number, ["x", "Float"]),
+        ("force", "maybe", WrongValue.not_a_bool, ["maybe"]),
+        ("seq", None, WrongValue.null, []),
+        ("debug", "some", WrongValue.not_a_choice, ["some", ", ".join(debug.name for debug in Debug)]),
+        ("modules", "a", WrongValue.not_a_list, []),
+        ("optimizer", 3, WrongValue.not_a_group, ["3"]),
+    ],
+)
+def test_what_omegaconf_says_of_a_value(key: str, value: Any, kind: WrongValue, words: list[str]):
+    with pytest.raises(OmegaConfBaseException) as raised:
+        OmegaConf.merge(OmegaConf.structured(RunConfig), {key: value})
+    assert wrong_value(str(raised.value).splitlines()[0].rstrip(".")) == (kind, words)
+    assert wrong_value("something else") is None
+
+
+def test_what_omegaconf_asserts_of_a_key_in_a_null_group():
+    assert is_key_of_null("Unexpected type for root: NoneType") and is_key_of_null("Unexpected type: None")
+    assert not is_key_of_null("another assertion")
+
+
+def test_what_hydra_says():
+    assert ambiguous_argument("Ambiguous value for argument 'batch=1,2'\n1. To use it") == "batch=1,2"
+    assert ambiguous_argument("another") is None
+    assert missing_group("In 'experiment/m': Could not override 'mesh@partiton'.\nx") == ("experiment/m", "partiton")
+    assert missing_group("another") is None
+    composing = "ValidationError raised while composing config:\nMerge error: str is not a subclass. value: gpt_tiny\n"
+    assert scalar_for_group(f"In 'experiment/m': {composing}") == ("experiment/m", "gpt_tiny")
+    assert scalar_for_group("another") is None
+    with pytest.raises(OverrideParseException) as raised:
+        OverridesParser.create().parse_override("modules=[é.txt]")
+    assert needs_quotes(str(raised.value)) and not needs_quotes("no viable alternative at input '[3'")
+
+
+@pytest.mark.parametrize(
+    ("message", "is_memory", "size"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.", True, 123),
+        ("RESOURCE_EXHAUSTED: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)", True, None),
+        ("INTERNAL: out of memory while trying to allocate 4096 bytes", True, 4096),
+        ("std::bad_alloc", True, None),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem", False, None),
+        ("INVALID_ARGUMENT: shapes differ", False, None),
+    ],
+)
+def test_what_xla_says_of_memory(message: str, is_memory: bool, size: int | None):
+    assert (is_out_of_memory(message), allocated_bytes(message)) == (is_memory, size)
+
+
+def test_what_xla_says_of_scratch_memory():
+    text = "Ran out of memory in memory space vmem while allocating on stack for %mha.1 = f32[]. Used 19.55M of 16.00M"
+    found = parse_scratch_memory(text)
+    assert found is not None and (found.kernel, found.needed_mib, found.limit_mib) == ("mha.1", 19.55, 16.0)
+    assert parse_scratch_memory("another") is None
+    assert first_lines("\n a \n\nb\nc") == "a b"
+
+
+def test_what_xla_says_of_options():
+    assert unknown_option("INVALID_ARGUMENT: No such compile option: 'xla_none'") == "xla_none"
+    assert unreadable_option("Failed to parse 'x' into flag xla_a: not a number.") == ("xla_a", "x", "not a number")
+    assert unknown_option("another") is unreadable_option("another") is None
+
+
+def test_what_jax_and_libtpu_say_of_devices():
+    error = RuntimeError("Unknown backend: 'gpu' requested. (set JAX_PLATFORMS='' to choose)")
+    assert no_device_reason(error) == "Unknown backend: 'gpu' requested"
+    assert no_device_reason(AssertionError()) == ""
+    assert topology_reason(ValueError("INVALID_ARGUMENT: no such topology.\nmore")) == "no such topology"
+    assert topology_reason(KeyError()) == "KeyError"

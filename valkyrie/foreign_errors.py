@@ -1,0 +1,178 @@
+"""Error messages of other programs. Nothing else in Valkyrie parses text meant for people.
+
+Each pattern names the version in which its message was seen; `tests/test_foreign_errors.py` has an example of each.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+# OmegaConf 2.3: the first line of ValidationError and the like.
+
+
+class WrongValue(Enum):
+    """Why OmegaConf refuses the value of a key."""
+
+    not_a_number = "not_a_number"
+    not_a_bool = "not_a_bool"
+    null = "null"
+    not_a_choice = "not_a_choice"
+    not_a_list = "not_a_list"
+    not_a_group = "not_a_group"
+
+
+_WRONG_VALUES = {
+    WrongValue.not_a_number: r"Value '(.*)' of type '\w+' could not be converted to (\w+)",
+    WrongValue.not_a_bool: r"Value '(.*)' is not a valid bool",
+    WrongValue.null: r".*is not Optional",
+    WrongValue.not_a_choice: r"Invalid value '(.*)', expected one of \[(.*)\]",
+    WrongValue.not_a_list: r".*is not a ListConfig, list or tuple",
+    WrongValue.not_a_group: r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)",
+}
+
+
+def wrong_value(message: str) -> tuple[WrongValue, list[str]] | None:
+    """Return why OmegaConf refuses a value, the value and what is needed, as far as it says; None if not known."""
+    for kind, pattern in _WRONG_VALUES.items():
+        if match := re.match(pattern, message):
+            return kind, list(match.groups())
+    return None
+
+
+def is_key_of_null(message: str) -> bool:
+    """Return whether OmegaConf 2.3 asserts because a key is set inside a group that is null."""
+    return re.match("Unexpected type( for root)?: None", message) is not None
+
+
+# Hydra 1.3.
+
+
+def ambiguous_argument(message: str) -> str | None:
+    """Return the argument with several values that Hydra refuses outside a multirun, or None."""
+    match = re.match(r"Ambiguous value for argument '(.*)'", message)
+    return match[1] if match else None
+
+
+def missing_group(message: str) -> tuple[str, str] | None:
+    """Return the file whose defaults list overrides a group that does not exist, and that group, or None."""
+    match = re.match(r"In '(.+)': Could not override '(.+)'\.", message)
+    return (match[1], match[2].rpartition("@")[2]) if match else None
+
+
+def scalar_for_group(message: str) -> tuple[str, str] | None:
+    """Return the file that sets a group to a plain value, and that value, or None."""
+    pattern = r"In '(.+)': ValidationError raised while composing config:\s+Merge error: str .* value: (\S+)"
+    match = re.match(pattern, message)
+    return (match[1], match[2]) if match else None
+
+
+def needs_quotes(message: str) -> bool:
+    """Return whether Hydra's lexer met a character that may only be written in quotes."""
+    return message.startswith("LexerNoViableAltException")
+
+
+# XLA: jaxlib 0.10, libtpu 0.0.42 to 0.0.50.
+
+_BYTES = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)\s*([KMGT]?)i?B?"
+
+
+def is_out_of_memory(message: str) -> bool:
+    """Return whether XLA says that a program needs more of a device's memory than there is, on any backend.
+
+    A kernel that exceeds the scratch memory (VMEM) of a core is another matter: no layout helps.
+    """
+    if "memory space vmem" in message:
+        return False
+    return re.search("RESOURCE_EXHAUSTED|HbmOom|[Oo]ut of memory|bad_alloc", message) is not None
+
+
+def allocated_bytes(message: str) -> int | None:
+    """Return the bytes of the allocation that failed, or None if the message does not say."""
+    match = re.search(r"allocat\w* (\d+)(?: bytes|\b)", message)
+    return int(match[1]) if match else None
+
+
+def parse_out_of_memory(text: str) -> dict[str, Any]:
+    """Return the bytes a refused program needs, the bytes it may have, and its largest allocations as XLA names them.
+
+    Keys: `needed`, `usable` (None when the compiler does not say), `largest` (list of {bytes, shape, op_name}).
+    """
+    found = re.search(rf"({_SIZE})\)? exceeds available \w+ \({_SIZE}\)", text)
+    used = re.search(rf"Used {_SIZE} of {_SIZE}", text)
+    needed = usable = None
+    if used:
+        needed, usable = _bytes(used[1], used[2]), _bytes(used[3], used[4])
+    elif found:
+        needed, usable = _bytes(found[2], found[3]), _bytes(found[4], found[5])
+    largest = []
+    for entry in re.finditer(rf"^\s*\d+\. Size: {_SIZE}(.*?)(?=^\s*\d+\. Size:|\Z)", text, re.MULTILINE | re.DOTALL):
+        name = re.search(r"op_name=\"([^\"]*)\"", entry[3])
+        shape = re.search(r"Shape: (\S+?)(?:\{|\s)", entry[3])
+        largest.append(
+            {
+                "bytes": _bytes(entry[1], entry[2]),
+                "shape": shape[1] if shape else None,
+                "op_name": name[1] if name else None,
+            }
+        )
+    return {"needed": needed, "usable": usable, "largest": largest, "reason": first_lines(text)}
+
+
+@dataclass(frozen=True)
+class ScratchMemory:
+    """A kernel's scratch memory (VMEM): MiB needed and MiB available. `kernel` is None if XLA does not name it."""
+
+    kernel: str | None
+    needed_mib: float
+    limit_mib: float
+
+
+def parse_scratch_memory(text: str) -> ScratchMemory | None:
+    """Return the kernel that exceeds the scratch memory of a core, or None for other messages."""
+    pattern = rf"memory space vmem.*?(?:size {_SIZE} and limit {_SIZE}|Used {_SIZE} of {_SIZE})"
+    used = re.search(pattern, text, re.DOTALL)
+    if used is None:
+        return None
+    kernel = re.search(r"allocating on stack for %?([\w.-]+)", text)
+    return ScratchMemory(kernel[1] if kernel else None, float(used[1] or used[5]), float(used[3] or used[7]))
+
+
+def unknown_option(message: str) -> str | None:
+    """Return the name of the compile option that XLA does not know, or None."""
+    match = re.search(r"No such compile option: '([^']*)'", message)
+    return match[1] if match else None
+
+
+def unreadable_option(message: str) -> tuple[str, str, str] | None:
+    """Return name, value and reason of the compile option whose value XLA cannot parse, or None."""
+    match = re.search(r"Failed to parse '([^']*)' into flag (\w+):\s*(.*)", message)
+    return (match[2], match[1], match[3].strip().rstrip(".")) if match else None
+
+
+def first_lines(text: str) -> str:
+    """Return the first two lines that are not empty, up to 600 characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:2])[:600]
+
+
+# JAX 0.10, libtpu 0.0.42 to 0.0.50.
+
+
+def no_device_reason(error: Exception) -> str:
+    """Return why `jax.devices` finds no device, without JAX's advice; empty if it does not say."""
+    lines = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".").splitlines()
+    return lines[0] if lines else ""
+
+
+def topology_reason(error: Exception) -> str:
+    """Return why libtpu describes no such topology."""
+    first = next(iter(str(error).splitlines()), type(error).__name__)
+    return first.removeprefix("INVALID_ARGUMENT: ").rstrip(".")
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _BYTES[unit or "B"])

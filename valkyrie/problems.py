@@ -1,0 +1,377 @@
+"""Problems of a run: what is refused, as data, and the text of each. Imports no JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+Number = int | float
+
+
+class ProblemCode(Enum):
+    """What is wrong. The layout codes have their texts in this module, the general ones bring their own.
+
+    A layout code is one that both `valkyrie.parallel.problems` (one layout) and the search (arrays of layouts) use, or
+    that sweeps count.
+    """
+
+    # General codes, for settings by themselves and together.
+    out_of_range = "out_of_range"
+    not_finite = "not_finite"
+    too_large = "too_large"
+    unknown_name = "unknown_name"
+    malformed = "malformed"
+    conflict = "conflict"
+    missing = "missing"
+    unsupported = "unsupported"
+    not_installed = "not_installed"
+    # Meshes and hardware.
+    mesh_shape = "mesh_shape"
+    mesh_names = "mesh_names"
+    placement = "placement"
+    topology = "topology"
+    device_count = "device_count"
+    slice_count = "slice_count"
+    # The rules of a partition.
+    unknown_logical_axis = "unknown_logical_axis"
+    unknown_role = "unknown_role"
+    missing_mesh_axis = "missing_mesh_axis"
+    idle_mesh_axis = "idle_mesh_axis"
+    mesh_axis_used_twice = "mesh_axis_used_twice"
+    # Sizes.
+    not_divisible = "not_divisible"
+    batch_not_divisible = "batch_not_divisible"
+    seq_not_divisible = "seq_not_divisible"
+    batch_tokens_not_divisible = "batch_tokens_not_divisible"
+    device_batch_not_divisible = "device_batch_not_divisible"
+    # Pipelines.
+    several_stage_axes = "several_stage_axes"
+    stage_axis_shared = "stage_axis_shared"
+    no_stack = "no_stack"
+    wrong_rounds = "wrong_rounds"
+    too_few_microbatches = "too_few_microbatches"
+    several_stacks = "several_stacks"
+    remat_with_1f1b = "remat_with_1f1b"
+    rounds_not_divisible = "rounds_not_divisible"
+
+
+INDIVISIBLE = frozenset(
+    {
+        ProblemCode.not_divisible,
+        ProblemCode.batch_not_divisible,
+        ProblemCode.seq_not_divisible,
+        ProblemCode.device_batch_not_divisible,
+        ProblemCode.rounds_not_divisible,
+    }
+)
+"""Codes of sizes that the mesh does not divide: another mesh or batch removes them."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have: from `least` or above `above`, to `most` or below `below`. Always finite."""
+
+    least: Number | None = None
+    above: Number | None = None
+    most: Number | None = None
+    below: Number | None = None
+
+    def __contains__(self, value: Number) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def describe(self, value: Number) -> str:
+        """Return what is needed instead of a value: `must be at least 0 and below 1`."""
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        words = " and ".join(f"{word} {_plain(number)}" for word, number in bounds.items() if number is not None)
+        if not math.isfinite(value):
+            return f"must be a finite number, {words}"
+        return f"{words} is needed" if self == Range(least=self.least) and self.least else f"must be {words}"
+
+
+Identity = tuple[ProblemCode, str | None, tuple[str, ...], tuple[str, ...]]
+"""A problem's code, key, logical axes and mesh axes."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a run is refused.
+
+    Args:
+        code: What is wrong.
+        key: The config key at fault, or None if no key sets it.
+        value: The value of that key.
+        text: The message, for general codes; the other codes have theirs in `_TEXTS`.
+        allowed: The numbers that the key may have, for `out_of_range`.
+        otherwise: What else may be written, such as "null for no clipping", for `out_of_range`.
+        partition: The name of the partition whose rules cause it, or None if none does.
+        axes: Logical axes concerned.
+        mesh_axes: Mesh axes concerned, and their sizes in `mesh_sizes`.
+        size: The size that `parts` does not divide.
+        names: Arrays concerned.
+        nearest: Legal values of `key` nearest to its own.
+        legal_sizes: Sizes of the one mesh axis that remove the problem, or None if they were not looked for.
+        details: What else the text of the code needs, by name.
+    """
+
+    code: ProblemCode
+    key: str | None = None
+    value: Any = field(default=None, hash=False)
+    text: str = ""
+    allowed: Range | None = None
+    otherwise: str = ""
+    partition: str | None = None
+    axes: tuple[str, ...] = ()
+    mesh_axes: tuple[str, ...] = ()
+    mesh_sizes: tuple[int, ...] = ()
+    size: int = 0
+    parts: int = 0
+    names: tuple[str, ...] = ()
+    nearest: tuple[int, ...] | None = None
+    legal_sizes: tuple[int, ...] | None = None
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def identity(self) -> Identity:
+        """What stays the same while sizes change: code, key, logical axes and mesh axes."""
+        return self.code, self.key, self.axes, self.mesh_axes
+
+    @property
+    def label(self) -> str:
+        """Short name for counts of refusals, without sizes: `not divisible: heads over x`."""
+        subject = ", ".join(self.axes) or (self.key if self.text or self.allowed else None)
+        where = " over ".join(filter(None, (subject, "·".join(self.mesh_axes))))
+        words = self.code.value.replace("_", " ")
+        return f"{words}: {where}" if where else words
+
+    def record(self) -> dict[str, Any]:
+        """Return the identity as JSON values, for files."""
+        identity = {"code": self.code.value, "key": self.key}
+        return identity | {"axes": list(self.axes), "mesh_axes": list(self.mesh_axes)}
+
+    def __str__(self) -> str:
+        """Return the message: the setting at fault first, the nearest legal value last."""
+        if self.text:
+            return self.text
+        if self.allowed is not None:
+            needed = self.allowed.describe(self.value) + (f", or {self.otherwise}" if self.otherwise else "")
+            return f"{self.key}={_plain(self.value)}: {needed}."
+        words = {
+            "axes": ", ".join(self.axes),
+            "axis": next(iter(self.mesh_axes), ""),
+            "over": self.over,
+            "names": _listed(self.names),
+            "value": _plain(self.value),
+            **{name: make(self) for name, make in _CLAUSES.get(self.code, {}).items()},
+        }
+        return _TEXTS[self.code].format(self=self, **words, **self.details) + _advice(self)
+
+    @property
+    def over(self) -> str:
+        """Mesh axes with their sizes: `x=4·y=2`."""
+        return "·".join(f"{axis}={n}" for axis, n in zip(self.mesh_axes, self.mesh_sizes, strict=True))
+
+
+class ProblemError(ValueError):
+    """A run is refused. The message has a line for each of its `problems`."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise ProblemError if there are any problems."""
+    if problems:
+        raise ProblemError(problems)
+
+
+def check_range(
+    key: str,
+    value: Number | None,
+    *,
+    least: Number | None = None,
+    above: Number | None = None,
+    most: Number | None = None,
+    below: Number | None = None,
+    otherwise: str = "",
+) -> list[Problem]:
+    """Return the problem of a number outside its bounds or not finite; none of a key that is null.
+
+    `otherwise` is what may be written instead of a number, such as "null for no clipping".
+    """
+    allowed = Range(least, above, most, below)
+    if value is None or value in allowed:
+        return []
+    return [Problem(ProblemCode.out_of_range, key, value, allowed=allowed, otherwise=otherwise)]
+
+
+def either(key: str | None, values: Iterable[object]) -> str:
+    """Return `x=1, x=2 or x=4`; the values alone without a key."""
+    *first, last = (f"{key}={value}" if key else str(value) for value in values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+_TEXTS = {
+    ProblemCode.not_finite: "{self.key}={value}: must be a finite number.",
+    ProblemCode.too_large: "{self.key}={value}: whole numbers go up to {most}.",
+    ProblemCode.mesh_shape: (
+        "mesh.shape={value} with mesh.slices={slices}: 3 sizes (x, y, z) or 4 (w, x, y, z) are needed, each at least 1."
+    ),
+    ProblemCode.mesh_names: (
+        "mesh.names=[{value}] and the {count} axes of mesh={mesh} ({own}): write one name for each, or null."
+    ),
+    ProblemCode.placement: (
+        "mesh.placement=[{value}]: {wrong}. List the axes of mesh={mesh} ({sizes}) from the slowest to the fastest "
+        "over the torus, each whole (x) or in factors that make it (x:2,y,x:2)."
+    ),
+    ProblemCode.unknown_logical_axis: (
+        "partition={self.partition} has a rule for {kind}.{axes}, which is no logical axis of {kind}. {hint} The "
+        "model has {known}."
+    ),
+    ProblemCode.unknown_role: (
+        "the environment names mesh axis {over} {self.value!r} (TPU_AXIS_NAMES); partition={self.partition} knows the "
+        "roles {known}."
+    ),
+    ProblemCode.missing_mesh_axis: (
+        "partition={self.partition} puts {rule} on mesh axis {axis}, which mesh={mesh} does not have; it "
+        "has {has}. Use a mesh with that axis{such_as}, or write {axis}? in the partition."
+    ),
+    ProblemCode.idle_mesh_axis: (
+        "partition={self.partition} leaves mesh axis {over} idle: its devices would repeat each other's work. Use a "
+        "mesh with {axis}=1, or a partition that uses {axis}."
+    ),
+    ProblemCode.mesh_axis_used_twice: (
+        "partition={self.partition} spends mesh axis {axis} twice on {names}: on {self.axes[0]} and on "
+        "{self.axes[1]}. Give one of them another axis."
+    ),
+    ProblemCode.not_divisible: (
+        "partition={self.partition} puts {axes} ({self.size}) of {names} on {over}: {self.size} is not divisible by "
+        "{self.parts}."
+    ),
+    ProblemCode.batch_not_divisible: (
+        "batch={self.size} is not divisible by {self.parts}: partition={self.partition} splits it over "
+        "{shards}{microbatches}."
+    ),
+    ProblemCode.seq_not_divisible: (
+        "seq={self.size} is not divisible by {self.parts}: partition={self.partition} splits it over {over}."
+    ),
+    ProblemCode.batch_tokens_not_divisible: "batch_tokens={value} is not a multiple of seq={seq}.",
+    ProblemCode.device_batch_not_divisible: (
+        "{batch} does not divide into parts of device_batch={value} sequences{at_a_time}."
+    ),
+    ProblemCode.several_stage_axes: (
+        "partition={self.partition} puts layers on {over} and on {also}: a pipeline lies on one axis. Use one."
+    ),
+    ProblemCode.stage_axis_shared: (
+        "partition={self.partition} puts {kind}.{axes} on {over}, which holds the stages of a pipeline "
+        "(parameters.layers). Give {pronoun} another axis."
+    ),
+    ProblemCode.no_stack: (
+        "partition={self.partition} puts layers on {over}, and this model has no stack of equal layers to make stages "
+        "of: it passes its few layers again and again. Use a mesh with {axis}=1, or another partition."
+    ),
+    ProblemCode.wrong_rounds: "partition.rounds={value}: under schedule={schedule} a stage holds {held}. Use {use}.",
+    ProblemCode.too_few_microbatches: (
+        "microbatches={value}: under schedule=circular the first stage begins the next round when the last one has "
+        "ended, which takes {self.parts} ({over}). Use microbatches={self.parts}, or partition.schedule=gpipe."
+    ),
+    ProblemCode.several_stacks: (
+        "partition={self.partition} with schedule=1f1b: this model has {self.size} stacks of equal layers one after "
+        "the other, and a microbatch comes back as soon as it has passed one. Use partition.schedule=gpipe."
+    ),
+    ProblemCode.remat_with_1f1b: (
+        "remat={value}: under schedule=1f1b layers are made again from their inputs: nothing else is kept. Use "
+        "remat=full, or partition.schedule=gpipe."
+    ),
+    ProblemCode.rounds_not_divisible: (
+        "partition={self.partition} with schedule=circular makes {self.parts} stretches ({over} times rounds={rounds}) "
+        "of layers ({self.size}): {self.size} is not divisible by {self.parts}."
+    ),
+}
+"""The text of each code, by the fields of a problem, its details and its clauses."""
+
+
+def _microbatches(problem: Problem) -> str:
+    count, stage_axis = problem.details["microbatch_count"], problem.details["stage_axis"]
+    if stage_axis is not None:
+        return f", and each of microbatches={count} over all but {stage_axis}"
+    return f" times microbatches={count}" if count > 1 else ""
+
+
+def _batch(problem: Problem) -> str:
+    tokens = problem.details["batch_tokens"]
+    return f"batch={problem.size}" if tokens is None else f"batch_tokens={tokens}, {problem.size} sequences,"
+
+
+def _at_a_time(problem: Problem) -> str:
+    devices = problem.parts
+    return f" on {devices} devices ({devices * problem.value} at a time)" if devices > 1 else ""
+
+
+def _near_axis(problem: Problem) -> str:
+    near = problem.details["near"]
+    return f"Did you mean {near}?" if near else f"If it is an axis of another model, write {problem.axes[0]}?."
+
+
+def _such_as(problem: Problem) -> str:
+    return {"w": " (four sizes, mesh=2x4x4x2)", "s": " (slices, mesh=2s4x4x2)"}.get(problem.mesh_axes[0], "")
+
+
+def _rounds_held(problem: Problem) -> str:
+    return "2 or more stretches of layers" if problem.details["schedule"] == "circular" else "one stretch"
+
+
+def _rounds_to_use(problem: Problem) -> str:
+    circular = problem.details["schedule"] == "circular"
+    return "partition.rounds=2" if circular else "partition.rounds=1, or partition.schedule=circular"
+
+
+_CLAUSES: dict[ProblemCode, dict[str, Callable[[Problem], str]]] = {
+    ProblemCode.unknown_logical_axis: {"hint": _near_axis},
+    ProblemCode.missing_mesh_axis: {"such_as": _such_as},
+    ProblemCode.batch_not_divisible: {"shards": lambda p: p.over or "one shard", "microbatches": _microbatches},
+    ProblemCode.device_batch_not_divisible: {"batch": _batch, "at_a_time": _at_a_time},
+    ProblemCode.stage_axis_shared: {"pronoun": lambda p: "them" if len(p.axes) > 1 else "it"},
+    ProblemCode.wrong_rounds: {"held": _rounds_held, "use": _rounds_to_use},
+}
+"""Clauses of texts that depend on the values."""
+
+
+def _plain(value: Any) -> str:
+    return str(value).removesuffix(".0")
+
+
+def _advice(problem: Problem) -> str:
+    """Return the last sentence of a problem of sizes, with the values that would do; empty if none was looked for."""
+    if problem.nearest is None:
+        return ""
+    values = problem.nearest
+    if problem.code is not ProblemCode.not_divisible and problem.code is not ProblemCode.rounds_not_divisible:
+        if not values and problem.code is ProblemCode.device_batch_not_divisible:
+            return f" Use a batch that {problem.parts} divides."
+        return f" Use {either(problem.key, values)}." if values else ""
+    advice = []
+    if len(problem.mesh_axes) == 1 and problem.legal_sizes is not None:
+        advice += [f"a mesh with {either(problem.mesh_axes[0], problem.legal_sizes)}"] if problem.legal_sizes else []
+    else:
+        divisors = [n for n in range(1, 65) if problem.size % n == 0]
+        advice.append(f"a mesh whose {'·'.join(problem.mesh_axes)} divides it ({', '.join(map(str, divisors[:8]))})")
+    if values:
+        advice.append(either(problem.key, values) + ("" if problem.key else f" for {', '.join(problem.axes)}"))
+    return f" Use {', or '.join(advice)}." if advice else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, parameters alone if there are any."""
+    parameters = [name for name in dict.fromkeys(names) if not name.startswith("activation")] or list(names)
+    more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+    return ", ".join(parameters[:3]) + more
