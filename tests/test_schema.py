@@ -17,7 +17,7 @@ import pytest
 
 from helpers import MODELS, compose_config, small_run
 from valkyrie.config.run import Run
-from valkyrie.data.config import SOURCES, data_class
+from valkyrie.data.config import SOURCES
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
 from valkyrie.parallel.mesh import MeshConfig, abstract_mesh
@@ -98,7 +98,7 @@ def test_every_refusal_of_a_number_names_its_key() -> None:
 
 @pytest.mark.parametrize("source", SOURCES.names())
 def test_every_number_of_a_source_is_refused_by_its_key(source: str) -> None:
-    run, config = base(MODELS[0]), data_class(source)
+    run, config = base(MODELS[0]), SOURCES.config_class(source)
     data = config(**({"paths": ["x"]} if "paths" in {field.name for field in dataclasses.fields(config)} else {}))
     for key, value in numbers(data, "data."):
         problems = run.changed(data=changed(data, key.removeprefix("data."), value)).problems()
