@@ -129,7 +129,7 @@ def test_several_slices_are_searched_with_an_axis_between_them(target: str) -> N
         layout = one.run(run).layout
         assert layout.mesh.axes["s"] == 2 and layout.mesh.size == one.group.target.devices
         assert layout.activations["batch"][0] == "s" or layout.pipeline is not None
-    assert "target.slices=2" in checked[0].overrides and "target.slices=2" not in parse_request(run).command
+    assert "target.slices=2" in checked[0].candidate.overrides and "target.slices=2" not in parse_request(run).command
 
 
 def test_estimates_of_several_slices_are_those_of_the_composed_run() -> None:
