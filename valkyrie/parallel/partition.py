@@ -216,7 +216,7 @@ class Role:
 
 def recorded_roles(record: Mapping[str, Any]) -> dict[str, Role]:
     """Read the roles of mesh axes from the `axis_roles` of a record; none of older records, which lack them."""
-    return {axis: decode(Role, role, "axis_roles") for axis, role in record.get("axis_roles", {}).items()}
+    return {axis: decode(Role, role, "axis_roles") for axis, role in (record.get("axis_roles") or {}).items()}
 
 
 def describe_roles(sizes: Mapping[str, int], roles: Mapping[str, Role]) -> str:
