@@ -151,7 +151,7 @@ def test_a_line_with_a_wrong_value_is_named_with_the_remedy(tmp_path: Path, name
         (b'{"schema": 1, "ke', "it is not JSON ("),
         (b'{"schema": 1, "key": "\xff"}', "it is not JSON ("),
         (b"[]", "it is no trial"),
-        (b'{"schema": 1, "status": "ok"}', "it lacks key, name, sweep, stage, reason, "),
+        (b'{"schema": 1, "status": "ok"}', "the line: object missing required field `key`"),
     ],
 )
 def test_a_line_that_is_no_trial_is_named_with_the_remedy(tmp_path: Path, line: bytes, why: str):
