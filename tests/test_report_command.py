@@ -170,7 +170,7 @@ def test_a_training_that_was_killed_has_the_numbers_of_its_records(tmp_path: Pat
     folder = copied(trained("checkpoint.every=4", "steps=6"), tmp_path)
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text().replace(
-        '"communication": {"bytes": 0, "bytes_by_mesh_axes": {}}', '"comm_bytes/total": 300, "comm_bytes/x,y": 300'
+        '"communication": {"bytes": 0.0, "bytes_by_mesh_axes": {}}', '"comm_bytes/total": 300, "comm_bytes/x,y": 300'
     )  # as older trainings recorded it
     metrics.write_text("".join(lines.splitlines(keepends=True)[:-2]) + '{"summ')
     (row,) = read_rows([folder])
