@@ -202,7 +202,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
         3,
         4,
     ]
-    text = table([row.trial for row in found]).columns[0]
+    text = table([row.trial for row in found], tmp_path).columns[0]
     assert [*text.cells] == ["1", "1", "3"]
 
 

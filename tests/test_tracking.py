@@ -137,7 +137,8 @@ def test_a_failed_run_is_marked_as_failed(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from valkyrie.runs.tracking import Tracker, TrackingConfig, WandbMode
+from valkyrie.runs.tracking import Tracker
+from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 began = time.perf_counter()
 config = TrackingConfig(wandb=WandbMode({mode!r}), init_timeout=2)
 one = Tracker(config, Path("."), run_name="a:b#c", fields=dict(mesh=dict(name="4x4x2")), group="g")

@@ -110,8 +110,10 @@ class Trial:
             values = json.loads(line)
         except ValueError as error:
             raise _damaged(f"it is not JSON ({error})") from error
-        if not isinstance(values, dict) or type(values.get("schema")) is not int:
+        if not isinstance(values, dict) or "schema" not in values:
             raise _damaged("it is no trial")
+        if type(values["schema"]) is not int:
+            raise _damaged(f"schema cannot be {json.dumps(values['schema'])}")
         if values["schema"] > SCHEMA:
             newer = f"schema {values['schema']} is newer than this version of valkyrie, which reads {SCHEMA}"
             raise ValueError(f"{newer}. Update valkyrie.")
