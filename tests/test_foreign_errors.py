@@ -44,7 +44,7 @@ from valkyrie.foreign_errors import (
 )
 def test_what_omegaconf_says_of_a_value(key: str, value: Any, kind: WrongValue, words: list[str]):
     with pytest.raises(OmegaConfBaseException) as raised:
-        OmegaConf.merge(OmegaConf.structured(RunConfig), {key: value})
+        OmegaConf.update(OmegaConf.structured(RunConfig), key, value)
     assert wrong_value(str(raised.value).splitlines()[0].rstrip(".")) == (kind, words)
     assert wrong_value("something else") is None
 
@@ -63,7 +63,7 @@ def test_what_hydra_says():
     assert scalar_for_group(f"In 'experiment/m': {composing}") == ("experiment/m", "gpt_tiny")
     assert scalar_for_group("another") is None
     with pytest.raises(OverrideParseException) as raised:
-        OverridesParser.create().parse_override("modules=[é.txt]")
+        OverridesParser.create().parse_overrides(["modules=[é.txt]"])
     assert needs_quotes(str(raised.value)) and not needs_quotes("no viable alternative at input '[3'")
 
 

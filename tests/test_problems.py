@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,11 @@ MADE = [
 """Problems that no arguments cause on every machine."""
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[Problem]]:
+@cache
+def problems_of(arguments: str) -> list[Problem]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TPU_MESH_CONFIG", raising=False)
-        return {arguments: run_of(_last_of_each_key(arguments)).problems() for arguments in CASES}
+        return run_of(_last_of_each_key(arguments)).problems()
 
 
 def _last_of_each_key(arguments: str) -> list[str]:
@@ -122,14 +123,15 @@ def _last_of_each_key(arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", CASES)
-def test_a_problem_has_a_code_the_key_at_fault_and_its_value(found: dict[str, list[Problem]], arguments: str):
+def test_a_problem_has_a_code_the_key_at_fault_and_its_value(arguments: str):
     code, key, value = CASES[arguments]
-    assert (ProblemCode(code), key, value) in [(p.code, p.key, p.value) for p in found[arguments]]
+    assert (ProblemCode(code), key, value) in [(p.code, p.key, p.value) for p in problems_of(arguments)]
 
 
-def test_the_texts_of_all_codes(found: dict[str, list[Problem]]):
+@pytest.mark.timeout(600)  # alone, it composes every case
+def test_the_texts_of_all_codes():
     """`UPDATE_GOLDENS=1 pytest tests/test_problems.py` writes the file."""
-    every = found | {"": MADE}
+    every = {arguments: problems_of(arguments) for arguments in CASES} | {"": MADE}
     lines = [f"$ {arguments}\n" + "".join(f"{p.code.value}: {p}\n" for p in every[arguments]) for arguments in every]
     if os.environ.get("UPDATE_GOLDENS"):
         GOLDEN.write_text("\n".join(lines))
