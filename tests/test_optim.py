@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from helpers import specs_of
-from valkyrie.optim import OptimizerConfig, Training, learning_rate, make_optimizer
+from valkyrie.optim import OptimizerConfig, Schedule, Training, learning_rate, make_optimizer, rises_if_extended
 from valkyrie.optim.families.adamw import Config
 from valkyrie.problems import ProblemCode
 
@@ -112,3 +112,17 @@ def test_a_recipe_that_makes_no_sense_is_refused(key: str, value: float) -> None
 
 def test_the_default_recipe_is_fine() -> None:
     assert Config().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "rises"),
+    [
+        ({}, True),
+        ({"final_ratio": 1.0}, False),
+        ({"decay_steps": 50}, False),
+        ({"schedule": Schedule.trapezoid}, True),
+        ({"schedule": Schedule.trapezoid, "final_ratio": 1.0}, False),
+    ],
+)
+def test_a_longer_run_raises_the_rate_again_only_if_the_schedule_stretches(settings: dict[str, Any], rises: bool):
+    assert rises_if_extended(Config(**settings), 100, 200) is rises

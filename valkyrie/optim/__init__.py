@@ -180,6 +180,14 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
+def rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
+    """Whether continuing a run of `steps` steps to `longer` raises its learning rate, because the schedule stretches.
+
+    It does not for a constant schedule (`final_ratio=1`) or one with a length of its own (`decay_steps`).
+    """
+    return float(learning_rate(config, longer)(steps)) > float(learning_rate(config, steps)(steps)) * (1 + 1e-6)
+
+
 def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
     """Return a schedule that warms up, holds the peak, and falls evenly over the last `warmdown` of the steps."""
     import jax.numpy as jnp

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.checkpoint import kept_checkpoints
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.config.run import Run, RunConfig
+from valkyrie.optim import rises_if_extended
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.runs.folder import command_name, kept_text, run_folder
 from valkyrie.runs.goodput import read_goodput
@@ -71,7 +72,8 @@ def _train(run: Run, team: Team, began: float) -> int:
         console.rule()
     console.print(f"run folder: {folder}")
     longer = 2 * max(run.config.steps, fitted.summary["steps"])
-    rate = "" if run.config.optimizer.decay_steps else f", its learning rate rises again, to decay over {longer} steps"
+    rises = rises_if_extended(run.config.optimizer, fitted.summary["steps"], longer)
+    rate = f", its learning rate rises again, to decay over {longer} steps" if rises else ""
     console.print(f"next: {again} steps={longer}   # continues training{rate}")
     console.print(f'      {again} mode=generate prompt="class "' if is_text else f"      {again} mode=eval")
     return 0
