@@ -185,7 +185,10 @@ def rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
 
     It does not for a constant schedule (`final_ratio=1`) or one with a length of its own (`decay_steps`).
     """
-    return float(learning_rate(config, longer)(steps)) > float(learning_rate(config, steps)(steps)) * (1 + 1e-6)
+    import numpy as np
+
+    extended, finished = (np.asarray(learning_rate(config, length)(steps)) for length in (longer, steps))
+    return bool(extended > finished * (1 + 1e-6))  # both are float32
 
 
 def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
