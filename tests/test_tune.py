@@ -427,7 +427,7 @@ def test_nothing_better_is_said_so(
 
 
 def test_every_candidate_has_its_source_and_known_chips():
-    tpus = {name for name, chip in known_chips().items() if chip.platform.value == "tpu"}
+    tpus = {name for name, chip in known_chips().items() if chip.platform == "tpu"}
     for candidate in all_options():
         assert candidate.does and candidate.source and candidate.values
         assert set(candidate.chips or ()) <= tpus, candidate.name

@@ -94,7 +94,7 @@ def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = N
             )
         )
     return Communication(
-        bytes=sum(by_mesh.values()),
+        bytes=sum(by_mesh.values(), 0.0),
         bytes_by_mesh_axes=tuple(AxesBytes(axes, sent) for axes, sent in by_mesh.items()),
         bytes_by_torus_axis=dict(by_torus),
         bytes_by_kind=dict(by_kind),

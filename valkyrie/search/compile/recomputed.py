@@ -29,7 +29,7 @@ def recomputation(run: Run, costs: Iterable[Cost]) -> RematReport:
     kept, remat = kept_bytes(run), run.config.remat
     paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if AGAIN in cost.op_name]
     again = [
-        Recomputed(name, size, sum(seconds for path, seconds in paths if not path.isdisjoint((name, *serving))))
+        Recomputed(name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *serving))), 0.0))
         for name, (size, serving) in made_again(run).items()
     ]
     again.sort(key=lambda entry: -entry.seconds)
