@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.platforms.tpu import ENVIRONMENT
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, TargetConfig, Topology
 from valkyrie.machine.network import Machine
-from valkyrie.machine.torus import Position
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.train.program import serialised_module
 

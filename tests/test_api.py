@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ import pytest
 import valkyrie
 from helpers import MODELS
 from runs import TINY
+from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Prediction
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "valkyrie" / "README.md").read_text()
@@ -57,7 +57,7 @@ def test_the_examples_of_training_run_as_written(here: Path, capsys: pytest.Capt
     assert (trained.folder / "run.yaml").is_file()
     assert "parameters:" in capsys.readouterr().out
     measured = valkyrie.measure(names["run"], quiet=True)
-    assert measured.fits and measured.step_s and measured.summary["simulated"]
+    assert measured.fits and measured.step_s and measured.record.simulated
     assert capsys.readouterr().out == ""
 
 
@@ -151,10 +151,9 @@ def test_a_slice_that_does_not_exist_names_the_nearest():
 
 
 def test_a_result_that_does_not_fit_says_what_it_needs():
-    memory = {"needed": 3 * 2**30, "usable": 2**30, "largest": [], "savings": []}
+    memory = MemoryReport(needed=3 * 2**30, usable=2**30)
     about = {"model": "m", "layout": "l", "described": "d", "roles": "r", "batch": 1, "seq": 2}
     about |= {"precision": "float32", "remat": "none"}
-    result = valkyrie.Result({"status": "does_not_fit", "reason": "too big", "about": about, "memory": memory})
+    result = valkyrie.Result(Prediction(about, CompileStatus.does_not_fit, "too big", memory=memory))
     assert result.fits is False and result.peak_gib == 3 and result.step_s is None
     assert "does not fit: needs 3.0 GiB of 1.0 GiB usable" in str(result)
-    assert json.dumps(result.summary)

@@ -130,7 +130,7 @@ def test_constants_are_found_and_held_to_families_left_out(
     assert fitted.high == pytest.approx(1.02 / 0.98, rel=1e-3)
     assert correction_of(target).of_chip == fitted.factor
     span = trust(2.0, target.chip)
-    assert span is not None and span["low_s"] == pytest.approx(2.0 * (fitted.low or 0))
+    assert span is not None and span.low_s == pytest.approx(2.0 * (fitted.low or 0))
     assert "your 4 measured steps on v5e, predicted by other models and batches, took -3% to +4% of it" in how_far(span)
 
 

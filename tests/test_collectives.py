@@ -10,10 +10,11 @@ import pytest
 from machines import CHIPS, machine, torus
 from valkyrie.compiled.collectives import payload
 from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
 from valkyrie.machine import assumptions
 from valkyrie.machine.network import Machine, Network, Traffic, algorithm
-from valkyrie.machine.torus import DCN, Position
+from valkyrie.machine.torus import DCN
 
 BYTES = 64e6
 LINK = CHIPS["v4"].ici_link_gbs * 1e9

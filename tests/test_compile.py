@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import os
@@ -21,25 +20,37 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers import compose_run
 from machines import needs_libtpu, tpu_mesh
+from outcomes import fitting_outcome
+from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
-from valkyrie.foreign_errors import is_out_of_memory, parse_out_of_memory
+from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import source_digest
+from valkyrie.records import RecordError, decode, encode, write_record
+from valkyrie.search.compile import cache
 from valkyrie.search.compile import runner as compiling
-from valkyrie.search.compile.child import (
-    KEYS,
+from valkyrie.search.compile.cache import (
     OUTCOME,
+    PROGRAM,
+    ProgramRecord,
+    keep_program,
+    read_program,
+    request_key,
+)
+from valkyrie.search.compile.child import (
     _about_scratch_memory,
     _too_large,
+    parse_shortage,
     peak_beside_host,
     within_memory,
 )
 from valkyrie.search.compile.executable import without_cache
-from valkyrie.search.compile.replayed import _from_json
-from valkyrie.search.compile.runner import Compiled, compile_layout, program_key
-from valkyrie.search.modes import _others, work_key
+from valkyrie.search.compile.prediction import Allocation, CompileOutcome, CompileStatus, Prediction, Shortage
+from valkyrie.search.compile.replayed import _read
+from valkyrie.search.compile.runner import Compiled, compile_layout
+from valkyrie.search.modes import KEPT, _others, work_key
 from valkyrie.train.options import CHIP, TO_FIT, YOU, Option
 from valkyrie.units import GIB
 
@@ -70,9 +81,6 @@ Program hbm requirement 37.85G:
 """
 
 
-PACKAGE = Path(compiling.__file__).parents[2]
-
-
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
@@ -80,17 +88,17 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_numbers_and_largest_arrays_of_a_program_that_does_not_fit():
-    found = parse_out_of_memory(OUT_OF_MEMORY)
-    assert (found["needed"], found["usable"]) == (int(37.85 * 2**30), int(30.75 * 2**30))
-    assert [entry["bytes"] for entry in found["largest"]] == [12 * 2**30, 512 * 2**20]
-    assert found["largest"][0]["op_name"] == "jit(step)/while/body/dot_general"
-    assert found["largest"][1] == {"bytes": 512 * 2**20, "shape": "f32[64,2048]", "op_name": None}
+    found = parse_shortage(OUT_OF_MEMORY)
+    assert (found.needed, found.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
+    assert [entry.bytes for entry in found.largest] == [12 * 2**30, 512 * 2**20]
+    assert found.largest[0].op_name == "jit(step)/while/body/dot_general"
+    assert found.largest[1] == Allocation(512 * 2**20, "f32[64,2048]")
 
 
 def test_numbers_of_the_short_form():
     text = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: needs HBM (37.85G) exceeds available HBM (30.75G)"
-    found = parse_out_of_memory(text)
-    assert (found["needed"], found["usable"]) == (int(37.85 * 2**30), int(30.75 * 2**30))
+    found = parse_shortage(text)
+    assert (found.needed, found.usable) == (int(37.85 * 2**30), int(30.75 * 2**30))
 
 
 def test_a_kernel_without_enough_scratch_memory_is_no_layout_that_does_not_fit():
@@ -118,9 +126,9 @@ def test_a_kernel_without_enough_scratch_memory_is_named(text):
 def test_what_the_tpu_compiler_needs_for_temporaries_has_the_arguments_in_it():
     text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (16.25G) "
     run = compose_run("model=gpt_tiny", "mesh=2x2x1", "partition=fsdp", "target=v5e-4", "batch=8", "seq=16")
-    outcome = _too_large(run, parse_out_of_memory(f"{text}exceeds available HBM (15.75G)."))
-    assert (outcome["status"], outcome["needed"], outcome["usable"]) == ("does_not_fit", int(16.25 * GIB), 15.75 * GIB)
-    assert sum(part["bytes"] for part in outcome["largest"]) == outcome["needed"]
+    short = _too_large(run, parse_shortage(f"{text}exceeds available HBM (15.75G)."), "why").shortage
+    assert short is not None and (short.needed, short.usable) == (int(16.25 * GIB), 15.75 * GIB)
+    assert sum(part.bytes for part in short.largest) == short.needed
 
 
 @pytest.mark.parametrize(("backend", "peak"), [("tpu", 700), ("cpu", 100 + 90 - 80 + 900 + 7)])
@@ -173,8 +181,9 @@ def test_a_program_whose_peak_exceeds_the_memory_of_its_chip_does_not_fit(tiny: 
     chip = replace(ChipConfig(), name="small", platform="cpu", usable_hbm_gib=1e-6)
     target = replace(tiny.config.target, chip=chip)
     outcome = compile_layout(tiny.changed(target=target), 300).outcome
-    assert outcome["status"] == "does_not_fit" and outcome["needed"] > outcome["usable"] == int(1e-6 * GIB)
-    assert "exceeds" in outcome["reason"] and outcome["savings"] is not None
+    short = outcome.shortage
+    assert short is not None and (short.needed or 0) > (short.usable or 0) == int(1e-6 * GIB)
+    assert "exceeds" in (outcome.reason or "")
 
 
 @pytest.mark.parametrize(
@@ -205,132 +214,135 @@ def test_what_is_refused_by_a_few_per_cent_is_compiled_once_more_with_options_th
     assert len(asked) == calls
 
 
-def test_a_layout_is_compiled_once(tiny: Run):
+def test_a_layout_is_compiled_once(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     lines: list[str] = []
     first = compile_layout(tiny, 300, progress=lines.append)
-    assert (first.status, first.cached) == ("ok", False), first.outcome
-    assert first.outcome["axes"] == {"x": 2, "y": 2, "z": 1}
-    assert len(first.outcome["positions"]) == 4
-    assert first.outcome["memory"]["temporary"] > 0
+    step = first.outcome.step
+    assert step is not None and not first.cached, first.outcome
+    assert step.axes == {"x": 2, "y": 2, "z": 1} and len(step.positions) == 4
+    assert step.memory.program.temporary > 0
     assert first.module.stat().st_size > 1000
     assert lines[0].startswith("compiling for cpu")
     again = compile_layout(tiny, 300)
     assert (again.outcome, again.cached) == (first.outcome, True)
     (first.folder / OUTCOME).write_text('{"status": "o')  # a disk that was full, say
     mended = compile_layout(tiny, 300)
-    assert (mended.status, mended.cached) == ("ok", False)
-    assert compiling.kept_outcome(first.folder) == mended.outcome and set(KEYS["ok"]) == set(mended.outcome)
+    assert mended.cached and cache.read_outcome(first.folder) == mended.outcome, "the program was still there"
+    monkeypatch.setattr(compiling, "request_key", lambda run: "after an edit that leaves the program as it is")
+    edited = compile_layout(tiny, 300)
+    assert edited.folder != first.folder and edited.cached and edited.outcome.step is not None
+    assert edited.program == first.program and len(list(cache.programs_folder().iterdir())) == 1
+    assert edited.outcome.step.compile_s == step.compile_s, "of the one compile"
+    assert edited.outcome.step.alternatives == step.alternatives and edited.outcome.step.memory == step.memory
 
 
-def entry(folder: Path, lower_s: float = 1.0, **changed: Any) -> Path:
-    """An entry of the cache as a compile leaves it, the module's bytes being three."""
+def test_names_of_operations_decide_a_program_and_lines_do_not():
+    def key(text: str, options: dict[str, str] | None = None) -> str:
+        return cache.program_key(text, options or {}, "TPU v4", [])
+
+    text = (
+        '%0 = stablehlo.add %a, %b loc(#loc3)\n#loc2 = loc("/x/model.py":7:4 to :19)\n#loc3 = loc("jit(f)/up"(#loc2))'
+    )
+    assert key(text) == key(text.replace("model.py", "moved.py").replace(":7:4 to :19", ":9:0 to 10:3"))
+    others = {key(text.replace("up", "down")), key(text.replace("add", "multiply")), key(text, {"xla_a": "1"})}
+    assert len(others | {key(text)}) == 4
+
+
+MEMORY = ProgramMemory(1, 1, 0, 1, 1, 3)
+
+
+def entry(folder: Path, compile_s: float = 1.0) -> Path:
+    """A program of the cache as a compile leaves it, the module's bytes being three."""
     folder.mkdir(parents=True)
     (folder / MODULE).write_bytes(b"hlo")
-    values = dict.fromkeys(KEYS["ok"], 0) | {"status": "ok", "lower_s": lower_s}
-    values |= {"module_sha256": hashlib.sha256(b"hlo").hexdigest(), **changed}
-    (folder / OUTCOME).write_text(json.dumps(values))
+    record = ProgramRecord(compile_s, (), MEMORY, hashlib.sha256(b"hlo").hexdigest())
+    write_record(folder / PROGRAM, record)
     return folder
 
 
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        (OUTCOME, b'{"status": "ok"}'),
-        (OUTCOME, b'{"status": "does_not_fit"}'),
-        (OUTCOME, b'{"status": ["ok"]}'),
-        (OUTCOME, b"[]"),
-        (OUTCOME, b"\xff\xfe"),
+        (PROGRAM, b'{"compile_s": 1.0, "options": []}'),
+        (PROGRAM, b'{"compile_s": ["ok"]}'),
+        (PROGRAM, b"[]"),
+        (PROGRAM, b"\xff\xfe"),
         (MODULE, b"hl"),
         (MODULE, None),
     ],
 )
-def test_a_damaged_entry_of_the_cache_is_none(tmp_path: Path, file: str, damage: bytes | None):
+def test_a_damaged_program_of_the_cache_is_none(tmp_path: Path, file: str, damage: bytes | None):
     folder = entry(tmp_path / "entry")
-    kept = compiling.kept_outcome(folder)
-    assert kept is not None and kept["status"] == "ok"
-    assert compiling.kept_outcome(folder, hlo=True) is None, "the text was not asked for"
+    assert read_program(folder) is not None
+    assert read_program(folder, hlo=True) is None, "the text was not asked for"
     (folder / file).unlink()
     if damage is not None:
         (folder / file).write_bytes(damage)
-    assert compiling.kept_outcome(folder) is None
-    made_again = entry(tmp_path / "scratch", lower_s=2.0)
-    compiling.keep(made_again, folder, anew=False)
-    kept = compiling.kept_outcome(folder)
-    assert kept is not None and kept["lower_s"] == 2.0
+    assert read_program(folder) is None
+    keep_program(entry(tmp_path / "scratch", compile_s=2.0), folder, replace=False)
+    kept = read_program(folder)
+    assert kept is not None and kept.compile_s == 2.0
     assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_of_two_compiles_that_finish_at_once_the_first_stays_unless_another_was_asked_for(tmp_path: Path, anew: bool):
     folder = tmp_path / "entry"
-    for lower_s in (1.0, 2.0):
-        compiling.keep(entry(tmp_path / "scratch", lower_s), folder, anew)
-    kept = compiling.kept_outcome(folder)
-    assert kept is not None and kept["lower_s"] == (2.0 if anew else 1.0)
+    for compile_s in (1.0, 2.0):
+        keep_program(entry(tmp_path / "scratch", compile_s), folder, replace=anew)
+    kept = read_program(folder)
+    assert kept is not None and kept.compile_s == (2.0 if anew else 1.0)
     with_text = entry(tmp_path / "other")
     (with_text / TEXT).touch()
-    compiling.keep(with_text, folder, anew=False)
-    assert compiling.kept_outcome(folder, hlo=True) is not None, "the first had no text"
+    keep_program(with_text, folder, replace=False)
+    assert read_program(folder, hlo=True) is not None, "the first had no text"
 
 
 def test_a_folder_that_a_kill_left_in_the_cache_is_repaired(tmp_path: Path):
     folder = entry(tmp_path / "entry")
-    (folder / OUTCOME).unlink()  # its deletion was cut short
-    compiling.keep(entry(tmp_path / "scratch"), folder, anew=False)
-    assert compiling.kept_outcome(folder) is not None
+    (folder / PROGRAM).unlink()  # its deletion was cut short
+    keep_program(entry(tmp_path / "scratch"), folder, replace=False)
+    assert read_program(folder) is not None
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_damaged_replay_is_made_again():
-    assert [_from_json(damaged) for damaged in (b"\xff", b"[]", b"{}", b"3", b'{"collectives": [1]}')] == [None] * 5
+@pytest.mark.parametrize("status", list(CompileStatus))
+def test_an_outcome_has_what_its_status_says(status: CompileStatus):
+    step, shortage = fitting_outcome().step, Shortage(2, 1)
+    fields = {"step": step if status is CompileStatus.ok else None}
+    fields["shortage"] = shortage if status is CompileStatus.does_not_fit else None
+    outcome = CompileOutcome(status, "why", **fields)
+    assert decode(CompileOutcome, encode(outcome), OUTCOME) == outcome
+    wrong = {"step": None} if fields["step"] else {"step": encode(step)}
+    with pytest.raises(RecordError):
+        decode(CompileOutcome, encode(outcome) | wrong, OUTCOME)
 
 
-def test_damaged_summaries_of_other_layouts_are_left_out(tiny: Run, tmp_path: Path):
-    work = work_key(tiny)
-    whole = {"work": work, "status": "ok"}
-    for number, text in enumerate([json.dumps(whole), f'["{work}"]', f'"{work}"', f'{{"work": "{work}"']):
-        (tmp_path / "cache" / "compile" / str(number)).mkdir(parents=True)
-        (tmp_path / "cache" / "compile" / str(number) / "summary.json").write_text(text)
-    (tmp_path / "cache" / "compile" / "5" / "summary.json").mkdir(parents=True)
-    assert _others(tiny, Compiled({}, tmp_path, False, 0.0)) == [whole]
+def test_a_damaged_replay_is_made_again(tmp_path: Path):
+    for damaged in (b"\xff", b"[]", b"{}", b"3", b'{"collectives": [1]}'):
+        (tmp_path / "replay.json").write_bytes(damaged)
+        assert _read(tmp_path / "replay.json") is None
+
+
+def test_damaged_predictions_of_other_layouts_are_left_out(tiny: Run, tmp_path: Path):
+    whole = Prediction({}, CompileStatus.ok, work=work_key(tiny))
+    text = json.dumps(encode(whole))
+    for number, damaged in enumerate([text, f'["{whole.work}"]', f'{{"work": "{whole.work}"']):
+        (cache.requests_folder() / str(number)).mkdir(parents=True)
+        (cache.requests_folder() / str(number) / KEPT).write_text(damaged)
+    (cache.requests_folder() / "5" / KEPT).mkdir(parents=True)
+    assert _others(tiny, Compiled(fitting_outcome(), tmp_path, tmp_path, False, 0.0)) == [whole]
 
 
 def test_what_is_compiled_decides_the_name_of_the_result(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     def changed(**keys: Any) -> Run:
         return Run(replace(tiny.config, **keys), tiny.model)
 
-    keys = [program_key(run) for run in (tiny, changed(batch=16), changed(seq=32), changed(microbatches=2))]
+    keys = [request_key(run) for run in (tiny, changed(batch=16), changed(seq=32), changed(microbatches=2))]
     assert len(set(keys)) == len(keys)
-    assert program_key(changed(prompt="x", runs="elsewhere", seed=3)) == keys[0]
+    assert request_key(changed(prompt="x", runs="elsewhere", seed=3)) == keys[0]
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_enable_async_all_gather=true")
-    assert program_key(tiny) != keys[0]
-
-
-def imported_by(module: Path) -> list[Path]:
-    """Return the modules of the package that a module imports, also within functions."""
-    tree = ast.parse(module.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names += [part for node in froms for part in (node.module, *(f"{node.module}.{name.name}" for name in node.names))]
-    places = [PACKAGE.parent.joinpath(*name.split(".")) for name in names if name.startswith("valkyrie")]
-    return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]
-
-
-def test_every_module_that_the_step_program_imports_decides_the_name_of_the_result():
-    """Families and tasks are imported by name: all of them decide."""
-    by_name = [*(PACKAGE / "models").rglob("*.py"), *(PACKAGE / "tasks").rglob("*.py")]
-    left, imported = [PACKAGE / "search" / "compile" / "child.py", *by_name], set()
-    while left:
-        if (module := left.pop()) not in imported:
-            imported.add(module)
-            left += imported_by(module)
-    assert {PACKAGE / "train" / "program.py", PACKAGE / "search" / "compile" / "executable.py"} <= imported
-    shaping = [PACKAGE / name for name in compiling.SHAPING]
-    assert all(path.exists() for path in shaping)
-    assert [module for module in imported if not any(module.is_relative_to(path) for path in shaping)] == []
+    assert request_key(tiny) != keys[0]
 
 
 def test_an_edit_of_a_users_module_is_seen_by_the_same_process(tmp_path: Path):
@@ -352,8 +364,8 @@ def test_an_edit_of_a_users_module_is_seen_by_the_same_process(tmp_path: Path):
 
 def test_a_compile_beyond_its_time_is_a_result(tiny: Run):
     ended = compile_layout(tiny, 0.3)
-    assert ended.status == "timeout"
-    assert "mode.time_limit_s=0.3" in ended.outcome["reason"]
+    assert ended.status is CompileStatus.timeout
+    assert "mode.time_limit_s=0.3" in (ended.outcome.reason or "")
     assert not compile_layout(tiny, 0.3).cached
 
 
@@ -372,17 +384,17 @@ def test_a_compiler_that_dies_takes_nobody_along(
     interpreter.chmod(0o755)
     monkeypatch.setattr(compiling.sys, "executable", str(interpreter))
     died = compile_layout(tiny, 60)
-    assert (died.status, died.cached) == ("failed", False)
-    assert list((tmp_path / "cache" / "compile").iterdir()) == []
-    assert said in died.outcome["reason"]
+    assert (died.status, died.cached) == (CompileStatus.failed, False)
+    assert [file for file in (tmp_path / "cache" / "compile").rglob("*") if file.is_file()] == []
+    assert said in (died.outcome.reason or "")
 
 
 def test_a_gpu_target_without_a_gpu_says_what_is_missing(tiny: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cpu")
     run = compose_run("model=s5_tiny", "mesh=2x2x2", "partition=fsdp", "target=h100-8", "batch=8", "seq=16")
     refused = compile_layout(run, 120)
-    assert refused.status == "refused"
-    assert "needs a CUDA backend" in refused.outcome["reason"]
+    assert refused.status is CompileStatus.refused
+    assert "needs a CUDA backend" in (refused.outcome.reason or "")
 
 
 @pytest.mark.parametrize("lived_s", [0, 3])
@@ -393,7 +405,7 @@ def test_a_killed_command_takes_its_compiler_along(tmp_path: Path, lived_s: int)
     program = (
         "import os, subprocess, sys, time\n"
         "child = 'import time; from valkyrie.search.compile import child; '\n"
-        "child += 'child._outcome = lambda f: time.sleep(60); child.main()'\n"
+        "child += 'child._outcome = lambda f, anew: time.sleep(60); child.main()'\n"
         "command = [sys.executable, '-c', child, 'scratch', str(os.getpid())]\n"
         "print(subprocess.Popen(command, start_new_session=True).pid, flush=True)\n"
         f"time.sleep({lived_s})\n"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,21 @@ import pytest
 
 from machines import needs_libtpu
 from runs import command
+from valkyrie.compiled.communication import AxesBytes, CollectiveRecord, Communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
+from valkyrie.machine.parts import PartKind, StepPart
+from valkyrie.records import write_record
 from valkyrie.search.compile.implementations import computed
+from valkyrie.search.compile.prediction import (
+    CompileStatus,
+    MemoryReport,
+    PredictedStep,
+    Prediction,
+    Recomputed,
+    RematReport,
+    StepInterval,
+)
 from valkyrie.search.explain import mode as explain_mode
 from valkyrie.search.explain.difference import difference
 
@@ -24,34 +36,38 @@ ROLES = {
 }
 
 
-def summary(partition: str = "fsdp", **seconds: float) -> dict[str, Any]:
-    """Return the summary of a compiled layout whose step has these parts."""
-    parts = {"matmul": 0.3, "memory": 0.1} | {k.replace("_over_", " "): v for k, v in seconds.items()}
-    step_s = sum(parts.values())
-    causes = [
-        {"kind": "all-reduce", "mesh_axes": name[8:].split(","), "cause": f"jit(step)/{way}/down/dot_general",
-         "source": "/x/valkyrie/models/layers.py:75", "calls": 12.0, "bytes": 1e9, "exposed_s": value / 2}
-        for name, value in parts.items() if name.startswith("exposed ") for way in ("jvp()/a/b", "transpose(jvp())/a/b")
-    ]  # fmt: skip
+def prediction(partition: str = "fsdp", **seconds: float) -> Prediction:
+    """Return a compiled layout whose step has these parts: `matmul=0.3`, `exposed_x=0.1`."""
+    taken = {"matmul": 0.3, "memory": 0.1} | seconds
+    parts = [StepPart(PartKind(name.split("_")[0]), tuple(name.split("_")[1:]), value) for name, value in taken.items()]
+    causes = tuple(
+        CollectiveRecord("all-reduce", part.mesh_axes, (), f"jit(step)/{way}/down/dot_general",
+                         "/x/valkyrie/models/layers.py:75", 12.0, 1e9, part.seconds, part.seconds / 2)
+        for part in parts if part.kind is PartKind.exposed for way in ("jvp()/a/b", "transpose(jvp())/a/b")
+    )  # fmt: skip
     about = {"model": "gpt_tiny", "layout": f"8x1-{partition}", "axis_roles": ROLES[partition], "target": "v5e-8"}
-    about |= {"batch": 8, "seq": 64, "precision": "bf16"}
-    sent = {",".join(use["mesh_axes"]): 2e9 for use in causes}
-    return {
-        "about": about,
-        "model": {"model.layers": "4", "model.embed": "64"},
-        "status": "ok",
-        "seconds": parts,
-        "step": {"step_s": step_s, "executed_flops": 4e12, "model_flops": 3e12, "product_rate": 0.7, "interval": None},
-        "communication": {"bytes_by_mesh_axes": sent, "causes": causes},
-        "memory": {"peak": 3 * 2**30, "split": {"parameters": 2**30, "activations and temporaries": 2 * 2**30}},
-        "remat": {"again": [{"name": "up", "seconds": 0.05}]},
-    }
+    return Prediction(
+        about=about | {"batch": 8, "seq": 64, "precision": "bf16"},
+        status=CompileStatus.ok,
+        model={"model.layers": "4", "model.embed": "64"},
+        parts=tuple(parts),
+        step=PredictedStep(sum(taken.values()), executed_flops=4e12, model_flops=3e12, product_rate=0.7),
+        communication=Communication(
+            bytes_by_mesh_axes=tuple(AxesBytes(use.mesh_axes, 2e9) for use in causes[::2]), collectives=causes
+        ),
+        memory=MemoryReport(peak=3 * 2**30, split={"parameters": 2**30, "activations and temporaries": 2 * 2**30}),
+        remat=RematReport(again=(Recomputed("up", 1, 0.05),)),
+    )
+
+
+def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -> Prediction:
+    """Return a prediction with other values of its layout's record and of its step."""
+    assert one.step is not None
+    return replace(one, about=one.about | (about or {}), step=replace(one.step, **step))
 
 
 def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
-    made = difference(
-        summary(exposed_over_x=0.05), summary("2d_tp", exposed_over_x=0.5, exposed_over_y=0.7, kernel=0.1)
-    )
+    made = difference(prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1))
     assert sum(part.first for part in made.parts) == pytest.approx(made.steps.first)
     assert sum(part.more for part in made.parts) == pytest.approx(made.steps.more)
     assert [abs(part.more) for part in made.parts] == sorted((abs(part.more) for part in made.parts), reverse=True)
@@ -59,28 +75,26 @@ def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
     assert named["waiting for communication over x (FSDP)"] == (0.05, 0.0)
     assert named["waiting for communication over x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
     (use,) = made.dearest[0]
-    assert (use["calls"], use["bytes"], use["waited_s"]) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
+    assert (use.calls, use.bytes, use.waited_s) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
 
 
 def test_sentences_follow_from_the_numbers() -> None:
-    slow = summary("2d_tp", exposed_over_y=1.2)
-    made = difference(summary(), slow)
+    slow = prediction("2d_tp", exposed_y=1.2)
+    made = difference(prediction(), slow)
     assert made.sentences[0] == "A is 4.00 times as fast as B: 400.0 ms a step, not 1.600 s."
     assert made.sentences[1].startswith(
         "100% of the difference is waiting for communication: B waits 1.200 s of a step, A "
     )
     assert "for the all-reduce over y (MP2) of" in made.sentences[1]
-    turned = difference(slow, summary())
+    turned = difference(slow, prediction())
     assert turned.sentences[0] == "B is 4.00 times as fast as A: 400.0 ms a step, not 1.600 s."
 
 
 def test_what_is_computed_again_and_kept() -> None:
-    full, keeping = summary(), summary()
-    keeping["about"]["layout"] = "8x1-fsdp-remat_dots"
-    keeping["remat"]["again"], keeping["step"]["executed_flops"] = [], 3e12
-    keeping["seconds"]["matmul"], keeping["step"]["step_s"] = 0.2, 0.3
-    keeping["memory"]["split"]["activations and temporaries"] *= 3
-    keeping["memory"]["peak"] = 7 * 2**30
+    full = prediction()
+    keeping = changed(prediction(matmul=0.2), {"layout": "8x1-fsdp-remat_dots"}, executed_flops=3e12)
+    split = {"parameters": 2**30, "activations and temporaries": 6 * 2**30}
+    keeping = replace(keeping, remat=RematReport(), memory=MemoryReport(peak=7 * 2**30, split=split))
     text = " ".join(difference(full, keeping).sentences)
     assert "Each device executes 1.00 times the FLOPs of the model under B and 1.33 under A" in text
     assert "For the backward pass A computes again what B keeps: up." in text
@@ -88,17 +102,14 @@ def test_what_is_computed_again_and_kept() -> None:
 
 
 def test_steps_within_what_predictions_have_been_off() -> None:
-    one, other = summary(), summary(kernel=0.01)
-    for of in (one, other):
-        of["step"]["interval"] = {"low": 0.9, "high": 1.1}
-    other["about"]["layout"] = "another"
+    interval = StepInterval(0.0, 0.0, low=0.9, high=1.1)
+    one = changed(prediction(), interval=interval)
+    other = changed(prediction(kernel=0.01), {"layout": "another"}, interval=interval)
     assert "the order may be the other way round." in difference(one, other).sentences[1]
 
 
 def test_other_batches_are_compared_for_as_many_tokens() -> None:
-    double = summary(kernel=0.4)
-    double["about"]["batch"] = 16
-    made = difference(summary(), double)
+    made = difference(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
     assert made.steps.second == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
     assert "Seconds and bytes of B are those for 512 tokens, a step of A." in made.sentences[0]
 
@@ -108,7 +119,10 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
     [
         ({}, "A and B are the same layout, 8x1-fsdp: name another one in second=."),
         ({"about": {"model": "other", "layout": "x"}}, "A is of gpt_tiny and B of other: only layouts of one model"),
-        ({"status": "does_not_fit", "reason": "needs 3 GiB"}, "B, 8x1-fsdp, has no step: does not fit: needs 3 GiB"),
+        (
+            {"status": CompileStatus.does_not_fit, "reason": "needs 3 GiB"},
+            "B, 8x1-fsdp, has no step: does not fit: needs 3 GiB",
+        ),
         ({"about": {"program": "mine"}}, "B is no layout of a model but another program: mine."),
         (
             {"model": {"model.layers": "8", "model.embed": "64"}},
@@ -118,25 +132,22 @@ def test_other_batches_are_compared_for_as_many_tokens() -> None:
     ],
 )
 def test_what_cannot_be_compared(changes: dict[str, Any], message: str) -> None:
-    other = copy.deepcopy(summary()) | changes
-    if other["step"] is None:
-        del other["step"]
     with pytest.raises(ValueError, match=re.escape(message)):
-        difference(summary(), other)
+        difference(prediction(), replace(prediction(), **changes))
 
 
 def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
     asked = ("model.s5.scan=kernel partition=fsdp", "model.s5.scan=blocked partition=fsdp")
-    made = difference(summary(), summary(kernel=0.1), asked)
+    made = difference(prediction(), prediction(kernel=0.1), asked)
     assert made.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
-    one, other = summary() | {"module_sha256": "a"}, summary() | {"module_sha256": "b"}
+    one, other = (replace(prediction(), module_sha256=digest) for digest in "ab")
     assert difference(one, other, asked).steps.more == 0
     with pytest.raises(ValueError, match="^A and B are the same program, 8x1-fsdp: name another one in second=.$"):
         difference(one, one, asked)
 
 
 def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
-    failed = summary() | {"status": "failed", "reason": "why"}
+    failed = replace(prediction(), status=CompileStatus.failed, reason="why")
     with pytest.raises(ValueError, match="^A, 8x1-fsdp, has no step: failed: why\nB, 8x1-fsdp, has no step: "):
         difference(failed, failed)
 
@@ -153,32 +164,31 @@ def test_everything_that_cannot_be_compared_is_said_at_once() -> None:
 def test_most_of_a_difference_is_what_makes_it(
     peaks: tuple[float, float], parameters: tuple[float, float], told: str
 ) -> None:
-    both = summary(), summary(kernel=0.1)
-    for of, peak, size in zip(both, peaks, parameters, strict=True):
-        of["memory"] = {"peak": int(peak * 2**30), "split": {"parameters": int(size * 2**30)}}
+    memories = [
+        MemoryReport(peak=int(peak * 2**30), split={"parameters": int(size * 2**30)})
+        for peak, size in zip(peaks, parameters, strict=True)
+    ]
+    both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
     (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "at its peak" in s]
     assert sentence == f"Each device needs 3.0 GiB at its peak under A and {peaks[1]:.1f} GiB under{told}"
 
 
 def test_little_memory_has_its_unit() -> None:
-    both = summary(), summary(kernel=0.1)
-    for of, size in zip(both, (3, 5), strict=True):
-        of["memory"] = {"peak": size * 2**20, "split": {"parameters": size * 2**20}}
+    memories = [MemoryReport(peak=size * 2**20, split={"parameters": size * 2**20}) for size in (3, 5)]
+    both = replace(prediction(), memory=memories[0]), replace(prediction(kernel=0.1), memory=memories[1])
     (sentence,) = [s for s in difference(*both, ("a", "b")).sentences if "at its peak" in s]
     assert "3.0 MiB at its peak under A and 5.0 MiB" in sentence and "parameters: 3.0 MiB and 5.0 MiB." in sentence
 
 
-def folder_of(of: dict[str, Any], folder: Path) -> str:
+def folder_of(one: Prediction, folder: Path) -> str:
     folder.mkdir()
-    (folder / "compile.json").write_text(json.dumps(of))
+    write_record(folder / "compile.json", one)
     return str(folder)
 
 
 def test_two_run_folders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    one = summary()
-    one["memory"]["split"] = {}
-    first = folder_of(one, tmp_path / "one")
-    second = folder_of(summary("2d_tp", exposed_over_y=1.2), tmp_path / "other")
+    first = folder_of(replace(prediction(), memory=MemoryReport(peak=3 * 2**30)), tmp_path / "one")
+    second = folder_of(prediction("2d_tp", exposed_y=1.2), tmp_path / "other")
     assert command("mode=explain", f"first={first}", f"second={second}", f"runs={tmp_path}", "name=why") == 0
     printed = capfd.readouterr().out
     assert "A is 4.00 times as fast as B" in printed and "+1.200 s" in printed
@@ -226,7 +236,7 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
 ) -> None:
     monkeypatch.setattr(explain_mode, "compile_and_summarise", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
-    foreign = folder_of({"about": {"program": "mine"}, "status": "ok"}, tmp_path / "foreign")
+    foreign = folder_of(Prediction({"program": "mine"}, CompileStatus.ok), tmp_path / "foreign")
     asked = ("mode=explain", "model=gpt_tiny", "target=v5e-8", "batch=8", "second=partition=fsdp")
     assert command(*asked, f"first={foreign}") == 2
     assert "A is no layout of a model but another program: mine." in capfd.readouterr().err
@@ -235,9 +245,9 @@ def test_a_folder_without_a_step_is_refused_before_a_compile(
 def test_other_implementations_are_of_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def compiled(run: Run, console: Any) -> tuple[None, dict[str, Any], None]:
-        of = summary(kernel=0.1 if "blocked" in run.values()["model.s5.scan"] else 0.0)
-        return None, of | {"model": computed(run)}, None
+    def compiled(run: Run, console: Any) -> tuple[None, Prediction, None]:
+        one = prediction(kernel=0.1 if "blocked" in run.values()["model.s5.scan"] else 0.0)
+        return None, replace(one, model=computed(run)), None
 
     monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
@@ -250,6 +260,13 @@ def test_other_implementations_are_of_one_model(
 def test_a_folder_without_a_compile(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
     assert "has no compile.json: it is no folder of a layout that was compiled." in capfd.readouterr().err
+
+
+def test_a_damaged_compile_names_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "compile.json").write_text('{"about": 3, "status": "ok"}')
+    assert command("mode=explain", f"first={tmp_path}", "second=partition=fsdp") == 2
+    error = capfd.readouterr().err
+    assert str(tmp_path / "compile.json") in error and "valkyrie-train mode=compile" in error
 
 
 @needs_libtpu

@@ -64,9 +64,9 @@ def test_a_plain_flax_step_is_predicted(monkeypatch: pytest.MonkeyPatch):
     step, arguments = example("flax_step", monkeypatch).training_step(slice.mesh((2, 4), ("data", "model")), **sizes)
     report = valkyrie.predict(step, *arguments, slice=slice, tokens=8 * 128)
     assert report.fits and report.step_s and report.tokens_per_second
-    lines = [line["source"] for line in report.summary["lines"]]
-    assert len(lines) >= 5 and all("flax_step.py" in line for line in lines)
-    assert any("self.attention(self.first(x)" in (line["text"] or "") for line in report.summary["lines"])
+    lines = report.record.lines
+    assert len(lines) >= 5 and all("flax_step.py" in line.source for line in lines)
+    assert any("self.attention(self.first(x)" in (line.text or "") for line in lines)
 
 
 @needs_libtpu

@@ -23,8 +23,7 @@ from valkyrie.hardware.target import (
     usable_hbm,
 )
 from valkyrie.paths import conf_dir
-from valkyrie.search.compile import replayed
-from valkyrie.search.compile import runner as compile_
+from valkyrie.search.compile import cache, replayed
 
 TPUS = [chip for chip in known_chips().values() if chip.platform == "tpu"]
 
@@ -207,13 +206,13 @@ def test_neighbours_exist_and_enclose(chip: ChipConfig, data: st.DataObject):
 
 def test_what_is_kept_of_a_compile_does_not_outlive_the_rules_of_slices(monkeypatch: pytest.MonkeyPatch):
     sources: list[tuple[str, ...]] = []
-    for module in (compile_, replayed):
+    for module in (cache, replayed):
         monkeypatch.setattr(module, "source_digest", lambda *names: sources.append(names) or "")
     run = compose_run("target=v4-8", "partition=dp", "model=s5_tiny")
-    compile_.program_digest(run)
+    cache.package_digest(run)
     replayed._digest(run.config.target)
-    assert len(sources) == 2
-    assert all("hardware" in names for names in sources)
+    package, of_replay = sources
+    assert "." in package and "hardware" in of_replay
 
 
 @needs_libtpu

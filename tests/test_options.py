@@ -14,6 +14,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.paths import conf_dir
+from valkyrie.search.compile.prediction import CompileStatus
 from valkyrie.search.compile.runner import compile_layout
 from valkyrie.train.options import CHIP, VALKYRIE, YOU, Option, options_of, refusal
 from valkyrie.train.program import StepProgram
@@ -105,6 +106,6 @@ def test_an_option_that_the_compiler_does_not_know_is_refused(tmp_path: Path, mo
     monkeypatch.setenv("VALKYRIE_CACHE", str(tmp_path / "cache"))
     layout = ("model=s5_tiny", "mesh=2x2x1", "target=v4-8", "batch=8", "seq=64", "mode=compile")
     outcome = compile_layout(compose_run(*layout, f"{KEY}.xla_enable_async_all_gathers=true"), 300).outcome
-    assert outcome["status"] == "refused"
-    assert outcome["reason"].startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler (libtpu ")
-    assert f"Did you mean {GATHERS}?" in outcome["reason"]
+    assert outcome.status is CompileStatus.refused and outcome.reason is not None
+    assert outcome.reason.startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler (libtpu ")
+    assert f"Did you mean {GATHERS}?" in outcome.reason

@@ -17,7 +17,9 @@ from machines import needs_libtpu
 from valkyrie.cli.predict import main, mesh_axes
 from valkyrie.compiled.dumped import read_dumped
 from valkyrie.compiled.schema import dump_class
-from valkyrie.search.compile.executable import device_position, without_cache
+from valkyrie.hardware.position import Position
+from valkyrie.machine.parts import PartKind
+from valkyrie.search.compile.executable import device_positions, without_cache
 from valkyrie.train.program import serialised_module
 
 TILED = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"
@@ -57,13 +59,15 @@ def refusal(path: Path, content: str | bytes, slice: str = "v5e-8", **more: Any)
 
 def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Path):
     done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH, tokens=1000)
-    assert done.step_s == pytest.approx(sum(done.summary["seconds"].values()))
-    step_s, replayed_s = (done.summary["step"][key] for key in ("step_s", "replayed_s"))
-    assert done.summary["seconds"]["matmul"] * replayed_s / step_s == pytest.approx(1.2e6 / 1.5e9)
-    assert done.summary["seconds"]["exposed model"] > 1e-4
+    record = done.record
+    parts = {(part.kind, part.mesh_axes): part.seconds for part in record.parts}
+    assert done.step_s == pytest.approx(sum(parts.values()))
+    waited, times = parts[PartKind.exposed, ("model",)], record.step.replayed_s / record.step.step_s
+    assert parts[PartKind.matmul, ()] * times == pytest.approx(1.2e6 / 1.5e9)
+    assert waited > 1e-4
     assert done.tokens_per_second == pytest.approx(1000 / done.step_s) and done.mfu is None
-    assert done.summary["lines"][0]["source"] == "their/step.py:7"
-    assert done.summary["lines"][0]["waiting_s"] == pytest.approx(done.summary["seconds"]["exposed model"])
+    assert record.lines[0].source == "their/step.py:7"
+    assert record.lines[0].waiting_s == pytest.approx(waited)
     text = str(done)
     for part in (
         "step on v5e-8 (8 v5e chips 2x4, 1 host)",
@@ -143,16 +147,18 @@ def test_a_module_of_another_chip_or_number_of_devices_is_refused(step: Path):
     assert "split over two cores" in refusal(step, split)
     step.write_text(STEP)
     slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
-    assert any("check that the module was compiled for this chip" in note for note in slow.summary["notes"])
+    assert any("check that the module was compiled for this chip" in note for note in slow.record.notes)
 
 
 def test_places_are_those_of_the_slice_each_once(step: Path):
     slice = valkyrie.slice("v5e-8")
-    places = valkyrie.predict(step, slice=slice, mesh=MESH).summary["positions"]
+    places = valkyrie.predict(step, slice=slice, mesh=MESH).record.positions
     turned = valkyrie.predict(step, slice=slice, mesh=MESH, places=places[::-1])
-    assert turned.summary["positions"] == places[::-1]
+    assert turned.record.positions == places[::-1]
     assert "are not those of the devices of v5e-8" in refusal(step, STEP, places=[places[0]] * 8)
-    assert "0,0 is no place" in refusal(step, STEP, places=["0,0"] * 8)
+    assert places[1] == Position.parse(str(places[1]))
+    with pytest.raises(ValueError, match="0,0 is not a device position"):
+        Position.parse("0,0")
 
 
 def test_the_command_prints_the_report_and_refuses_in_one_line(step: Path, capsys: pytest.CaptureFixture[str]):
@@ -189,7 +195,7 @@ RAGGED = """  o = s32[4]{0:T(128)} constant({0,1,2,3})
 def test_what_others_programs_do_besides_is_named_in_notes(step: Path, added: str, note: str):
     step.write_text(STEP.replace("  ROOT d", added.replace("TILED", TILED) + "  ROOT d"))
     done = valkyrie.predict(step, slice=valkyrie.slice("v5e-8"), mesh=MESH)
-    assert any(line.startswith(note) for line in done.summary["notes"]), done.summary["notes"]
+    assert any(line.startswith(note) for line in done.record.notes), done.record.notes
 
 
 def test_what_is_no_program_is_refused():
@@ -231,7 +237,7 @@ def test_a_function_on_this_machines_devices_is_refused():
 def test_places_without_libtpu_are_those_of_its_devices(name: str, shape: tuple[int, ...]):
     slice = valkyrie.slice(name)
     mesh = slice.mesh(shape, ("a", "b"))
-    assert [device_position(device) for device in mesh.devices.flat] == slice.places(shape, ("a", "b"))
+    assert device_positions(mesh) == slice.places(shape, ("a", "b"))
 
 
 @needs_libtpu
@@ -248,10 +254,10 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
 
     jitted = jax.jit(step)
     done = valkyrie.predict(jitted, w, x, slice=slice, options={"xla_tpu_scoped_vmem_limit_kib": 32768})
-    assert done.fits and done.summary["about"]["program"] == "step"
-    assert done.summary["memory"]["split"]["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
+    assert done.fits and done.record.about["program"] == "step"
+    assert done.record.memory.split["arguments"] == 2048 * 8192 * 2 // 8 + 4096 * 2048 * 2 // 2
     assert {"data", "model"} & {axis for use in done.replay.collectives for axis in use.mesh_axes}
-    assert "test_predict.py" in done.summary["lines"][0]["source"]
+    assert "test_predict.py" in done.record.lines[0].source
     assert "return jax.nn.relu(x @ w) @ w.T" in str(done) and "xla_tpu_scoped_vmem_limit_kib=32768 (you)" in str(done)
     with without_cache():
         compiled = jitted.lower(w, x).compile()

@@ -13,6 +13,7 @@ from helpers import compose_run, make_batch, make_program
 from runs import TINY
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import Module, parse
+from valkyrie.search.compile.prediction import CollectiveTime
 from valkyrie.search.measure import profile
 from valkyrie.search.measure.profile import (
     STEPS,
@@ -97,8 +98,15 @@ def test_a_real_trace_has_every_collective_as_often_as_the_module_says():
     assert seen == expected and len(expected) > 3
     assert {event.device for event in events} == {f"/host:CPU/{i}" for i in range(8)}
     assert len({event.run for event in events}) == STEPS
-    assert sum(s for kinds in times["collective_s"].values() for s in kinds.values()) <= times["traced_step_s"]
-    assert {(axes, kind) for axes, kinds in times["collective_s"].items() for kind in kinds} == set(expected)
+    assert times.times is not None and times.step_s is not None
+    assert sum(time.seconds for time in times.times) <= times.step_s
+    assert {(",".join(time.mesh_axes), time.kind) for time in times.times} == set(expected)
+
+
+def times_of(**seconds: float) -> list[CollectiveTime]:
+    """The times of the collectives of `TWO_GROUPS`, by mesh axis."""
+    kinds = {"x": "all-reduce", "z": "all-gather"}
+    return [CollectiveTime(kinds[axis], (axis,), value) for axis, value in seconds.items()]
 
 
 def test_it_is_the_median_of_runs_and_the_mean_of_devices():
@@ -108,7 +116,7 @@ def test_it_is_the_median_of_runs_and_the_mean_of_devices():
     events = [Event(reduce, device, run, 0.0, s) for device, runs in times.items() for run, s in enumerate(runs)]
     events += [Event("p", "0", 0, 0.0, 100.0), *(Event("all-reduce-done.1", "1", run, 60.0, 1.0) for run in range(3))]
     events += [Event(gather, "1", run, 70.0, 0.5) for run in range(3)]
-    assert seconds_by_use(events, known) == {"x": {"all-reduce": (2.0 + 5.0) / 2}, "z": {"all-gather": 0.25}}
+    assert seconds_by_use(events, known) == times_of(x=3.5, z=0.25)
 
 
 def test_collectives_that_overlap_count_once():
@@ -116,9 +124,9 @@ def test_collectives_that_overlap_count_once():
     reduce, gather = "all-reduce-start.1", "all-gather.2"
     times = [(reduce, 0.0, 4.0), (reduce, 1.0, 2.0), (gather, 2.0, 4.0)]
     events = [Event(op, "0", 0, start, seconds) for op, start, seconds in times]
-    assert seconds_by_use(events, known) == {"x": {"all-reduce": 3.0}, "z": {"all-gather": 3.0}}
+    assert seconds_by_use(events, known) == times_of(x=3.0, z=3.0)
     untold = [event._replace(run=None) for event in events]
-    assert seconds_by_use(untold, known) == {"x": {"all-reduce": 1.0}, "z": {"all-gather": 1.0}}
+    assert seconds_by_use(untold, known) == times_of(x=1.0, z=1.0)
 
 
 def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: Path):
@@ -126,7 +134,7 @@ def test_kernels_of_a_gpu_name_their_operation_and_runs_are_not_told(tmp_path: P
     kernels = [("ncclDevKernel_AllReduce", "all-reduce-start.1", 30), ("gemm", "p", 99), ("memset", None, 7)]
     stream = {"Stream #14(Compute)": kernels * STEPS}
     found = seconds_by_use(list(read_events(trace(tmp_path, stream, stream), module)), known_collectives(module, AXES))
-    assert found == {"x": {"all-reduce": pytest.approx(30e-6)}}
+    assert found == times_of(x=pytest.approx(30e-6))
 
 
 def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
@@ -134,7 +142,7 @@ def test_of_several_lines_the_one_of_operations_counts(tmp_path: Path):
     operations = [("%all-gather.2 = f32[128] all-gather(f32[64] %x)", None, 12)] * STEPS
     lines = {"XLA Ops": operations, "Async XLA Ops": operations}
     found = seconds_by_use(list(read_events(trace(tmp_path, lines), module)), known_collectives(module, AXES))
-    assert found == {"z": {"all-gather": pytest.approx(12e-6)}}
+    assert found == times_of(z=pytest.approx(12e-6))
 
 
 @pytest.mark.parametrize(
@@ -157,4 +165,4 @@ def test_without_a_trace_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, wro
     finally:
         if wrong == "profiler":
             jax.profiler.stop_trace()
-    assert found["collective_s"] is None and found["collective_note"].startswith(said)
+    assert found.times is None and found.note is not None and found.note.startswith(said)

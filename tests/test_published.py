@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from helpers import compose_run, names
+from valkyrie.machine.parts import PartKind, StepPart
+from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.trust import Published, correction, interval, published
 
 TABLE = Path(__file__).parents[1] / "experiments" / "published" / "rows.csv"
@@ -111,12 +113,14 @@ def test_rows_of_any_table_with_experiments_of_any_folder_failures_reported_and_
     )
     calls = []
 
-    def compiled(run: Any, console: Any) -> tuple[Any, dict[str, Any], None]:
+    def compiled(run: Any, console: Any) -> tuple[Any, Prediction, None]:
         calls.append(run.config.batch)
         if run.config.batch == 16:
-            return SimpleNamespace(status="failed"), {"status": "failed", "reason": "it crashed"}, None
-        found = {"step": {"step_s": 0.4, "replayed_s": 0.4}, "seconds": {"matmul": 0.4}, "memory": {"peak": 2**30}}
-        return SimpleNamespace(status="ok"), found, None
+            failed = Prediction({}, CompileStatus.failed, "it crashed")
+            return SimpleNamespace(status=failed.status), failed, None
+        step, parts = PredictedStep(0.4, replayed_s=0.4), (StepPart(PartKind.matmul, (), 0.4),)
+        found = Prediction({}, CompileStatus.ok, step=step, parts=parts, memory=MemoryReport(peak=2**30))
+        return SimpleNamespace(status=found.status), found, None
 
     monkeypatch.setattr(predict, "compile_and_summarise", compiled)
     monkeypatch.setattr(predict, "program_of", lambda run: "its program")

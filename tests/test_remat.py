@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from helpers import (
 )
 from valkyrie.config.run import Run
 from valkyrie.config.saved import saved_config
+from valkyrie.machine.parts import PartKind
 from valkyrie.machine.replay import Cost
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.recomputed import keep_next, recomputation
 from valkyrie.train.kept import by_policy, kept_bytes, made_again
 from valkyrie.train.program import StepProgram
@@ -138,24 +141,32 @@ def test_a_run_is_repeated_with_its_lists(tmp_path: Path):
 
 
 def again(name: str, seconds: float) -> Cost:
-    return Cost("matmul", f"jit(step)/while/body/checkpoint/rematted_computation/{name}/dot_general", "", 24.0, seconds)
+    return Cost(
+        PartKind.matmul,
+        (),
+        f"jit(step)/while/body/checkpoint/rematted_computation/{name}/dot_general",
+        "",
+        24.0,
+        seconds,
+    )
 
 
 def test_the_dearest_activation_with_room_is_the_next_to_keep():
     run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
-    forward = Cost("matmul", "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
+    forward = Cost(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
     costs = [again("up", 0.02), again("up/x", 0.01), again("driven", 0.05), again("states", 0.01), again("out", 0.3)]
     found = recomputation(run, [forward, *costs])
-    assert [(e["name"], round(e["seconds"], 9)) for e in found["again"][:2]] == [("states", 0.06), ("driven", 0.05)]
-    assert (found["save"], found["offload"], {*found["device"]}) == (["out"], [], {"block_input", "out"})
-    summary = {"remat": found, "memory": {"headroom": 2**30}, "step": {"step_s": 1.0}}
-    (line,) = keep_next(summary)
-    assert line.startswith("Keep states next: remat.save=[out,states] takes about 96.0 KiB more of the 1.0 GiB")
-    assert "spares 60.0 ms (6% of the step) of computing it again, by the replay" in line
-    (line,) = keep_next(summary | {"memory": {"headroom": 0}})
-    assert "Offload states next: remat.offload=[states] sends about 96.0 KiB to the host and back" in line
-    assert keep_next(summary | {"step": {"step_s": 100.0}}) == [], "it is worth nothing"
-    assert keep_next(summary | {"remat": recomputation(run, [forward])}) == [], "nothing is made again"
+    assert [(e.name, round(e.seconds, 9)) for e in found.again[:2]] == [("states", 0.06), ("driven", 0.05)]
+    assert (found.save, found.offload, {*found.device}) == (("out",), (), {"block_input", "out"})
+    memory, step = MemoryReport(headroom=2**30), PredictedStep(1.0)
+    prediction = Prediction({}, CompileStatus.ok, memory=memory, step=step, remat=found)
+    (hint,) = keep_next(prediction)
+    assert (hint.code, hint.changes) == (HintCode.save_activation, ("remat.save=[out,states]",))
+    assert hint.share == pytest.approx(0.06)
+    (hint,) = keep_next(replace(prediction, memory=MemoryReport(headroom=0)))
+    assert hint.changes == ("remat.offload=[states]",)
+    assert keep_next(replace(prediction, step=PredictedStep(100.0))) == [], "it is worth nothing"
+    assert keep_next(replace(prediction, remat=recomputation(run, [forward]))) == [], "nothing is made again"
 
 
 def test_every_policy_has_its_bytes():

@@ -14,6 +14,7 @@ from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
+from valkyrie.machine.parts import PartKind, StepPart, seconds_in
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.train.program import serialised_module
 
@@ -42,7 +43,7 @@ LESS = "less {\n  p = f32[] parameter(0)\n  q = f32[] parameter(1)\n  ROOT b = p
 
 def played(module: Module) -> Replay:
     done = replay(module, machine("v4", torus((4, 4, 4))))
-    assert sum(done.seconds.values()) == pytest.approx(done.step_s)
+    assert sum(part.seconds for part in done.parts) == pytest.approx(done.step_s)
     assert sum(cost.seconds for cost in done.costs) == pytest.approx(done.step_s)
     return done
 
@@ -69,7 +70,7 @@ def test_work_takes_the_compilers_cycles():
 def test_a_collective_with_nothing_beside_it_is_exposed():
     done = played(start_and_done(""))
     assert done.step_s == pytest.approx(gather_seconds())
-    assert set(done.seconds) == {"exposed x"}
+    assert [(part.kind, part.mesh_axes) for part in done.parts] == [(PartKind.exposed, ("x",))]
     (use,) = done.collectives
     assert (use.kind, use.mesh_axes, use.torus_axes, use.op_name) == ("all-gather", ("x",), ("a",), "gathered")
     assert use.bytes_sent == 3 * BYTES and use.bytes_by_torus_axis == {"a": 3 * BYTES}
@@ -80,9 +81,9 @@ def test_work_beside_a_collective_hides_it():
     cycles = int(gather_seconds() * CLOCK * 0.6)
     done = played(start_and_done(work("hidden", "a", cycles)))
     assert done.step_s == pytest.approx(gather_seconds(), rel=1e-3)
-    assert done.seconds["exposed x"] == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
+    assert seconds_in(done.parts, PartKind.exposed) == pytest.approx(0.4 * gather_seconds(), rel=1e-2)
     done = played(start_and_done(work("longer", "a", 3 * cycles)))
-    assert "exposed x" not in done.seconds and done.sending_s == pytest.approx(gather_seconds())
+    assert not seconds_in(done.parts, PartKind.exposed) and done.sending_s == pytest.approx(gather_seconds())
     assert done.step_s == pytest.approx(3 * cycles / CLOCK)
     assert done.collectives[0].busy_s == pytest.approx(gather_seconds())
 
@@ -157,14 +158,14 @@ def test_a_product_that_carries_a_gather_on_hides_it():
     (use,) = played(carried_on_by_a_product(1000)).collectives
     assert use.calls == 1 and use.exposed_s == pytest.approx(use.busy_s - 1000 / CLOCK)
     done = played(carried_on_by_a_product(int(2 * use.busy_s * CLOCK)))
-    assert set(done.seconds) == {"matmul"} and done.sending_s == pytest.approx(use.busy_s)
+    assert [part.kind for part in done.parts] == [PartKind.matmul] and done.sending_s == pytest.approx(use.busy_s)
 
 
 def test_a_product_without_an_estimate_takes_the_peak_of_bfloat16():
     sizes = "bf16[8192,8192]"
     product = f"  ROOT d = {sizes} dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}\n"
     done = replay(parse(f"{HEAD}ENTRY e {{\n  a = {sizes} parameter(0)\n{product}}}\n"), machine("v5e", torus((8, 8))))
-    assert done.seconds == {"matmul": pytest.approx(2 * 8192**3 / 197e12)}, "not of int8"
+    assert done.parts == [StepPart(PartKind.matmul, (), pytest.approx(2 * 8192**3 / 197e12))], "not of int8"
 
 
 LOOP = (
@@ -203,7 +204,7 @@ def test_a_transfer_from_before_a_loop_goes_on_inside_it():
         "  ROOT r = (f32[1024,1024], f32[4096,1024]) tuple(out, d)\n"
     )
     done = played(program(body, HEAD + LESS + LOOP))
-    assert "exposed y" not in done.seconds
+    assert not any(part.mesh_axes == ("y",) for part in done.parts)
     assert done.step_s == pytest.approx(played(program(RUN, HEAD + LESS + LOOP)).step_s)
 
 

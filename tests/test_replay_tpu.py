@@ -15,6 +15,7 @@ from helpers import compose_run
 from machines import CHIPS, compiled, needs_libtpu, tpu_mesh
 from valkyrie.compiled.hlo import parse
 from valkyrie.machine import assumptions
+from valkyrie.machine.parts import PartKind, seconds_in
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.search.compile.executable import without_cache
@@ -49,7 +50,7 @@ def collective(kind: str, axes: tuple[str, ...], slices: int = 1, slice_name: st
 
 
 def use_of(done: Replay, kind: str) -> Any:
-    assert sum(done.seconds.values()) == pytest.approx(done.step_s)
+    assert sum(part.seconds for part in done.parts) == pytest.approx(done.step_s)
     (use,) = (u for u in done.collectives if u.kind == kind)
     return use
 
@@ -114,7 +115,7 @@ def test_a_matrix_product_runs_near_the_chips_peak(name, share):
     done = replay(compiled(lambda a, b: a @ b, mesh, matrix, matrix), machine)
     assert done.flops == 2 * 8192**3
     peak = CHIPS[name[:-4].partition(":")[0]].peak_tflops["bfloat16"] * 1e12
-    assert done.flops / done.seconds["matmul"] == pytest.approx(share * peak, rel=0.05)
+    assert done.flops / seconds_in(done.parts, PartKind.matmul) == pytest.approx(share * peak, rel=0.05)
     assert done.step_s == pytest.approx(done.flops / (share * peak), rel=0.1)
 
 
@@ -124,7 +125,7 @@ def test_a_stream_runs_at_the_memorys_rate(dtype):
     done = replay(compiled(lambda a: a * 2 + 1, mesh, ((2**15, 8192), dtype)), machine)
     moved = 2 * 2**28 * jnp.dtype(dtype).itemsize
     assert done.step_s == pytest.approx(moved / (assumptions.HBM_EFFICIENCY * 1200e9), rel=0.1)
-    assert set(done.seconds) == {"memory"}
+    assert {part.kind for part in done.parts} == {PartKind.memory}
 
 
 def test_loops_multiply_what_they_hold():
@@ -208,7 +209,7 @@ def test_a_pallas_kernel_states_its_own_cost():
     done = replay(compiled(everywhere(kernel, mesh), mesh, ((64 * 1024, 1024), jnp.float32)), machine)
     assert done.flops == 7_000_000
     expected = 2 * 64 * 4 * MIB / (assumptions.HBM_EFFICIENCY * 1200e9)
-    assert done.seconds["kernel"] == pytest.approx(expected, rel=0.01)
+    assert seconds_in(done.parts, PartKind.kernel) == pytest.approx(expected, rel=0.01)
     assert not done.notes
 
 
@@ -266,7 +267,7 @@ def test_flops_of_a_step_are_the_models(model):
     _, machine = tpu_mesh("v4:2x2x1")
     done = replay(parse(raw), machine)
     assert done.flops == pytest.approx(expected_flops(run, 4), rel=0.03)
-    assert sum(done.seconds.values()) == pytest.approx(done.step_s)
+    assert sum(part.seconds for part in done.parts) == pytest.approx(done.step_s)
     assert not done.notes
 
 

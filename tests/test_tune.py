@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from helpers import compose_run
 from machines import needs_libtpu
+from outcomes import fitting_outcome
 from runs import command as carry_out
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
@@ -21,6 +22,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.models.s5 import S5
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import ScanImpl
+from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, Shortage
 from valkyrie.search.compile.runner import Compiled
 from valkyrie.search.tune.compiler_options import CompilerOption, all_options, options_for
 from valkyrie.search.tune.mode import bought, fragment, row, training_command
@@ -35,7 +37,7 @@ GATHERS = "xla_enable_async_all_gather"
 FUSED = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 """What is tried first on v4."""
 
-Outcome = float | dict[str, Any]
+Outcome = float | CompileOutcome
 
 
 @dataclass
@@ -65,17 +67,17 @@ class Compiler:
             self.compiled.append(values)
             self.clock += min(self.takes, limit_s)
             if self.takes > limit_s:
-                outcome = {"status": "timeout", "reason": f"the compile took longer than {limit_s:g} seconds"}
+                outcome = CompileOutcome(CompileStatus.timeout, f"the compile took longer than {limit_s:g} seconds")
             self.kept.add(str(values))
-        if not isinstance(outcome, dict):
+        if not isinstance(outcome, CompileOutcome):
             options += [Option(name, value, TO_FIT) for name, value in self.to_fit.items() if name not in values]
-            memory, written = {"peak": int(outcome * 2**20)}, [asdict(option) for option in options]
-            outcome = {"status": "ok", "module_sha256": str(outcome), "memory": memory, "options": written}
-        return Compiled(outcome, Path("cache"), cached, self.takes)
+            peak = int(outcome * 2**20)
+            outcome = fitting_outcome(module_sha256=str(outcome), peak=peak, options=tuple(options))
+        return Compiled(outcome, Path("cache"), Path("cache"), cached, self.takes)
 
     def replayed(self, run: Run, compiled: Compiled) -> tuple[Any, list[Any]]:
         self.replays += 1
-        return SimpleNamespace(step_s=float(compiled.outcome["module_sha256"])), []
+        return SimpleNamespace(step_s=float(compiled.outcome.step.module_sha256)), []
 
 
 @pytest.fixture
@@ -225,8 +227,8 @@ def test_options_that_only_work_together_are_set_together(compiles: Callable[...
 
 def test_what_has_no_step_is_a_row_with_its_reason_and_is_not_tried_again(compiles: Callable[..., Compiler]):
     gone = {
-        "xla_a": {"status": "refused", "reason": "no option of this name."},
-        "xla_b": {"status": "does_not_fit", "needed": 40 * 2**30, "usable": 30 * 2**30, "reason": "x"},
+        "xla_a": CompileOutcome(CompileStatus.refused, "no option of this name."),
+        "xla_b": CompileOutcome(CompileStatus.does_not_fit, "x", shortage=Shortage(40 * 2**30, 30 * 2**30)),
     }
 
     def steps(o: Mapping[str, str | None]) -> Outcome:
@@ -312,8 +314,14 @@ def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
-        ({"status": "does_not_fit", "needed": 2**35, "usable": 2**34}, "it does not fit, it needs 32.0 GiB of 16.0 "),
-        ({"status": "refused", "reason": "libtpu is not installed here."}, "libtpu is not installed here. Begin"),
+        (
+            CompileOutcome(CompileStatus.does_not_fit, shortage=Shortage(2**35, 2**34)),
+            "it does not fit, it needs 32.0 GiB of 16.0 ",
+        ),
+        (
+            CompileOutcome(CompileStatus.refused, "libtpu is not installed here."),
+            "libtpu is not installed here. Begin",
+        ),
     ],
 )
 def test_a_layout_that_does_not_compile_is_refused(compiles: Callable[..., Compiler], outcome: Any, why: str):
@@ -419,7 +427,7 @@ def test_nothing_better_is_said_so(
 
 
 def test_every_candidate_has_its_source_and_known_chips():
-    tpus = {name for name, chip in known_chips().items() if chip.platform.value == "tpu"}
+    tpus = {name for name, chip in known_chips().items() if chip.platform == "tpu"}
     for candidate in all_options():
         assert candidate.does and candidate.source and candidate.values
         assert set(candidate.chips or ()) <= tpus, candidate.name

@@ -11,8 +11,9 @@ import pytest
 from machines import compile_devices, needs_libtpu
 from valkyrie.config.arguments import run_of
 from valkyrie.hardware.names import parse_target
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
-from valkyrie.machine.torus import Position, Torus
+from valkyrie.machine.torus import Torus
 from valkyrie.parallel.placement import describe_entries
 from valkyrie.search.estimate.placed import placements_of
 from valkyrie.search.request import parse_request

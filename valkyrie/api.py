@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from valkyrie.config.run import Run
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.parallel.slice import Slice
 from valkyrie.paths import write_whole
 from valkyrie.problems import refuse
+from valkyrie.search.compile.prediction import CompileStatus, Measurement, Prediction
 from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB
 
@@ -34,72 +36,76 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """A compiled or measured layout. `print(result)` shows what the command prints; `summary` is its JSON file.
+    """A compiled or measured layout. `print(result)` shows what the command prints; `record` is its JSON file.
 
-    Seconds, tokens per second and GiB of one device; None where it is not known, as of a layout that does not fit.
+    Seconds, tokens per second and GiB of one device; None if unknown, as of a layout that does not fit.
     """
 
-    summary: dict[str, Any]
+    record: Prediction | Measurement
     replay: Replay | None = dataclasses.field(default=None, repr=False)
 
     @property
     def status(self) -> str:
         """`ok`, `does_not_fit`, `failed` or `timeout`."""
-        return str(self.summary["status"])
+        return self.record.status.value
 
     @property
     def reason(self) -> str | None:
         """Why the status is not `ok`."""
-        return self.summary.get("reason")
+        return self.record.reason
 
     @property
     def fits(self) -> bool | None:
         """Whether a step fits into the memory of one device; None where that could not be told."""
-        if self.status == "ok" and self.summary.get("memory", {"peak": 0})["peak"] is None:
+        memory, status = self.record.memory, self.record.status
+        if status is CompileStatus.ok and memory is not None and memory.peak is None:
             return None
-        return {"ok": True, "does_not_fit": False}.get(self.status)
+        return {CompileStatus.ok: True, CompileStatus.does_not_fit: False}.get(status)
 
     @property
     def step_s(self) -> float | None:
         """Seconds of a step: predicted of a compile, the median of a measurement."""
-        return self._step("step_s")
+        return None if self.record.step is None else self.record.step.step_s
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
-        """The least and the most seconds that a predicted step took, judged by published runs (`summary` says which).
+        """The range of a predicted step, from published runs (`record.step.interval` has them).
 
-        None of a measured step, and where no published run can be held beside it.
+        None for a measured step, and if no published run is comparable.
         """
-        found = self.summary.get("step", {}).get("interval")
-        return None if found is None else (found["low_s"], found["high_s"])
+        interval = getattr(self.record.step, "interval", None)
+        return None if interval is None else (interval.low_s, interval.high_s)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of all devices."""
-        return self._step("tokens_per_second")
+        return None if self.record.step is None else self.record.step.tokens_per_second
 
     @property
     def tokens_per_second_per_chip(self) -> float | None:
         """Tokens per second of one chip."""
-        return self._step("tokens_per_second_per_chip")
+        return None if self.record.step is None else self.record.step.tokens_per_second_per_chip
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: FLOPs of the model over the peak of the chips, from 0 to 1."""
-        return self._step("mfu")
+        return None if self.record.step is None else self.record.step.mfu
 
     @property
     def peak_gib(self) -> float | None:
         """Peak memory of one device; of a layout that does not fit, what it would need."""
-        memory = self.summary.get("memory", {})
-        size = memory.get("peak", memory.get("needed"))
+        memory = self.record.memory
+        if memory is None:
+            return None
+        fits = self.record.status is CompileStatus.ok
+        size = memory.peak if fits or memory.peak is not None else memory.needed
         return None if size is None else size / GIB
 
     def __str__(self) -> str:
-        from valkyrie.search.compile.show import show as print_summary
+        from valkyrie.search.compile.show import show as print_record
 
         text = io.StringIO()
-        print_summary(self.summary, Console(file=text, width=140, soft_wrap=True, highlight=False))
+        print_record(self.record, Console(file=text, width=140, soft_wrap=True, highlight=False))
         return text.getvalue()
 
     def timeline(self, path: str | Path) -> Path:
@@ -120,16 +126,13 @@ class Result:
 
     @property
     def _title(self) -> str:
-        about = self.summary["about"]
+        about = self.record.about
         return about.get("program") or f"{about['model']} {about['layout']}"
 
     def _replayed(self) -> Replay:
         if self.replay is None:
             raise ValueError(f"there is no timeline of this result: {self.reason or 'no step was replayed'}.")
         return self.replay
-
-    def _step(self, key: str) -> float | None:
-        return self.summary.get("step", {}).get(key)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def predict(
     *arguments: Any,
     slice: Slice | None = None,
     mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
-    places: Sequence[str] | None = None,
+    places: Sequence[Position] | None = None,
     options: Mapping[str, Any] | None = None,
     name: str | None = None,
     tokens: float | int | None = None,
@@ -226,7 +229,7 @@ def predict(
       `compile` returned. Its shardings lie on a mesh of `slice.mesh(...)`; `mesh` says which where none of its
       arguments does. `options` are the compiler's. It is compiled here, in this process.
     - a file with a compiled module that was dumped, as `valkyrie-predict` takes it, with `slice=` and
-      `mesh={"data": 8, "model": 4}`; `places` says where each device of the mesh lies, as `summary["positions"]` does.
+      `mesh={"data": 8, "model": 4}`; `places` are the positions of the mesh's devices, as in `record.positions`.
 
     `tokens` and `flops` are those of the model in one step of all devices, for tokens per second and MFU; `name` stands
     in the report. TPU slices need libtpu (extra `tpu`) to compile, and no TPU. ValueError where it is refused.
@@ -248,16 +251,16 @@ def predict(
         if isinstance(mesh, Mapping):
             mesh = target.mesh(list(mesh.values()), list(mesh))
         predicted = predict_function(program, arguments, named, target, mesh=mesh, options=options, work=work)
-    return Result(predicted.summary, predicted.replay)
+    return Result(predicted.prediction, predicted.replay)
 
 
 def _predict_run(run: Run, quiet: bool) -> Result:
     from valkyrie.search.modes import compile_and_summarise
 
-    _, summary, replay = compile_and_summarise(run, _console(quiet))
-    if summary["status"] == "refused":
-        raise ValueError(summary["reason"])
-    return Result(summary, replay)
+    _, prediction, replay = compile_and_summarise(run, _console(quiet))
+    if prediction.status is CompileStatus.refused:
+        raise ValueError(prediction.reason)
+    return Result(prediction, replay)
 
 
 def _refuse_with_a_run(arguments: Sequence[Any], named: Mapping[str, Any], **given: Any) -> None:

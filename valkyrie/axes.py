@@ -51,6 +51,11 @@ UNATTRIBUTED = "unattributed"
 """Label for traffic whose device groups match no mesh axes."""
 
 
+def axes_text(mesh_axes: Sequence[str]) -> str:
+    """Return mesh axes as they are printed: `x,y`."""
+    return ",".join(mesh_axes) or UNATTRIBUTED
+
+
 class Size(NamedTuple):
     """The length of a logical axis, and the config key that sets it (None: no one key)."""
 

@@ -68,20 +68,24 @@ def compare(case: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
     if "refused" in about:
         return result | {"maxtext": {"status": about["refused"]}}
     theirs = valkyrie.predict(
-        kept.with_suffix(".hlo.pb"), slice=valkyrie.slice(case["slice"]), mesh=about["axes"], places=about["places"]
+        kept.with_suffix(".hlo.pb"),
+        slice=valkyrie.slice(case["slice"]),
+        mesh=about["axes"],
+        places=[Position.parse(place) for place in about["places"]],
     )
     return result | {"maxtext": numbers(theirs) | {"peak_gib": about["peak_gib"], "libtpu": about["libtpu"]}}
 
 
 def numbers(result: Any) -> dict[str, Any]:
     """Return what is compared of a prediction."""
-    summary = result.summary
+    record = result.record
     if result.status != "ok":
         return {"status": result.reason or result.status}
-    sent = summary["communication"]
-    hidden = max(0.0, 1 - sent["exposed_s"] / sent["sending_s"]) if sent["sending_s"] else None
+    sent = record.communication
+    hidden = max(0.0, 1 - sent.exposed_s / sent.sending_s) if sent.sending_s else None
     parts = {"status": "ok", "step_s": result.step_s, "peak_gib": result.peak_gib, "hidden": hidden}
-    return parts | {"sent_gb": sent["bytes"] / 1e9, "seconds": summary["seconds"], "notes": summary["notes"]}
+    seconds = {write_category(part.kind, part.mesh_axes): part.seconds for part in record.parts}
+    return parts | {"sent_gb": sent.bytes / 1e9, "seconds": seconds, "notes": record.notes}
 
 
 def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
@@ -89,7 +93,6 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
     from maxtext_step import compile_step
 
     from valkyrie.search.compile.executable import compiled_program
-    from valkyrie.search.compile.summary import positions
 
     options = " ".join(f"--{option}" for option in case["options"])
     about: dict[str, Any] = {"libtpu": version("libtpu"), "maxtext": version("maxtext"), "arguments": case["maxtext"]}
@@ -104,8 +107,8 @@ def keep_maxtext(case: dict[str, Any], modules: Path) -> None:
     else:
         built = compiled_program(compiled, mesh)
         (modules / f"{case['name']}.hlo.pb").write_bytes(built.module)
-        about |= {"axes": built.axes, "places": positions(built.positions)}
-        about["peak_gib"] = built.memory["peak"] / 2**30
+        about |= {"axes": built.axes, "places": [str(position) for position in built.positions]}
+        about["peak_gib"] = built.memory.peak / 2**30
     (modules / f"{case['name']}.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

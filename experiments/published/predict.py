@@ -37,9 +37,10 @@ from rich.console import Console
 
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
+from valkyrie.machine.parts import write_category
 from valkyrie.paths import write_whole
 from valkyrie.problems import refuse
-from valkyrie.search.compile.runner import program_key
+from valkyrie.search.compile.cache import request_key
 from valkyrie.search.compile.trust import FILE, Published, as_json, published
 from valkyrie.search.modes import compile_and_summarise
 
@@ -167,20 +168,20 @@ def kept_or_predicted(
         compiled, found, _ = compile_and_summarise(run, console)
     except ValueError as error:
         return {"status": "refused", "reason": str(error), "made_by": made_by}
-    result = {"status": compiled.status, "reason": found.get("reason"), "made_by": made_by, "libtpu": libtpu()}
+    result = {"status": compiled.status.value, "reason": found.reason, "made_by": made_by, "libtpu": libtpu()}
     result["program"] = program_of(run)
-    if "step" in found:
-        result["replayed_s"] = found["step"]["replayed_s"]
-        by = found["step"]["replayed_s"] / found["step"]["step_s"]
-        result["seconds"] = {key: round(by * value, 4) for key, value in found["seconds"].items()}
-    if "peak" in found.get("memory", {}):
-        result["peak_gib"] = found["memory"]["peak"] / 2**30
+    if found.step is not None and found.step.replayed_s is not None:
+        result["replayed_s"] = found.step.replayed_s
+        by = found.step.replayed_s / found.step.step_s
+        result["seconds"] = {write_category(p.kind, p.mesh_axes): round(by * p.seconds, 4) for p in found.parts}
+    if found.memory is not None and found.memory.peak is not None:
+        result["peak_gib"] = found.memory.peak / 2**30
     return result
 
 
 def made_by_now(run: Run) -> str:
     """Return a name for what decides a prediction: the program, its compiler, and the sources that replay it."""
-    return f"{program_key(run)} {replay_of(run)}"
+    return f"{request_key(run)} {replay_of(run)}"
 
 
 def libtpu() -> str:

@@ -21,10 +21,13 @@ from typing import Any
 
 from rich.console import Console
 
+from valkyrie.axes import axes_text
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
+from valkyrie.machine.parts import write_category
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group, write_whole
+from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.sweep.layouts import spread
 from valkyrie.sweep.meshes import Same
@@ -106,22 +109,23 @@ def kept_rows() -> list[dict[str, Any]]:
 def compile_row(space: str, run: Run, overrides: Sequence[str]) -> dict[str, Any]:
     """Return what came of compiling a layout: seconds of a step and of its parts, bytes sent and at the peak."""
     began = time.perf_counter()
-    compiled, summary, replay = compile_and_summarise(run, Console(quiet=True))
-    memory = summary.get("memory", {})
+    _, found, replay = compile_and_summarise(run, Console(quiet=True))
+    memory, sent = found.memory or MemoryReport(), found.communication
+    parts = [] if replay is None else replay.parts
     return {
         "space": space,
         "overrides": list(overrides),
         "layout": run.layout.name,
-        "status": compiled.status,
-        "reason": summary.get("reason"),
+        "status": found.status.value,
+        "reason": found.reason,
         "step_s": None if replay is None else round(replay.step_s / replay.correction, 6),
-        "parts_s": {} if replay is None else {name: round(s, 6) for name, s in replay.seconds.items()},
+        "parts_s": {write_category(part.kind, part.mesh_axes): round(part.seconds, 6) for part in parts},
         "executed_flops": None if replay is None else replay.flops,
-        "sent": summary.get("communication", {}).get("bytes_by_mesh_axes"),
-        "peak": memory.get("peak", memory.get("needed")),
-        "usable": memory.get("usable"),
+        "sent": None if sent is None else {axes_text(axes): size for axes, size in sent.by_mesh_axes.items()},
+        "peak": memory.needed if memory.peak is None else memory.peak,
+        "usable": memory.usable,
         "compile_s": round(time.perf_counter() - began, 1),
-        "libtpu": summary["versions"].get("libtpu"),
+        "libtpu": found.versions.get("libtpu"),
     }
 
 

@@ -8,8 +8,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from valkyrie.cli.parser import OneLineParser, ends_in_words, without_comment
+
+if TYPE_CHECKING:
+    from valkyrie.hardware.position import Position
 
 NOT_FITTING = 3
 """Exit status where the program needs more memory than the slice has: a result, not an error."""
@@ -49,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _predict(asked: argparse.Namespace) -> bool | None:
     from valkyrie import api
-    from valkyrie.paths import write_whole
+    from valkyrie.records import write_record
 
     places = None if asked.places is None else _read_places(asked.places)
     result = api.predict(
@@ -62,7 +66,7 @@ def _predict(asked: argparse.Namespace) -> bool | None:
     )
     sys.stdout.write(str(result))
     if asked.json is not None:
-        write_whole(asked.json, json.dumps(result.summary, indent=1) + "\n")
+        write_record(asked.json, result.record)
     if asked.timeline is not None:
         print(f"timeline: {result.timeline(asked.timeline)} (open it at https://ui.perfetto.dev)")
     if asked.html is not None:
@@ -79,14 +83,16 @@ def mesh_axes(text: str) -> dict[str, int]:
     return axes
 
 
-def _read_places(file: Path) -> list[str]:
+def _read_places(file: Path) -> list[Position]:
+    from valkyrie.hardware.position import Position
+
     try:
         places = json.loads(file.read_text())
     except ValueError:
         places = None
     if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
         raise ValueError(f'--places {file}: write a JSON list such as ["0:0,0,0:0", "0:1,0,0:0"].')
-    return places
+    return [Position.parse(place) for place in places]
 
 
 if __name__ == "__main__":

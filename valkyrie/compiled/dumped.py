@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from valkyrie.compiled.flops import product_flops
 from valkyrie.compiled.groups import permute_pairs, replica_groups
 from valkyrie.compiled.hlo import HBM, Instruction, Module, parse
+from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.compiled.schema import dump_class
 
 HOW_TO_DUMP = (
@@ -39,13 +40,12 @@ _LARGE = 1e9
 class Dumped:
     """A module as it was dumped. `devices`: those it was compiled for, None where it does not say.
 
-    `memory`: bytes of one device (`arguments`, `outputs`, `aliased`, `temporary`, `code`), None where it does not say;
-    `arguments` alone are then `argument_bytes`.
+    `memory` is None where it does not say; `arguments` alone are then `argument_bytes`.
     """
 
     module: Module
     devices: int | None
-    memory: dict[str, int] | None
+    memory: ProgramMemory | None
     argument_bytes: int
 
 
@@ -101,7 +101,7 @@ def slow_products(module: Module, flops_per_cycle: float) -> float | None:
     return max(rates) / flops_per_cycle if rates else None
 
 
-def _of_text(path: Path, text: str) -> tuple[Module, int | None, dict[str, int] | None]:
+def _of_text(path: Path, text: str) -> tuple[Module, int | None, ProgramMemory | None]:
     head = text.partition("\n")[0]
     if (replicas := _REPLICAS.search(head)) and int(replicas[1]) > 1:
         raise ValueError(_of_replicas(path, int(replicas[1])))
@@ -114,7 +114,7 @@ def _of_text(path: Path, text: str) -> tuple[Module, int | None, dict[str, int] 
     return module, int(stated[1]) if stated else 1, None
 
 
-def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, dict[str, int] | None]:
+def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory | None]:
     memory = None
     try:
         message = dump_class().FromString(raw)
@@ -144,14 +144,14 @@ def _of_replicas(path: Path, replicas: int) -> str:
     return f"{path} was compiled for {replicas} replicas (jax.pmap). Only jit over a mesh of devices is predicted."
 
 
-def _memory(allocations: Sequence[Any]) -> dict[str, int] | None:
-    """Return the bytes of buffers in HBM, split as `memory_analysis` does; outputs in place of arguments are these."""
-    sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "aliased", "temporary", "code"), 0)
+def _memory(allocations: Sequence[Any]) -> ProgramMemory | None:
+    """Sum the buffers in HBM as `memory_analysis` does; outputs in place of arguments count as arguments."""
+    sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "temporary"), 0)
     entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
     for entry in entries:
         key = "arguments" if entry.argument else "outputs" if entry.output else "temporary"
         sizes[key] += entry.size
-    return sizes if entries else None
+    return ProgramMemory(**sizes, aliased=0, code=0, peak=sum(sizes.values())) if entries else None
 
 
 def _in_hbm(instruction: Instruction) -> bool:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from valkyrie.compiled.collectives import Collective, payload
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, Topology
 from valkyrie.machine import assumptions
-from valkyrie.machine.torus import CORE, DCN, Crossings, Dimension, Position, Route, Torus
+from valkyrie.machine.torus import CORE, DCN, Crossings, Dimension, Route, Torus
 
 ONE_RING = ("1DAllGather", "BarnaCoreAllGather")
 """How the names of emitters begin that gather along one ring through the whole group."""

@@ -16,6 +16,7 @@ from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
+from valkyrie.machine.parts import PartKind
 
 _FREE = {
     "parameter",
@@ -42,9 +43,9 @@ _SCALAR_BYTES = 4096
 
 @dataclass(frozen=True)
 class OpCost:
-    """Seconds of the device under a category (matmul, compute, memory, kernel), and its products' FLOPs."""
+    """Seconds of the device, the kind of work, and the FLOPs of its products."""
 
-    category: str
+    kind: PartKind
     seconds: float
     flops: float = 0.0
 
@@ -95,7 +96,7 @@ class OpCosts:
 
     def _cost(self, instruction: Instruction) -> OpCost:
         if instruction.opcode in _FREE or instruction.target in _FREE_TARGETS:
-            return OpCost("compute", 0.0)
+            return OpCost(PartKind.compute, 0.0)
         if instruction.target == _KERNEL:
             return self._kernel(instruction)
         flops = product_flops(instruction)
@@ -104,15 +105,15 @@ class OpCosts:
             seconds = instruction.cycles / self._clock
             if not flops and is_elementwise(instruction):
                 seconds = min(seconds, max(moved, seconds * assumptions.ELEMENTWISE_FLOOR))
-            category = "matmul" if flops else "memory" if moved > seconds / 2 else "compute"
-            return OpCost(category, seconds, flops)
+            otherwise = PartKind.memory if moved > seconds / 2 else PartKind.compute
+            return OpCost(PartKind.matmul if flops else otherwise, seconds, flops)
         if flops:
-            return OpCost("matmul", max(flops / self._peak, moved), flops)
+            return OpCost(PartKind.matmul, max(flops / self._peak, moved), flops)
         if sum(leaf.bytes for leaf in instruction.shape.leaves) < _SCALAR_BYTES:
-            return OpCost("compute", 0.0)
+            return OpCost(PartKind.compute, 0.0)
         if instruction.opcode == "custom-call":
             self.notes[f"custom call {instruction.target} has no estimate: charged its bytes at HBM bandwidth"] = None
-        return OpCost("memory", moved)
+        return OpCost(PartKind.memory, moved)
 
     def _kernel(self, instruction: Instruction) -> OpCost:
         work = kernel_cost(instruction, self._chip)
@@ -124,7 +125,7 @@ class OpCosts:
         else:
             busy = work.flops / (self._peak * assumptions.KERNEL_EFFICIENCY)
         seconds = max(busy, work.bytes / (self._hbm * assumptions.HBM_EFFICIENCY))
-        return OpCost("kernel", seconds, work.flops)
+        return OpCost(PartKind.kernel, seconds, work.flops)
 
 
 def _leaves(computation: Computation) -> list[Instruction]:

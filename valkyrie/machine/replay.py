@@ -29,6 +29,7 @@ from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.network import Machine, Network
 from valkyrie.machine.operations import OpCosts
+from valkyrie.machine.parts import PartKind, StepPart, write_category
 from valkyrie.machine.timeline import COPIES
 
 _EXPLICIT_ITERATIONS = 4
@@ -37,9 +38,10 @@ _EXPLICIT_ITERATIONS = 4
 
 @dataclass
 class Cost:
-    """All runs of operations alike in category, op_name and source: calls and seconds of one step."""
+    """All runs of operations alike in kind, mesh axes, op_name and source: calls and seconds of one step."""
 
-    category: str
+    kind: PartKind
+    mesh_axes: tuple[str, ...]
     op_name: str
     source: str
     calls: float = 0.0
@@ -61,9 +63,7 @@ class Span:
 
 @dataclass
 class Replay:
-    """One step of one device. `seconds`: exclusive parts of `step_s`: matmul, compute, memory, kernel, copies, exposed.
-
-    `copies` are waits for a copy between memories; `exposed x,y` those for a collective over these mesh axes.
+    """One step of one device. `parts` exclude each other and sum to `step_s`.
 
     `flops`: products per device and step. `sending_s`: the time in which any collective was under way. `spans`: the
     timeline, of loops the first and last iteration. `notes`: what had to be assumed for this module. `correction`: what
@@ -71,7 +71,7 @@ class Replay:
     """
 
     step_s: float
-    seconds: dict[str, float]
+    parts: list[StepPart]
     flops: float
     sending_s: float
     collectives: list[CollectiveUse]
@@ -90,18 +90,26 @@ def replay(module: Module, machine: Machine) -> Replay:
 class _Frame:
     """What happened in a stretch of the program: everything a Replay holds, and how long it took."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[tuple[PartKind, tuple[str, ...]], float] = field(default_factory=dict)
     flops: float = 0.0
     sending_s: float = 0.0
     uses: dict[tuple[object, ...], CollectiveUse] = field(default_factory=dict)
-    costs: dict[tuple[str, str, str], Cost] = field(default_factory=dict)
+    costs: dict[tuple[object, ...], Cost] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     duration: float = 0.0
 
-    def spend(self, category: str, seconds: float, op_name: str, source: str, calls: float = 1.0) -> None:
-        """Book time of the device under a category and a cause."""
-        self.seconds[category] = self.seconds.get(category, 0.0) + seconds
-        cost = self.costs.setdefault((category, op_name, source), Cost(category, op_name, source))
+    def spend(
+        self,
+        kind: PartKind,
+        seconds: float,
+        op_name: str,
+        source: str,
+        calls: float = 1.0,
+        mesh_axes: tuple[str, ...] = (),
+    ) -> None:
+        """Add time of the device to a part of the step and to the cost of an operation."""
+        self.seconds[kind, mesh_axes] = self.seconds.get((kind, mesh_axes), 0.0) + seconds
+        cost = self.costs.setdefault((kind, mesh_axes, op_name, source), Cost(kind, mesh_axes, op_name, source))
         cost.calls += calls
         cost.seconds += seconds
 
@@ -115,7 +123,7 @@ class _Frame:
         self.flops += times * other.flops
         self.sending_s += times * other.sending_s
         for cost in other.costs.values():
-            self.spend(cost.category, times * cost.seconds, cost.op_name, cost.source, times * cost.calls)
+            self.spend(cost.kind, times * cost.seconds, cost.op_name, cost.source, times * cost.calls, cost.mesh_axes)
         for key, use in other.uses.items():
             self.uses.setdefault(key, use.blank()).add(use, times)
         for run in sorted({0, times - 1}):
@@ -152,7 +160,7 @@ class _Player:
         notes = [*self._notes, *self._ops.notes]
         return Replay(
             step_s=self._links.now,
-            seconds=frame.seconds,
+            parts=[StepPart(kind, axes, seconds) for (kind, axes), seconds in frame.seconds.items()],
             flops=frame.flops,
             sending_s=frame.sending_s + self._links.sending_s,
             collectives=sorted(frame.uses.values(), key=lambda u: -u.bytes_sent),
@@ -192,8 +200,8 @@ class _Player:
             return
         frame, links = self._frame, self._links
         op_name, source = cause(instruction)
-        frame.spans.append(Span("compute", instruction.name, cost.category, op_name, source, links.now, cost.seconds))
-        frame.spend(cost.category, cost.seconds, op_name, source)
+        frame.spans.append(Span("compute", instruction.name, cost.kind.value, op_name, source, links.now, cost.seconds))
+        frame.spend(cost.kind, cost.seconds, op_name, source)
         frame.flops += cost.flops
         links.pass_time(cost.seconds)
 
@@ -279,8 +287,8 @@ class _Player:
         if collective is None:
             frame.spans.append(Span(COPIES, name, "copy", "", "", transfer.started, taken))
             if waited > 0:
-                frame.spans.append(Span("compute", f"wait for {name}", COPIES, "", "", begin, waited))
-                frame.spend(COPIES, waited, "wait for a copy between memories", "")
+                frame.spans.append(Span("compute", f"wait for {name}", PartKind.copies.value, "", "", begin, waited))
+                frame.spend(PartKind.copies, waited, "wait for a copy between memories", "")
             return
         traffic = self._network.traffic(collective)
         use = frame.use(collective, tuple(traffic.bytes_by_axis))
@@ -290,13 +298,13 @@ class _Player:
         use.exposed_s += waited
         for axis, sent in traffic.bytes_by_axis.items():
             use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + sent
-        category = f"exposed {collective.label}"
         where = (collective.op_name, collective.source)
         if taken > 0:
             frame.spans.append(Span(collective.label, name, collective.kind, *where, transfer.started, taken))
         if waited > 0:
+            category = write_category(PartKind.exposed, collective.mesh_axes)
             frame.spans.append(Span("compute", f"wait for {name}", category, *where, begin, waited))
-            frame.spend(category, waited, *where)
+            frame.spend(PartKind.exposed, waited, *where, mesh_axes=collective.mesh_axes)
 
     def _loop(self, instruction: Instruction) -> None:
         count = trip_count(instruction)
@@ -319,7 +327,7 @@ class _Player:
     def _turn(self, loop: Instruction, times: int) -> None:
         """The scalar work between iterations."""
         seconds = times * assumptions.LOOP_ITERATION_S
-        self._frame.spend("compute", seconds, "loop control", loop.source, float(times))
+        self._frame.spend(PartKind.compute, seconds, "loop control", loop.source, float(times))
         self._links.pass_time(seconds)
 
     def _body(self, body: Computation) -> _Frame:

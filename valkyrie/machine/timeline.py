@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Span
 
 COMPUTE, COPIES = "compute", "copies"
-"""The tracks that are not collectives over mesh axes; the first stands above them, the last below.
-
-Waiting for a copy is a category of that name too.
-"""
+"""The tracks that are not collectives over mesh axes; the first is above them, the last below."""
 
 _MICROSECONDS = 1e6
 
@@ -37,7 +34,7 @@ def trace_events(spans: Sequence[Span], title: str) -> list[dict[str, Any]]:
     Events of one track never overlap: where two collectives of the same axes are in flight, the later one goes to a
     further track of that name.
     """
-    names: list[str] = []
+    names: dict[str, str] = {}
     events = []
     for track in sorted({span.track for span in spans}, key=_rank):
         lanes: list[float] = []
@@ -47,12 +44,12 @@ def trace_events(spans: Sequence[Span], title: str) -> list[dict[str, Any]]:
                 lanes.append(0.0)
             lanes[lane] = span.start_s + span.duration_s
             label = _label(track) + (f" ({lane + 1})" if lane else "")
-            if label not in names:
-                names.append(label)
-            events.append(_event(span, names.index(label)))
+            names.setdefault(label, track)
+            events.append(_event(span, list(names).index(label)))
     head: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": title}}]
-    for tid, name in enumerate(names):
-        head.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}})
+    for tid, (name, track) in enumerate(names.items()):
+        axes = {} if track in (COMPUTE, COPIES) else {"mesh_axes": track}
+        head.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name, **axes}})
         head.append({"ph": "M", "pid": 0, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     return head + events
 

@@ -12,21 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology
 
 TORUS_AXES = ("a", "b", "c", "d")
 """Names of a slice's torus axes, in the order of a device's coordinates."""
 CORE, DCN = "core", "dcn"
 """What two devices of one chip talk over, and what slices talk over."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a device of the mesh lies: its slice, its chip's coordinates on the torus, its core on the chip."""
-
-    slice: int
-    coords: tuple[int, ...]
-    core: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology
 from valkyrie.problems import Problem, ProblemCode
 
@@ -132,12 +133,12 @@ def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology
 
 
 def describe_places(
-    places: Sequence[Sequence[Any]], axes: Mapping[str, int], topology: Topology
+    places: Sequence[Position], axes: Mapping[str, int], topology: Topology
 ) -> dict[str, AxisPlacement]:
-    """Return where each mesh axis lies whose devices stand at these places, flattened: slice, coordinates, core."""
+    """Return the placement of each mesh axis on the torus from the positions of the mesh's devices, flattened."""
     import numpy as np
 
-    coords = np.array([[slice_, *at[: len(topology.shape)], core] for slice_, at, core in places])
+    coords = np.array([[at.slice, *at.coords[: len(topology.shape)], at.core] for at in places])
     positions = np.ravel_multi_index(tuple(coords.T), _lengths(topology)).reshape(list(axes.values()))
     return _describe(np.asarray(positions), list(axes), topology)
 

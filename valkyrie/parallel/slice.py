@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.parallel.mesh import placed_grid, placed_mesh
 from valkyrie.parallel.placement import placement_problems
@@ -39,10 +40,10 @@ class Slice(TargetConfig):
         devices = platform_of(self.platform).compile_devices(self, math.prod(shape))
         return placed_mesh(axes, devices, placement, self.slices)
 
-    def places(self, shape: Sequence[int], names: Sequence[str]) -> list[list[Any]]:
-        """Return where the devices of such a mesh lie, flattened: slice, coordinates, core; needs no libtpu."""
+    def places(self, shape: Sequence[int], names: Sequence[str]) -> tuple[Position, ...]:
+        """Return the positions of the devices of such a mesh, flattened; needs no libtpu."""
         grid = placed_grid(self.axes(shape, names, None), described_devices(self), slices=self.slices)
-        return [[d.slice_index, list(d.coords), d.core_on_chip] for d in grid.flat]
+        return tuple(Position(d.slice_index, tuple(d.coords), d.core_on_chip) for d in grid.flat)
 
     def axes(self, shape: Sequence[int], names: Sequence[str], placement: Sequence[str] | None) -> dict[str, int]:
         """Return the axes of a mesh by name; ValueError where there can be no such mesh on this slice."""

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.records import encode
+from valkyrie.records import decode, encode
+from valkyrie.search.compile.prediction import Prediction, upgrade_results
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.rows import Row
 from valkyrie.sweep.trial import Status, known_values
@@ -22,15 +23,15 @@ def compared(rows: Sequence[Row]) -> dict[str, Any]:
     The first of two places is A in their sentences. Sides of equal `work` are compared, whatever their batches. Empty
     where fewer than two rows have parts of a step.
     """
-    known = {i: summary for i, row in enumerate(rows) if (summary := _summary(row)) is not None}
+    known = {i: of for i, row in enumerate(rows) if (of := _prediction(row)) is not None}
     if len(known) < 2:
         return {"sides": {}, "why": {}}
     works, why = {i: _work(rows[i]) for i in known}, {}
     for i, j in itertools.permutations(list(known)[:EXPLAINED], 2):
         if works[i] == works[j]:
             with contextlib.suppress(ValueError):  # the same layout twice
-                why[f"{i},{j}"] = difference(known[i], known[j]).sentences
-    return {"sides": {i: sides(summary) | {"work": works[i]} for i, summary in known.items()}, "why": why}
+                why[f"{i},{j}"] = list(difference(known[i], known[j]).sentences)
+    return {"sides": {i: encode(sides(of)) | {"work": works[i]} for i, of in known.items()}, "why": why}
 
 
 def _work(row: Row) -> str:
@@ -38,9 +39,10 @@ def _work(row: Row) -> str:
     return ", ".join([" ".join([row.work.model, *row.work.varied]), row.work.precision])
 
 
-def _summary(row: Row) -> dict[str, Any] | None:
-    """Return a row as `compile.json` has it; None where no replay says what its step consists of."""
+def _prediction(row: Row) -> Prediction | None:
+    """Return a row as `compile.json` has it, or None if no replay says what its step consists of."""
     results = row.trial.results
     if row.trial.status is not Status.ok or row.group.stage != "compile" or not results.seconds or row.step_s is None:
         return None
-    return {"about": encode(row.about), "status": "ok", **known_values(encode(results))}
+    plain = {"about": encode(row.about), "status": "ok", **known_values(encode(results))}
+    return decode(Prediction, upgrade_results(plain), row.trial.name)

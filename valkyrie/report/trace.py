@@ -9,10 +9,13 @@ from typing import Any
 
 from valkyrie.config.modes import SUMMARY
 from valkyrie.hardware.chips import known_chips
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.records import RecordError
 from valkyrie.report.records import read_json
 from valkyrie.report.values import part_name
 from valkyrie.runs.layout_record import LayoutRecord
+from valkyrie.search.compile.prediction import read_prediction
 from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.search.modes import TIMELINE
 from valkyrie.sweep.rows import Row
@@ -85,16 +88,15 @@ def read_torus(row: Row) -> TorusDrawing | None:
     about, topology = row.about, torus_of(row.about)
     if topology is None:
         return None
-    places = (read_json(row, SUMMARY) or {}).get("positions") or []
+    places = _positions(row)
     if topology.chips > CHIPS or len(places) != topology.devices or not about.axes:
         return None
-    parsed = [_place(place) for place in places]
-    least = [min(coords[i] for _, coords, _ in parsed) for i in range(len(topology.shape))]
+    least = [min(place.coords[i] for place in places) for i in range(len(topology.shape))]
     at: list[int | None] = [None] * topology.chips
-    for device, (slice_, coords, core) in enumerate(parsed):
-        if slice_ == 0 and core == 0:
+    for device, place in enumerate(places):
+        if place.slice == 0 and place.core == 0:
             chip = 0
-            for coordinate, low, side in zip(coords, least, topology.shape, strict=False):
+            for coordinate, low, side in zip(place.coords, least, topology.shape, strict=False):
                 chip = chip * side + coordinate - low
             at[chip] = device
     shifts = topology.shifts if topology.twisted else None
@@ -107,9 +109,14 @@ def torus_of(about: LayoutRecord) -> Topology | None:
     return None if target is None or target.problems() else topology_of(target)
 
 
-def _place(text: str) -> tuple[int, list[int], int]:
-    slice_, coords, core = text.split(":")
-    return int(slice_), [int(c) for c in coords.split(",")], int(core)
+def _positions(row: Row) -> tuple[Position, ...]:
+    """Return the positions in a row's `compile.json`; none without a file that can be read."""
+    if row.folder is None:
+        return ()
+    try:
+        return read_prediction(row.folder / SUMMARY).positions
+    except (OSError, RecordError):
+        return ()
 
 
 def _track(name: str) -> str:

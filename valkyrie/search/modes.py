@@ -6,18 +6,22 @@ import contextlib
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.machine.timeline import write_timeline
-from valkyrie.paths import DiskError, cache_root, write_whole
+from valkyrie.paths import DiskError
+from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import run_folder, write_about
 from valkyrie.search import NOT_COMPILED
+from valkyrie.search.compile.cache import package_digest, requests_folder
 from valkyrie.search.compile.hints import hints
-from valkyrie.search.compile.runner import Compiled, compile_layout, program_digest
+from valkyrie.search.compile.prediction import CompileStatus, Prediction
+from valkyrie.search.compile.runner import Compiled, compile_layout
 from valkyrie.search.compile.summary import summarise
 from valkyrie.train.devices import prepare_devices
 from valkyrie.train.processes import Team, together
@@ -28,7 +32,9 @@ if TYPE_CHECKING:
 
     from valkyrie.machine.replay import Replay
 
-TIMELINE, KEPT_SUMMARY = "timeline.json", "summary.json"
+TIMELINE = "timeline.json"
+KEPT = "prediction.json"
+"""The file of a request in the compile cache with its prediction, which later hints compare with."""
 
 
 def compile_mode(run: Run) -> int:
@@ -38,22 +44,23 @@ def compile_mode(run: Run) -> int:
     console = make_console()
     if note := platform_of(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
-    compiled, summary, replay = compile_and_summarise(run, console)
-    if compiled.status == "refused":
-        raise ValueError(summary["reason"])
+    compiled, prediction, replay = compile_and_summarise(run, console)
+    if prediction.status is CompileStatus.refused:
+        raise ValueError(prediction.reason)
     folder = run_folder(run)
     write_about(run, folder)
-    write_whole(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    show(summary, console)
+    write_record(folder / SUMMARY, prediction)
+    show(prediction, console)
     if replay is not None:
         write_timeline(folder / TIMELINE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip")
         console.print(f"timeline: {folder / TIMELINE} (open it at https://ui.perfetto.dev)")
-    if run.config.mode.hlo and compiled.status == "ok":
+    fits = prediction.status is CompileStatus.ok
+    if run.config.mode.hlo and fits:
         shutil.copy(compiled.module, folder / MODULE)
-        shutil.copy(compiled.folder / TEXT, folder / TEXT)
+        shutil.copy(compiled.program / TEXT, folder / TEXT)
         console.print(f"optimised HLO: {folder / TEXT}")
     console.print(f"report: {folder / SUMMARY}")
-    return 0 if compiled.status == "ok" else NOT_COMPILED
+    return 0 if fits else NOT_COMPILED
 
 
 def measure_mode(run: Run) -> int:
@@ -74,27 +81,28 @@ def _measure(run: Run, team: Team) -> int:
     if not console.is_terminal:
         console.print("compiling and timing the step")
     with console.status("compiling and timing the step"):
-        summary = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
+        measurement = measure(run, devices, trace, lambda line: console.print(line, style="yellow"))
+    status = 0 if measurement.status is CompileStatus.ok else NOT_COMPILED
     if not team.leads:
-        return 0 if summary["status"] == "ok" else NOT_COMPILED
+        return status
     write_about(run, folder)
-    write_whole(folder / MEASURED, json.dumps(summary, indent=1) + "\n")
-    show(summary, console)
+    write_record(folder / MEASURED, measurement)
+    show(measurement, console)
     if trace is not None:
         console.print(f"trace: {trace}")
     console.print(f"report: {folder / MEASURED}")
-    return 0 if summary["status"] == "ok" else NOT_COMPILED
+    return status
 
 
-def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[str, Any], Replay | None]:
-    """Return the compile of a run, its summary with hints, and its replay; shows a line while it works."""
+def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, Prediction, Replay | None]:
+    """Compile a run and return the compile, its prediction with hints, and its replay; shows a line while it works."""
     config = run.config.mode
     if not console.is_terminal:
         console.print(f"compiling for {run.config.target.describe()}", soft_wrap=True)
     with console.status("compiling") as status:
         compiled = compile_layout(run, config.time_limit_s, config.cache, status.update)
         replay, uses = None, []
-        if compiled.status == "ok":
+        if compiled.status is CompileStatus.ok:
             status.update("replaying the schedule")
             from valkyrie.search.compile.replayed import (
                 replayed,  # needs NumPy; a report, which reads names here, does not
@@ -103,27 +111,26 @@ def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, dict[st
             replay, uses = replayed(run, compiled)
     if compiled.note is not None:
         console.print(compiled.note, soft_wrap=True)
-    summary = summarise(run, compiled, replay, uses)
-    summary["work"] = work_key(run)
-    summary["hints"] = hints(summary, _others(run, compiled))
-    if compiled.status in ("ok", "does_not_fit"):
+    prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
+    prediction = replace(prediction, hints=hints(prediction, _others(run, compiled)))
+    if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
         with contextlib.suppress(DiskError):  # it only serves later hints
-            write_whole(compiled.folder / KEPT_SUMMARY, json.dumps(summary))
-    return compiled, summary, replay
+            write_record(compiled.folder / KEPT, prediction)
+    return compiled, prediction, replay
 
 
 def work_key(run: Run) -> str:
-    """Return a name for the work, whatever the layout: model, batch, length, precision, target, and our own source."""
+    """Return a digest of the work, whatever the layout: model, batch, length, precision, target and source code."""
     config = run.config
-    work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), program_digest(run)]
+    work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), package_digest(run)]
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
 
 
-def _others(run: Run, compiled: Compiled) -> list[dict[str, Any]]:
-    """Return the summaries of other layouts of the same work that were compiled before."""
+def _others(run: Run, compiled: Compiled) -> list[Prediction]:
+    """Return the predictions of other layouts of the same work that were compiled before."""
     others, work = [], work_key(run)
-    for file in (cache_root() / "compile").glob(f"*/{KEPT_SUMMARY}"):
-        with contextlib.suppress(OSError, ValueError):  # an entry of the cache that is damaged, or gone by now, is none
-            if file.parent != compiled.folder and work in (text := file.read_text()):
-                others.append(json.loads(text))
-    return [other for other in others if isinstance(other, dict) and other.get("work") == work]
+    for file in requests_folder().glob(f"*/{KEPT}"):
+        with contextlib.suppress(OSError, RecordError):  # a cache entry may be damaged, or gone by now
+            if file.parent != compiled.folder and work in file.read_text():
+                others.append(read_record(Prediction, file))
+    return [other for other in others if other.work == work]

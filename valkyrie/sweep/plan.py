@@ -14,12 +14,12 @@ from valkyrie.config.modes import MODES, Mode, Needs
 from valkyrie.config.run import Run
 from valkyrie.config.saved import SAVED_RUN, SETTINGS
 from valkyrie.hardware.platforms import platform_of
-from valkyrie.paths import conf_dir, source_digest
+from valkyrie.paths import conf_dir
 from valkyrie.problems import Problem, ProblemError
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
-from valkyrie.search.compile.runner import program_digest
+from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
 from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
 from valkyrie.sweep.results import OUTCOME
@@ -211,8 +211,7 @@ def _predictor_of(about: LayoutRecord | None) -> str | None:
 
 def _predictor(run: Run) -> str:
     """Return a digest of what decides a prediction beside the run: versions, the program, and the replay."""
-    source = source_digest("compiled", "machine", "search")
-    return hashlib.sha256(json.dumps([versions(), program_digest(run), source]).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps([versions(), package_digest(run)]).encode()).hexdigest()[:12]
 
 
 def _own_values(run: Run, plan: Plan) -> dict[str, str]:

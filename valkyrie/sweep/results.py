@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.config.modes import Mode
+from valkyrie.axes import axes_text
+from valkyrie.compiled.communication import Communication
+from valkyrie.config.modes import MEASURED, Mode
 from valkyrie.foreign_errors import is_out_of_memory
+from valkyrie.machine.parts import write_category
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.processes.team import REFUSED
@@ -26,6 +29,7 @@ from valkyrie.runs.results import (
     training_traffic,
 )
 from valkyrie.runs.tracking import read_metrics
+from valkyrie.search.compile.prediction import CollectiveTrace, Measurement, Prediction
 from valkyrie.sweep.trial import Status, known_values
 from valkyrie.units import GIB
 
@@ -86,8 +90,38 @@ def results_of(folder: Path, mode: Mode) -> Outcome:
         return Outcome(Status.ok, None, training_results(file))
     if not file.is_file():
         return failure(f"it left no {file.name}")
-    summary = json.loads(file.read_text())
-    return Outcome(Status(summary["status"]), summary.get("reason"), decode(TrialResult, summary, str(file)))
+    result = read_record(Measurement if file.name == MEASURED else Prediction, file)
+    return Outcome(Status(result.status.value), result.reason, trial_result(result))
+
+
+def trial_result(result: Prediction | Measurement) -> TrialResult:
+    """Return the numbers that a line of `trials.jsonl` keeps of a prediction or measurement."""
+    plain = known_values(encode(replace(result, communication=None)))
+    plain.pop("hints", None)  # a trial keeps their text alone
+    kept = decode(TrialResult, plain, "results")
+    if isinstance(result, Prediction):
+        # TODO: keep typed parts, once the report reads `StepPart` instead of names such as `exposed x,y`.
+        seconds = {write_category(part.kind, part.mesh_axes): part.seconds for part in result.parts}
+        kept = replace(kept, seconds=seconds, hints=tuple(hint.text for hint in result.hints))
+    trace = result.trace if isinstance(result, Measurement) else None
+    sent = result.communication
+    return kept if sent is None else replace(kept, communication=_traffic(sent, trace))
+
+
+def _traffic(sent: Communication, trace: CollectiveTrace | None) -> Traffic:
+    seconds: dict[str, dict[str, float]] = {}
+    for time in () if trace is None else trace.times or ():
+        seconds.setdefault(axes_text(time.mesh_axes), {})[time.kind] = time.seconds
+    return Traffic(
+        bytes=sent.bytes,
+        bytes_by_mesh_axes={axes_text(axes): size for axes, size in sent.by_mesh_axes.items()},
+        bytes_by_torus_axis=sent.bytes_by_torus_axis,
+        bytes_by_kind=sent.bytes_by_kind,
+        sending_s=sent.sending_s,
+        exposed_s=sent.exposed_s,
+        collective_s=None if trace is None or trace.times is None else seconds,
+        traced_step_s=None if trace is None else trace.step_s,
+    )
 
 
 def training_results(metrics: Path) -> TrialResult:

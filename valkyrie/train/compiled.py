@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from valkyrie.axes import axes_text
 from valkyrie.compiled.collectives import traffic
-from valkyrie.compiled.communication import communication
+from valkyrie.compiled.communication import sum_communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.run import Debug
 from valkyrie.parallel.sharding import AnyMesh
@@ -35,8 +36,8 @@ class CompiledStep(NamedTuple):
         """
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
-            sent = communication(traffic(parse(serialised_module(self.program)), axes))
-            return Traffic(float(sent["bytes"]), sent["bytes_by_mesh_axes"])
+            sent = sum_communication(traffic(parse(serialised_module(self.program)), axes))
+            return Traffic(sent.bytes, {axes_text(over): size for over, size in sent.by_mesh_axes.items()})
         except Exception as error:  # the program is XLA's, of whatever version: a training does not end for it
             why = (str(error).splitlines() or [""])[0]
             say(f"the bytes that a step sends could not be read ({type(error).__name__}: {why})")

@@ -11,7 +11,7 @@ import numpy as np
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ReplayConfig
-from valkyrie.search.compile.runner import program_settings
+from valkyrie.search.compile.cache import program_settings
 from valkyrie.search.compile.trust import ENOUGH, correction_of, of_families
 from valkyrie.sweep.rows import Row
 

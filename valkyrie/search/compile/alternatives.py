@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,40 +12,36 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.paths import read_group
-from valkyrie.records import encode
+from valkyrie.search.compile.prediction import FullerRemat, OtherPartition, Saving
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 
-def cheaper_layouts(run: Run, missing: int, count: int = 5) -> list[dict[str, Any]]:
+def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...]:
     """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
 
-    Each is {"change": "remat=full", "saves": bytes on one device}, by the estimate of `mode=show`, which may err by a
-    factor of two in activations. Changes of one key are tried, of rematerialisations only that which saves most and
-    that which keeps most and is enough, with host memory and without; where none saves `missing` bytes, full
-    rematerialisation with ever more microbatches too.
+    Savings are those of `mode=show`, which may err by a factor of two in activations. Changes of one key are tried, of
+    rematerialisations only that which saves most and that which keeps most and is enough, with host memory and without;
+    where none saves `missing` bytes, full rematerialisation with ever more microbatches too.
     """
     now = _expected(run)
 
-    def savings(variants: list[tuple[str, Run]]) -> list[dict[str, Any]]:
+    def savings(variants: list[tuple[str, Run]]) -> list[Saving]:
         legal = [(change, other) for change, other in variants if not other.problems()]
-        listed = [{"change": change, "saves": now - _expected(other)} for change, other in legal]
-        return sorted((entry for entry in listed if entry["saves"] > 0), key=lambda entry: -entry["saves"])
+        listed = [Saving(change, now - _expected(other)) for change, other in legal]
+        return sorted((entry for entry in listed if entry.saves > 0), key=lambda entry: -entry.saves)
 
     remats = [savings(_remats(run, offload)) for offload in (False, True)]
     changes = savings(_variants(run)) + [entry for found in remats for entry in _most_and_least(found, missing)]
-    changes.sort(key=lambda entry: -entry["saves"])
-    if not any(entry["saves"] >= missing for entry in changes):
-        enough = [entry for entry in savings(_combined(run)) if entry["saves"] >= missing]
+    changes.sort(key=lambda entry: -entry.saves)
+    if not any(entry.saves >= missing for entry in changes):
+        enough = [entry for entry in savings(_combined(run)) if entry.saves >= missing]
         changes = enough[-1:] + changes
-    return changes[:count]
+    return tuple(changes[:count])
 
 
-def fuller_layouts(run: Run) -> list[dict[str, Any]]:
-    """Return the rematerialisations that keep more on the device, the fullest first, with the bytes each needs.
-
-    Each is {"change": "remat=none", "needs": further bytes on one device}.
-    """
+def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:
+    """Return the remat policies that save more on the device, the fullest first, with the bytes each needs."""
     now = _expected(run)
     changes = []
     for remat in read_group("remat", RematConfig):
@@ -54,26 +49,20 @@ def fuller_layouts(run: Run) -> list[dict[str, Any]]:
         if remat.offload or other.layout_problems():
             continue
         if (needs := _expected(other) - now) > 0:
-            changes.append({"change": f"remat={remat.name}", "needs": needs})
-    return sorted(changes, key=lambda entry: -entry["needs"])
+            changes.append(FullerRemat(f"remat={remat.name}", needs))
+    return tuple(sorted(changes, key=lambda entry: -entry.needs))
 
 
-def other_partitions(run: Run) -> list[dict[str, Any]]:
-    """Return every other partition of `conf/partition` that is legal for this run as it is, the least memory first.
-
-    Each is {"partition": name, "axis_roles": those of `Layout.roles`, "needs": bytes on one device by the estimate of
-    `mode=show`, "sends": bytes of one device in a step}; `sends` is None where axes split more than data, which sends
-    activations too.
-    """
+def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
+    """Return every other partition of `conf/partition` that is legal for this run as it is, the least memory first."""
     found = []
     for partition in read_group("partition", PartitionConfig):
         other = run.changed(partition=partition)
         if partition.name == run.config.partition.name or other.problems(advise=False):
             continue
         needs, sends = _expected(other), _sent_for_data(other)
-        axis_roles = encode(other.layout.roles)
-        found.append({"partition": partition.name, "axis_roles": axis_roles, "needs": needs, "sends": sends})
-    return sorted(found, key=lambda entry: entry["needs"])
+        found.append(OtherPartition(partition.name, other.layout.roles, needs, sends))
+    return tuple(sorted(found, key=lambda entry: entry.needs))
 
 
 def _sent_for_data(run: Run) -> int | None:
@@ -114,9 +103,9 @@ def _remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
     return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
 
 
-def _most_and_least(savings: list[dict[str, Any]], missing: int) -> list[dict[str, Any]]:
+def _most_and_least(savings: list[Saving], missing: int) -> list[Saving]:
     """Return of rematerialisations, the most saving first, that first one and the last that still saves enough."""
-    enough = [entry for entry in savings if entry["saves"] >= missing]
+    enough = [entry for entry in savings if entry.saves >= missing]
     return savings[:1] + [entry for entry in enough[-1:] if entry is not savings[0]]
 
 

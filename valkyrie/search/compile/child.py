@@ -1,21 +1,20 @@
 """The child process of a compile: builds the run's step for its target, compiles it, writes the outcome.
 
-`python -m valkyrie.search.compile.child FOLDER PARENT` reads FOLDER/run.yaml and leaves FOLDER/outcome.json, with the
-optimised module in FOLDER/module.hlo.pb. A separate process, because the compiler of another chip may abort or never
-return. It exits, and removes its folder, when the process PARENT is gone.
+`python -m valkyrie.search.compile.child FOLDER PARENT [--anew]` reads FOLDER/run.yaml and leaves FOLDER/outcome.json. A
+program that is not in the cache, or any with `--anew`, is compiled into FOLDER/KEY. A separate process, because the
+compiler of another chip may abort or never return. It exits, and removes its folder, when the process PARENT is gone.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +24,23 @@ from valkyrie.foreign_errors import first_lines, is_out_of_memory, parse_out_of_
 from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.paths import write_whole
+from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
+from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord, program_key, programs_folder, read_program
+from valkyrie.search.compile.prediction import (
+    Allocation,
+    Alternatives,
+    CompiledStep,
+    CompileOutcome,
+    CompileStatus,
+    Shortage,
+)
 
 if TYPE_CHECKING:
+    import jax
+
     from valkyrie.train.options import Option
-
-OUTCOME = "outcome.json"
-"""The result of a compile in its folder, beside the optimised module."""
-
-KEYS = {
-    "ok": ("status", "lower_s", "compile_s", "options", "memory", "parameters", "larger", "device_kind", "placement")
-    + ("partitions", "positions", "axes", "module_sha256"),
-    "does_not_fit": ("status", "needed", "usable", "largest", "reason", "savings"),
-}
-"""The keys of the results that are kept in the cache, by their status."""
+    from valkyrie.train.program import StepProgram
 
 NEARLY = 1.1
 """Up to this multiple of the memory there is, a program is compiled once more with options that save some."""
@@ -48,7 +50,7 @@ def main() -> None:
     """Compile the run in the folder named by the first argument, for the process named by the second."""
     folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
-    write_whole(folder / OUTCOME, json.dumps(_outcome(folder)))
+    write_record(folder / OUTCOME, _outcome(folder, anew="--anew" in sys.argv[3:]))
 
 
 def _end_with(parent: int, folder: Path) -> None:
@@ -59,66 +61,93 @@ def _end_with(parent: int, folder: Path) -> None:
     os._exit(1)
 
 
-def _outcome(folder: Path) -> dict[str, Any]:
+def _outcome(folder: Path, anew: bool) -> CompileOutcome:
     run = Run.from_config(saved_config(folder))
     try:
         target = run.config.target
         devices = platform_of(target.platform).compile_devices(target, run.config.mesh.size)
     except ValueError as error:
-        return {"status": "refused", "reason": str(error)}
+        return CompileOutcome(CompileStatus.refused, str(error))
     from valkyrie.train.options import OptionRefused
 
     try:
-        return _compile(run, devices, folder)
+        return _compile(run, devices, folder, anew)
     except OptionRefused as error:
-        return {"status": "refused", "reason": str(error)}
-    except Exception as error:  # the compiler raises what it likes; what is not about memory is told as it came
+        return CompileOutcome(CompileStatus.refused, str(error))
+    except Exception as error:  # the compiler raises what it likes
         text = str(error)
-        if not is_out_of_memory(text):
-            reason = _about_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
-            return {"status": "failed", "reason": reason}
-        return _too_large(run, parse_out_of_memory(text))
+        reason = _about_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
+        return CompileOutcome(CompileStatus.failed, reason)
 
 
-def _compile(run: Run, devices: list[Any], folder: Path) -> dict[str, Any]:
+def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileOutcome:
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.search.compile.alternatives import fuller_layouts, other_partitions
-    from valkyrie.search.compile.executable import compiled_memory, compiled_program
-    from valkyrie.train.options import refusals_in_plain_words
+    from valkyrie.search.compile.executable import device_positions, step_memory
     from valkyrie.train.program import StepProgram
 
     mesh = build_mesh(run.config.mesh, devices)
-    program, platform = StepProgram(run, mesh, backend=devices[0].platform), platform_of(devices[0].platform)
+    program = StepProgram(run, mesh, backend=devices[0].platform)
     began = time.perf_counter()
     lowered = program.lower_step()
-    lowered_at = time.perf_counter()
-    with refusals_in_plain_words():
-        compiled, options = within_memory(program.options, lowered.compile, platform)
-    done_at = time.perf_counter()
-    peak = peak_beside_host(compiled, lowered.compile, options, platform)
-    built, usable = compiled_program(compiled, mesh, peak), usable_hbm(run.config.target.chip)
-    if usable is not None and (needed := built.memory["peak"]) > usable:  # the user's limit is below the compiler's own
+    lower_s = time.perf_counter() - began
+    values = {option.name: str(option.value) for option in program.options}
+    kind, positions = devices[0].device_kind, device_positions(mesh)
+    key = program_key(lowered.as_text(debug_info=True), values, kind, positions)
+    record = None if anew else read_program(programs_folder() / key, run.config.mode.hlo)
+    if record is None:
+        (folder / key).mkdir()
+        record = _compile_program(program, lowered, folder / key)
+        write_record(folder / key / PROGRAM, record)
+    if record.shortage is not None:
+        return _too_large(run, record.shortage, record.reason)
+    assert record.memory is not None and record.module_sha256 is not None
+    needed, usable = record.memory.peak, usable_hbm(run.config.target.chip)
+    if usable is not None and needed > usable:  # the user's limit is below the compiler's own
         needs, limit = (f"{size / 2**30:.2f} GiB" for size in (needed, usable))
         reason = f"its peak of {needs} exceeds the {limit} of target.chip.usable_hbm_gib"
-        return _too_large(run, {"needed": needed, "usable": usable, "largest": [], "reason": reason})
-    write_whole(folder / MODULE, built.module)
+        return _too_large(run, Shortage(needed, usable), reason)
+    step = CompiledStep(
+        program=key,
+        module_sha256=record.module_sha256,
+        lower_s=lower_s,
+        compile_s=record.compile_s,
+        options=record.options,
+        memory=step_memory(program, record.memory),
+        parameters=run.model.parameter_count(),
+        alternatives=Alternatives(fuller_layouts(run), other_partitions(run)),
+        device_kind=kind,
+        placement=_placement(run, mesh),
+        positions=positions,
+        axes={str(name): int(size) for name, size in mesh.shape.items()},
+    )
+    return CompileOutcome(CompileStatus.ok, step=step)
+
+
+def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: Path) -> ProgramRecord:
+    """Compile a lowered step into a folder. Raises what the compiler raises, except for lack of memory."""
+    from valkyrie.search.compile.executable import program_memory
+    from valkyrie.train.options import refusals_in_plain_words
+    from valkyrie.train.program import serialised_module
+
+    run, platform, began = program.run, platform_of(program.backend), time.perf_counter()
+    try:
+        with refusals_in_plain_words():
+            compiled, options = within_memory(program.options, lowered.compile, platform)
+    except Exception as error:
+        if not is_out_of_memory(str(error)):
+            raise
+        shortage = parse_shortage(str(error))
+        seconds, reason = time.perf_counter() - began, first_lines(str(error))
+        return ProgramRecord(seconds, tuple(program.options), shortage=shortage, reason=reason)
+    seconds = time.perf_counter() - began
+    peak = peak_beside_host(compiled, lowered.compile, options, platform)
+    module = serialised_module(compiled)
+    write_whole(folder / MODULE, module)
     if run.config.mode.hlo:
         write_whole(folder / TEXT, compiled.as_text() or "")
-    return {
-        "status": "ok",
-        "lower_s": lowered_at - began,
-        "compile_s": done_at - lowered_at,
-        "options": [asdict(option) for option in options],
-        "memory": compiled_memory(program, compiled, peak),
-        "parameters": run.model.parameter_count(),
-        "larger": fuller_layouts(run),
-        "partitions": other_partitions(run),
-        "device_kind": built.device_kind,
-        "placement": _placement(run, mesh),
-        "positions": built.positions,
-        "axes": built.axes,
-        "module_sha256": hashlib.sha256(built.module).hexdigest(),
-    }
+    memory, digest = program_memory(compiled, program.backend, peak), hashlib.sha256(module).hexdigest()
+    return ProgramRecord(seconds, tuple(options), memory, digest)
 
 
 def within_memory(options: list[Option], compile: Callable[..., Any], platform: Platform) -> tuple[Any, list[Option]]:
@@ -132,11 +161,11 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
     try:
         return compile(), options
     except Exception as error:
-        found = parse_out_of_memory(str(error))
-        needed, usable = found["needed"], found["usable"]
+        found = parse_shortage(str(error))
+        needed, usable = found.needed, found.usable
         saving = with_saving(options)
         if (
-            platform.memory_limit_option is None
+            not platform.memory_limit_option
             or saving == options
             or not needed
             or not usable
@@ -167,7 +196,7 @@ def peak_beside_host(
     try:
         compile(compiler_options=values | {limit: "1"})
     except Exception as error:
-        if is_out_of_memory(str(error)) and (needed := parse_out_of_memory(str(error))["needed"]):
+        if is_out_of_memory(str(error)) and (needed := parse_shortage(str(error)).needed):
             return min(needed, platform.peak_bytes(sizes))
     return None
 
@@ -185,10 +214,10 @@ def _about_scratch_memory(text: str) -> str | None:
     )
 
 
-def _placement(run: Run, mesh: Any) -> list[str]:
+def _placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """Return a line for each mesh axis of where it lies on the torus, and how to ask for another placement."""
     if not platform_of(run.config.target.platform).has_torus:
-        return []
+        return ()
     from valkyrie.parallel.placement import describe_placement, placement_of, placements
 
     topology = topology_of(run.config.target)
@@ -196,24 +225,31 @@ def _placement(run: Run, mesh: Any) -> list[str]:
     chosen, count = placement_of(mesh, topology), len(placements(run.config.mesh.axes, topology))
     if chosen is not None:
         lines.append(f"mesh.placement=[{','.join(chosen)}], one of {count} on this torus")
-    return lines
+    return tuple(lines)
 
 
-def _too_large(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+def parse_shortage(text: str) -> Shortage:
+    """Parse a compiler's refusal of a program that needs more memory than there is."""
+    found = parse_out_of_memory(text)
+    return Shortage(found["needed"], found["usable"], tuple(Allocation(**entry) for entry in found["largest"]))
+
+
+def _too_large(run: Run, shortage: Shortage, reason: str | None) -> CompileOutcome:
     """Return the outcome of a program that needs more memory than there is, with the layouts that need less."""
     from valkyrie.search.compile.alternatives import cheaper_layouts
 
-    missing = (found["needed"] or 0) - (found["usable"] or 0)
-    return {"status": "does_not_fit", **_with_largest(run, found), "savings": cheaper_layouts(run, missing)}
+    missing = (shortage.needed or 0) - (shortage.usable or 0)
+    full = replace(shortage, largest=_largest(run, shortage), savings=cheaper_layouts(run, missing))
+    return CompileOutcome(CompileStatus.does_not_fit, reason, shortage=full)
 
 
-def _with_largest(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    """Return what a message leaves out, by the shapes of the run: the largest parts of what it needs.
+def _largest(run: Run, shortage: Shortage) -> tuple[Allocation, ...]:
+    """Return the largest allocations, by the shapes of the run if the compiler does not name them.
 
-    The bytes that the compiler needs "for HLO temporaries" have the arguments in them (experiments/LOG.md).
+    The bytes that the compiler needs "for HLO temporaries" include the arguments (experiments/LOG.md).
     """
-    if found["largest"]:
-        return found
+    if shortage.largest:
+        return shortage.largest
     from valkyrie.parallel.mesh import abstract_mesh
     from valkyrie.train.memory import expected_memory
     from valkyrie.train.program import StepProgram
@@ -221,7 +257,7 @@ def _with_largest(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
     expected = expected_memory(run, program.abstract_state)
     resting = expected.parameters + expected.average + expected.optimizer
-    temporaries = (found["needed"] or expected.total) - resting
+    temporaries = (shortage.needed or expected.total) - resting
     parts = {
         "parameters": expected.parameters + expected.average,
         "optimizer state": expected.optimizer,
@@ -229,7 +265,7 @@ def _with_largest(run: Run, found: dict[str, Any]) -> dict[str, Any]:
         "activations and other temporaries": max(temporaries - expected.gradients, 0),
     }
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    return found | {"largest": [{"bytes": size, "shape": name, "op_name": None} for name, size in ordered]}
+    return tuple(Allocation(size, name) for name, size in ordered)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,24 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.hardware.platforms import at_rest, platform_of
+from valkyrie.hardware.position import Position
+from valkyrie.search.compile.prediction import StepMemory
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram, serialised_module
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program: its optimised module, its memory, and where the devices of its mesh lie.
+    """A compiled program: its optimised module, its memory, and the positions of the devices of its mesh, flattened.
 
-    `memory`: XLA's bytes of one device, as `program_memory` names them. `positions`: of each device of the mesh,
-    flattened, its slice, chip coordinates and core. `axes`: the mesh's names and sizes, in order.
+    `axes` are the mesh's names and sizes, in order.
     """
 
     module: bytes
-    memory: dict[str, int]
-    positions: list[list[Any]]
+    memory: ProgramMemory
+    positions: tuple[Position, ...]
     axes: dict[str, int]
     device_kind: str
 
@@ -33,62 +35,56 @@ class CompiledProgram:
 def compiled_program(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, peak: int | None = None
 ) -> CompiledProgram:
-    """Return what is read of a program compiled for a mesh, whoever wrote it; `peak` as `program_memory` takes it."""
+    """Read a program that was compiled for a mesh; `peak` as `program_memory` takes it."""
     return CompiledProgram(
         module=serialised_module(compiled),
         memory=program_memory(compiled, mesh.devices.flat[0].platform, peak),
-        positions=[device_position(device) for device in mesh.devices.flat],
+        positions=device_positions(mesh),
         axes={str(name): int(size) for name, size in mesh.shape.items()},
         device_kind=mesh.devices.flat[0].device_kind,
     )
 
 
-def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> dict[str, int]:
-    """Return what XLA says a program compiled for a platform takes on one device, in bytes.
+def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> ProgramMemory:
+    """Return the memory that XLA counts for a program on one device of a platform.
 
-    `peak`: that of the device alone, where XLA's own number has host memory in it (`peak_beside_host`).
-    Keys: `arguments`, `outputs`, `aliased` (outputs that lie where arguments did), `peak`, `temporary` (what the peak
-    holds beside those), `code` (in a TPU's peak it is not), and `host`, which the program has in host memory.
+    `peak` replaces XLA's own number where that includes host memory (`peak_beside_host`).
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
     backend, code = platform_of(platform), sizes.generated_code_size_in_bytes
     peak = peak or backend.peak_bytes(sizes)
-    resting = at_rest(sizes)
     host = sizes.host_argument_size_in_bytes + sizes.host_output_size_in_bytes - sizes.host_alias_size_in_bytes
-    return {
-        "arguments": sizes.argument_size_in_bytes,
-        "outputs": sizes.output_size_in_bytes,
-        "aliased": sizes.alias_size_in_bytes,
-        "temporary": max(peak - resting - (code if backend.peak_has_code else 0), 0),
-        "code": code,
-        "peak": peak,
-        "host": host + sizes.host_temp_size_in_bytes,
-    }
+    return ProgramMemory(
+        arguments=sizes.argument_size_in_bytes,
+        outputs=sizes.output_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+        temporary=max(peak - at_rest(sizes) - (code if backend.peak_has_code else 0), 0),
+        code=code,
+        peak=peak,
+        host=host + sizes.host_temp_size_in_bytes,
+    )
 
 
-def compiled_memory(program: StepProgram, compiled: jax.stages.Compiled, peak: int | None = None) -> dict[str, int]:
-    """Return bytes on one device: what XLA says of the compiled step, and of that what follows from shapes.
-
-    `parameters`, `optimizer` and `gradients` follow from shapes; the others are those of `program_memory`.
-    """
+def step_memory(program: StepProgram, memory: ProgramMemory) -> StepMemory:
+    """Return the memory of a compiled training step, with what follows from the shapes of its state."""
     expected = expected_memory(program.run, program.abstract_state)
-    return {
-        "parameters": expected.parameters + expected.average,
-        "optimizer": expected.optimizer,
-        "gradients": expected.gradients,
-        **program_memory(compiled, program.backend, peak),
-    }
+    return StepMemory(expected.parameters + expected.average, expected.optimizer, expected.gradients, memory)
 
 
-def device_position(device: Any) -> list[Any]:
-    """Return where a device lies: its slice, its chip's coordinates (of a device without any, its id), its core."""
+def device_positions(mesh: jax.sharding.Mesh) -> tuple[Position, ...]:
+    """Return the positions of a mesh's devices, flattened."""
+    return tuple(device_position(device) for device in mesh.devices.flat)
+
+
+def device_position(device: Any) -> Position:
+    """Return the position of a JAX device; its id replaces coordinates on platforms without a torus."""
     coords = getattr(device, "coords", None)
-    return [
+    return Position(
         getattr(device, "slice_index", 0) or 0,
-        list(coords) if coords is not None else [device.id],
+        tuple(coords) if coords is not None else (device.id,),
         getattr(device, "core_on_chip", 0) or 0,
-    ]
+    )
 
 
 @contextlib.contextmanager

@@ -5,21 +5,24 @@ It uses what `mode=compile` uses for our own step: what is read of the compiled 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.foreign_errors import is_out_of_memory, parse_out_of_memory
+from valkyrie.compiled.memory import ProgramMemory
+from valkyrie.foreign_errors import first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
+from valkyrie.search.compile.prediction import Allocation, CompileStatus, MemoryReport, Prediction
 from valkyrie.search.compile.replayed import corrected, replay_on
-from valkyrie.search.compile.summary import SCHEMA, beside_peak, parts_of_step, positions, speed_on
+from valkyrie.search.compile.summary import reserved_memory, speed_on, with_parts
 from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
 
 if TYPE_CHECKING:
@@ -42,9 +45,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The summary of a program, as `compile.json` has it, and its replay; None where it does not fit."""
+    """The prediction of a program and its replay, or None if it does not fit."""
 
-    summary: dict[str, Any]
+    prediction: Prediction
     replay: Replay | None
 
 
@@ -102,8 +105,8 @@ def predict_function(
     built = compiled_program(compiled, mesh, peak)
     module = parse(built.module)
     about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
-    taken = [asdict(option) for option in told]
-    return _predicted(about, module, target, built.axes, built.positions, built.memory, work, taken)
+    memory = program_report(target, built.memory)
+    return _predicted(about, module, target, built.axes, built.positions, memory, work, told)
 
 
 def predict_file(
@@ -111,21 +114,25 @@ def predict_file(
     target: Slice,
     axes: Mapping[str, int],
     *,
-    places: Sequence[str] | None = None,
+    places: Sequence[Position] | None = None,
     work: Work | None = None,
 ) -> Predicted:
     """Return what a step of a dumped module takes on a slice; `axes` are the names and sizes of its mesh, in order.
 
-    `places`: where each device of the mesh lies, flattened, as `slice:x,y,z:core`; without them, as `Slice.mesh` lays
-    it. ValueError where the module is none that can be replayed, or for another chip or number of devices.
+    `places` are the positions of the mesh's devices, flattened; by default those of `Slice.mesh`. Raises
+    ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices.
     """
     dumped, work = read_dumped(path), work or Work()
     chip = target.chip
-    lie = target.places(list(axes.values()), list(axes))
+    positions = target.places(list(axes.values()), list(axes))
     assert chip is not None and chip.clock_ghz is not None
     if places is not None:
-        lie = _places(places, lie, target)
-    devices, of_a_slice = len(lie), len(lie) // target.slices
+        if sorted(places) != sorted(positions):
+            raise ValueError(
+                f"the {len(places)} places are not those of the devices of {target.describe()}, each once."
+            )
+        positions = tuple(places)
+    devices, of_a_slice = len(positions), len(positions) // target.slices
     compiled_for = dumped.devices or dumped.module.partitions
     if compiled_for not in (devices, of_a_slice) if dumped.devices else compiled_for > devices:
         resized = target.resized(compiled_for)
@@ -137,15 +144,17 @@ def predict_file(
         dumped.module.partitions = devices
     in_a_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
     refuse_other_chip(dumped.module, chip.name, chip.cores > 1, in_a_cycle, str(path))
-    memory: dict[str, Any] = dumped.memory or {"argument_bytes": dumped.argument_bytes}
+    memory = program_report(target, dumped.memory or dumped.argument_bytes)
     about = _about(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
-    predicted = _predicted(about, dumped.module, target, axes, lie, memory, work, [])
+    predicted = _predicted(about, dumped.module, target, axes, positions, memory, work, [])
     rate = slow_products(dumped.module, in_a_cycle)
     if rate is not None and rate < LOW_RATE:
-        predicted.summary["notes"].append(
+        note = (
             f"the fastest product reaches {100 * rate:.0f}% of the peak of {chip.name}: check that the module was "
             "compiled for this chip, which it does not say itself"
         )
+        prediction = predicted.prediction
+        return replace(predicted, prediction=replace(prediction, notes=(*prediction.notes, note)))
     return predicted
 
 
@@ -154,65 +163,64 @@ def _predicted(
     module: Module,
     target: Slice,
     axes: Mapping[str, int],
-    lie: Sequence[Sequence[Any]],
-    memory: Mapping[str, int],
+    positions: Sequence[Position],
+    memory: MemoryReport,
     work: Work,
-    options: list[dict[str, Any]],
+    options: Sequence[Option],
 ) -> Predicted:
     assert target.chip is not None
-    replay = corrected(replay_on(target, module, dict(axes), lie), target)
-    told = memory_of_program(target, memory)
-    too_large = told["headroom"] is not None and told["headroom"] < 0
-    summary = {
-        "schema": SCHEMA,
-        "about": about,
-        "status": "does_not_fit" if too_large else "ok",
-        "reason": "needs more memory than the compiler leaves to a program" if too_large else None,
-        "versions": versions(),
-        "positions": positions(lie),
-        "memory": told,
-        "options": options,
-        "step": speed_on(target.chip, len(lie), replay, work.tokens, work.flops),
-        **parts_of_step(replay, replay.collectives),
-    }
-    summary["hints"] = program_hints(summary)
-    return Predicted(summary, replay)
+    replay = corrected(replay_on(target, module, dict(axes), positions), target)
+    too_large = memory.headroom is not None and memory.headroom < 0
+    prediction = Prediction(
+        about=about,
+        status=CompileStatus.does_not_fit if too_large else CompileStatus.ok,
+        reason="needs more memory than the compiler leaves to a program" if too_large else None,
+        versions=versions(),
+        positions=tuple(positions),
+        memory=memory,
+        options=tuple(options),
+        step=speed_on(target.chip, len(positions), replay, work.tokens, work.flops),
+    )
+    prediction = with_parts(prediction, replay, replay.collectives)
+    return Predicted(replace(prediction, hints=program_hints(prediction)), replay)
 
 
-def memory_of_program(target: Slice, memory: Mapping[str, int]) -> dict[str, Any]:
-    """Return the bytes of one device at the peak of any program's step; `peak` is None if arguments alone are known."""
+def program_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
+    """Return the memory of one device at the peak of any program's step.
+
+    `memory` are the bytes of its arguments if no more is known: `peak` is then None.
+    """
     usable = usable_hbm(target.chip)
-    if "argument_bytes" in memory:
-        arguments = memory["argument_bytes"]
-        short = usable - arguments if usable is not None and arguments > usable else None
-        told = {"peak": None, "usable": usable, "headroom": short, "split": {"arguments": arguments}}
-        return told | {"needed": arguments, "largest": [], "savings": []}
-    at_rest = memory["arguments"] + memory["outputs"] - memory["aliased"]
-    peak = memory.get("peak", at_rest + memory["temporary"] + memory["code"])
+    if isinstance(memory, int):
+        short = usable - memory if usable is not None and memory > usable else None
+        return MemoryReport(usable=usable, headroom=short, split={"arguments": memory}, needed=memory)
     split = {
-        "arguments": memory["arguments"],
-        "outputs that take no argument's place": memory["outputs"] - memory["aliased"],
-        "temporaries": memory["temporary"],
-        "program": peak - at_rest - memory["temporary"],
+        "arguments": memory.arguments,
+        "outputs that take no argument's place": memory.outputs - memory.aliased,
+        "temporaries": memory.temporary,
+        "program": memory.peak - memory.at_rest - memory.temporary,
     }
-    largest = [{"bytes": size, "shape": name, "op_name": None} for name, size in split.items() if size > 0]
-    return {
-        "peak": peak,
-        "usable": usable,
-        "headroom": None if usable is None else usable - peak,
-        "split": split,
-        "needed": peak,
-        "largest": sorted(largest, key=lambda entry: -entry["bytes"]),
-        "savings": [],
-        **beside_peak(target.chip, memory),
-    }
+    largest = [Allocation(size, name) for name, size in split.items() if size > 0]
+    return MemoryReport(
+        peak=memory.peak,
+        usable=usable,
+        headroom=None if usable is None else usable - memory.peak,
+        split=split,
+        reserved=reserved_memory(target.chip),
+        code=memory.code,
+        host=memory.host,
+        needed=memory.peak,
+        largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)),
+    )
 
 
-def _refused_for_memory(about: dict[str, Any], text: str) -> dict[str, Any]:
-    found = parse_out_of_memory(text)
-    memory = {key: found[key] for key in ("needed", "usable", "largest")} | {"savings": []}
-    kept = {"schema": SCHEMA, "about": about, "status": "does_not_fit", "reason": found["reason"]}
-    return kept | {"versions": versions(), "memory": memory}
+def _refused_for_memory(about: dict[str, Any], text: str) -> Prediction:
+    from valkyrie.search.compile.child import parse_shortage
+
+    short = parse_shortage(text)
+    memory = MemoryReport(needed=short.needed, usable=short.usable, largest=short.largest)
+    status = CompileStatus.does_not_fit
+    return Prediction(about, status, first_lines(text), versions=versions(), memory=memory)
 
 
 def _about(name: str, target: Slice, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -267,7 +275,7 @@ def _mesh_of(tree: Any) -> jax.sharding.Mesh | None:
 
 def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
     """Raise ValueError where a mesh does not have the devices of a slice: their kind, number and torus."""
-    from valkyrie.search.compile.executable import device_position
+    from valkyrie.search.compile.executable import device_positions
 
     chip, devices = target.chip, list(mesh.devices.flat)
     assert chip is not None
@@ -277,10 +285,10 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
         raise ValueError(f"the program lies on {kind} devices, and {target.describe()} has {chip.name} chips; {how}.")
     if len(devices) != target.devices:
         raise ValueError(f"the program's mesh has {len(devices)} devices; {target.describe()} has {target.devices}.")
-    lie = [device_position(device) for device in devices]
-    slices = {slice_ for slice_, _, _ in lie}
+    positions = device_positions(mesh)
+    slices = {position.slice for position in positions}
     shape = topology_of(target).shape
-    spread = [len({coords[i] for _, coords, _ in lie}) for i in range(len(shape))]
+    spread = [len({position.coords[i] for position in positions}) for i in range(len(shape))]
     if len(slices) != target.slices or tuple(spread) != shape:
         has = "x".join(str(n) for n in spread)
         several = f"{len(slices)} slices of " if len(slices) > 1 else ""
@@ -288,17 +296,3 @@ def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
             f"the program's mesh lies on {several}{has}, and {target.describe()} is another torus; {how}, and "
             f'valkyrie.slice("{chip.name}-{has}"{f", slices={len(slices)}" if several else ""}) has that torus.'
         )
-
-
-def _places(texts: Iterable[str], default: Sequence[Sequence[Any]], target: Slice) -> list[list[Any]]:
-    """Return device places as they were written, `slice:x,y,z:core`; ValueError where they are not the slice's."""
-    places = []
-    for text in texts:
-        try:
-            slice_, coords, core = str(text).split(":")
-            places.append([int(slice_), [int(c) for c in coords.split(",")], int(core)])
-        except ValueError:
-            raise ValueError(f"{text} is no place of a device. Write slice:x,y,z:core, such as 0:1,3,0:0.") from None
-    if sorted(places) != sorted([s, list(c), core] for s, c, core in default):
-        raise ValueError(f"the {len(places)} places are not those of the devices of {target.describe()}, each once.")
-    return places

@@ -5,37 +5,40 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig, topology_of
 from valkyrie.machine.network import Machine
-from valkyrie.machine.replay import Cost, Replay, Span, replay
-from valkyrie.machine.torus import Position
+from valkyrie.machine.replay import Replay, replay
 from valkyrie.paths import source_digest, write_whole
-from valkyrie.search.compile.runner import Compiled, target_settings
+from valkyrie.records import RecordError, encode, read_record
+from valkyrie.search.compile.cache import target_settings
+from valkyrie.search.compile.runner import Compiled
 from valkyrie.search.compile.trust import correction_of
 
 
 def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[CollectiveUse]]:
-    """Return the corrected replay of a compiled run and what its program sends; none where the target has no schedule.
+    """Return the corrected replay of a compiled run, or None without a schedule, and the collectives of its program.
 
-    Only the TPU compiler leaves a schedule with its own cycle estimates. Other targets have bytes sent and no time.
+    Only the TPU compiler leaves a schedule with its own cycle estimates. For other targets, collectives have bytes and
+    no times.
     """
-    target = run.config.target
+    target, step = run.config.target, compiled.outcome.step
+    assert step is not None, "only a layout that fits is replayed"
     replay_module = REPLAYS.get(platform_of(target.platform).replay)
     if replay_module is None:
-        return None, traffic(parse(compiled.module.read_bytes()), compiled.outcome["axes"])
-    kept = compiled.folder / f"replay-{_digest(target)}.json"
-    result = _from_json(kept.read_bytes()) if kept.is_file() else None
+        return None, traffic(parse(compiled.module.read_bytes()), step.axes)
+    file = compiled.program / f"replay-{_digest(target)}.json"
+    result = _read(file)
     if result is None:
-        outcome = compiled.outcome
-        result = replay_module(target, parse(compiled.module.read_bytes()), outcome["axes"], outcome["positions"])
-        write_whole(kept, json.dumps(asdict(result)))
+        result = replay_module(target, parse(compiled.module.read_bytes()), step.axes, step.positions)
+        write_whole(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
     result = corrected(result, target)
     return result, list(result.collectives)
 
@@ -58,7 +61,7 @@ def corrected(raw: Replay, target: TargetConfig) -> Replay:
     return replace(
         raw,
         step_s=by * raw.step_s,
-        seconds={name: by * seconds for name, seconds in raw.seconds.items()},
+        parts=[replace(part, seconds=by * part.seconds) for part in raw.parts],
         sending_s=by * raw.sending_s,
         collectives=[replace(u, busy_s=by * u.busy_s, exposed_s=by * u.exposed_s) for u in raw.collectives],
         costs=[replace(cost, seconds=by * cost.seconds) for cost in raw.costs],
@@ -68,38 +71,31 @@ def corrected(raw: Replay, target: TargetConfig) -> Replay:
     )
 
 
-def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Sequence[Any]]) -> Replay:
-    """Return the replay of any scheduled module on a slice; ValueError where the slice's chip lacks a figure for it.
+def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
+    """Replay a scheduled module on a slice. Raises ValueError if a figure of the slice's chip is missing.
 
-    `axes`: names and sizes of the mesh's axes, in order; `positions`: slice, coordinates and core of each of its
-    devices, flattened.
+    `axes` are names and sizes of the mesh's axes, in order; `positions` those of its devices, flattened.
     """
     assert target.chip is not None
-    places = tuple(Position(s, tuple(coords), core) for s, coords, core in positions)
-    return replay(module, Machine(target.chip, topology_of(target), places, axes))
+    return replay(module, Machine(target.chip, topology_of(target), tuple(positions), axes))
 
 
-REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Sequence[Any]]], Replay]] = {
+REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
     "libtpu": replay_on,
 }
 """What replays a compiled module, by the platform's `replay`."""
 
 
-def _from_json(text: bytes) -> Replay | None:
-    """Return a replay that was kept; None for a damaged file, which is then made again."""
+def _read(file: Path) -> Replay | None:
+    """Read a replay; None if it is not there or damaged, and is then computed again."""
     try:
-        values: dict[str, Any] = json.loads(text)
-        uses = [use | {key: tuple(use[key]) for key in ("mesh_axes", "torus_axes")} for use in values["collectives"]]
-        values["collectives"] = [CollectiveUse(**use) for use in uses]
-        values["costs"] = [Cost(**cost) for cost in values["costs"]]
-        values["spans"] = [Span(**span) for span in values["spans"]]
-        return Replay(**values)
-    except (ValueError, KeyError, TypeError):
+        return read_record(Replay, file)
+    except (OSError, RecordError):
         return None
 
 
 def _digest(target: TargetConfig) -> str:
-    """Return a name for what decides a replay beside the module: the source that reads it, and the target's figures."""
+    """Return a digest of what decides a replay besides the module: the source of the replay, the target's figures."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
-    source = source_digest("compiled", "hardware", "machine")
+    source = source_digest("compiled", "machine", "hardware")
     return hashlib.sha256((figures + source).encode()).hexdigest()[:16]

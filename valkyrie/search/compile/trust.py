@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.search.compile.prediction import StepInterval
 
 FILE = Path(__file__).with_name("published.json")
 ENOUGH = 4
@@ -131,11 +131,8 @@ def as_json(rows: Sequence[Published]) -> str:
     return json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
 
 
-def trust(step_s: float, chip: ChipConfig) -> dict[str, Any] | None:
-    """Return the interval of a predicted step in seconds, as `compile.json` holds it; None where none is known.
-
-    Keys: `low_s`, `high_s`, and those of `Interval`.
-    """
+def trust(step_s: float, chip: ChipConfig) -> StepInterval | None:
+    """Return the range of a predicted step of `step_s` seconds, or None if unknown."""
     own, found = chip.replay, None
     if own.factor is None:
         found = interval(published(), chip.name)
@@ -143,7 +140,7 @@ def trust(step_s: float, chip: ChipConfig) -> dict[str, Any] | None:
         found = Interval(own.low, own.high, own.rows, own.models, chip.name, (), yours=True)
     if found is None:
         return None
-    return {"low_s": step_s * found.low, "high_s": step_s * found.high} | asdict(found)
+    return StepInterval(step_s * found.low, step_s * found.high, **asdict(found))
 
 
 def _loss(rows: Sequence[Published]) -> float:

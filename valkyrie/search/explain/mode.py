@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -20,6 +19,7 @@ from valkyrie.paths import unused, write_whole
 from valkyrie.records import encode
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
 from valkyrie.search.compile.implementations import computed
+from valkyrie.search.compile.prediction import CompileStatus, Prediction, read_prediction
 from valkyrie.search.explain.difference import (
     LETTERS,
     NO_STEP,
@@ -51,9 +51,9 @@ def explain_mode(run: Run) -> int:
         )
     if asked[0] == asked[1]:
         raise ValueError(f"first= and second= are the same: {asked[0]!r}. Name two layouts.")
-    summaries = _summaries(run, (asked[0], asked[1]), console)
-    made = difference(*summaries, asked=(asked[0], asked[1]))
-    folder = _folder(run, summaries)
+    predictions = _predictions(run, (asked[0], asked[1]), console)
+    made = difference(*predictions, asked=(asked[0], asked[1]))
+    folder = _folder(run, predictions)
     write_about(run, folder)
     write_whole(folder / EXPLAINED, json.dumps(as_json(made), indent=1) + "\n")
     show(made, console)
@@ -61,18 +61,18 @@ def explain_mode(run: Run) -> int:
     return 0
 
 
-def _folder(run: Run, summaries: Sequence[dict[str, Any]]) -> Path:
+def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
     """Return the folder of the answer: the run's where it has a name, else a new one of the model and both layouts."""
     if run.config.name is not None or run.config.resume is not None:
         return run_folder(run)
-    one, other = (summary["about"] for summary in summaries)
+    one, other = (prediction.about for prediction in predictions)
     return unused(Path(run.config.runs) / f"explain-{one['model']}-{one['layout']}-{other['layout']}")
 
 
-def _summaries(run: Run, asked: tuple[str, str], console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the summaries of two layouts: those of folders, or of the command's run with these overrides, compiled.
+def _predictions(run: Run, asked: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
+    """Return the predictions of two layouts: those of folders, or of the command's run with these overrides.
 
-    ValueError with everything that is wrong with them, before anything is compiled.
+    Raises ValueError with everything that is wrong with them before anything is compiled.
     """
     layouts, problems = [], []
     for letter, text in zip(LETTERS, asked, strict=True):
@@ -81,7 +81,7 @@ def _summaries(run: Run, asked: tuple[str, str], console: Console) -> tuple[dict
         except ValueError as error:
             problems.append(str(error))
         else:
-            problems += [why] if isinstance(layout, dict) and (why := without_step(layout, letter)) else []
+            problems += [why] if isinstance(layout, Prediction) and (why := without_step(layout, letter)) else []
     if not problems:
         one, other = layouts
         problems = other_models(_known(one), _known(other))
@@ -93,8 +93,8 @@ def _summaries(run: Run, asked: tuple[str, str], console: Console) -> tuple[dict
     return one, other
 
 
-def _layout(run: Run, text: str) -> Run | dict[str, Any]:
-    """Return the summary in a folder, or the command's run with these overrides; ValueError says all that is wrong."""
+def _layout(run: Run, text: str) -> Run | Prediction:
+    """Return the prediction in a folder, or the command's run with these overrides. Raises ValueError for mistakes."""
     folder = next((f for f in (Path(text).expanduser(), Path(run.config.runs) / text) if f.is_dir()), None)
     if folder is not None:
         return _read(folder)
@@ -124,24 +124,26 @@ def _layout(run: Run, text: str) -> Run | dict[str, Any]:
     return other
 
 
-def _known(layout: Run | dict[str, Any]) -> dict[str, Any]:
+def _known(layout: Run | Prediction) -> Prediction:
     """Return what is known of a layout before it is compiled."""
-    return layout if isinstance(layout, dict) else {"about": encode(layout.about()), "model": computed(layout)}
+    if isinstance(layout, Prediction):
+        return layout
+    return Prediction(about=encode(layout.about()), status=CompileStatus.ok, model=computed(layout))
 
 
-def _compiled(run: Run, console: Console) -> dict[str, Any]:
+def _compiled(run: Run, console: Console) -> Prediction:
     return compile_and_summarise(run, console)[1]
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> Prediction:
     file = folder / SUMMARY
     try:
-        return json.loads(file.read_text())
+        return read_prediction(file)
     except FileNotFoundError:
         raise ValueError(
             f"{folder} has no {SUMMARY}: it is no folder of a layout that was compiled. mode=compile leaves one."
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
@@ -161,7 +163,7 @@ def show(made: Difference, console: Console) -> None:
         console.print(sentence, markup=False)
 
 
-def _table(title: str, pairs: list[Pair], written: Any, console: Console) -> None:
+def _table(title: str, pairs: Sequence[Pair], written: Callable[[float], str], console: Console) -> None:
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE)
     table.add_column("what")
     for name in (*LETTERS, "B - A"):
@@ -179,7 +181,7 @@ def _collectives(made: Difference, console: Console) -> None:
         table.add_column(name, justify="right" if name in ("waited", "sent", "calls") else "left")
     for letter, uses in zip(LETTERS, made.dearest, strict=True):
         for use in uses:
-            numbers = duration(use["waited_s"]), sent(use["bytes"]), f"{use['calls']:,.0f}"
-            table.add_row(letter, use["kind"], use["over"], *numbers, use["cause"], use["source"])
+            numbers = duration(use.waited_s), sent(use.bytes), f"{use.calls:,.0f}"
+            table.add_row(letter, use.kind, use.over, *numbers, use.cause, use.source)
     if table.row_count:
         console.print(table)

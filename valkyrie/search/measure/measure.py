@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from valkyrie.compiled.collectives import traffic
-from valkyrie.compiled.communication import communication
+from valkyrie.compiled.communication import sum_communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.modes import MeasuredData
 from valkyrie.config.run import Run
@@ -23,8 +23,9 @@ from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.records import encode
 from valkyrie.runs.folder import versions
-from valkyrie.search.compile.executable import compiled_memory
-from valkyrie.search.compile.summary import SCHEMA, memory_split
+from valkyrie.search.compile.executable import program_memory, step_memory
+from valkyrie.search.compile.prediction import CompileStatus, CompileTimes, MeasuredStep, Measurement
+from valkyrie.search.compile.summary import memory_report
 from valkyrie.search.measure.profile import collective_times
 from valkyrie.train.devices import Devices
 from valkyrie.train.prepare import refuse_other_data
@@ -34,8 +35,8 @@ from valkyrie.train.room import DoesNotFit, check_room
 
 def measure(
     run: Run, devices: Devices, trace: Path | None = None, say: Callable[[str], Any] | None = None
-) -> dict[str, Any]:
-    """Return the summary of a measured layout: seconds of each timed step, rates, memory, and what the program sends.
+) -> Measurement:
+    """Time a layout: seconds of each timed step, rates, memory, and what the program sends.
 
     Every step waits for its result before the next one starts, so that a step's seconds are its own. The batch is
     random tokens of the run's shape that lie on the devices, or comes from the run's loader, whose time then counts.
@@ -43,26 +44,27 @@ def measure(
     What does not fit comes back as a result; ValueError where the arrays of simulated devices are larger than this
     machine's memory. `say` is given a line where the memory may not be enough. `simulated` says that no time is real.
     """
-    summary: dict[str, Any] = {
-        "schema": SCHEMA,
-        "stage": "measure",
-        "about": encode(run.about()),
-        "versions": versions(),
-        "simulated": devices.simulated,
-        "devices": f"{len(devices.devices)} x {devices.devices[0].device_kind}",
-        "data": run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
-    }
+    blank = Measurement(
+        about=encode(run.about()),
+        status=CompileStatus.does_not_fit,
+        versions=versions(),
+        simulated=devices.simulated,
+        devices=f"{len(devices.devices)} x {devices.devices[0].device_kind}",
+        data=run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
+    )
     try:
-        return summary | {"status": "ok", "reason": None} | _measured(run, devices, trace, say)
+        return _measured(blank, run, devices, trace, say)
     except DoesNotFit as error:
-        return summary | {"status": "does_not_fit", "reason": str(error)}
+        return replace(blank, reason=str(error))
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(str(error)):
             raise
-        return summary | {"status": "does_not_fit", "reason": str(error).splitlines()[0]}
+        return replace(blank, reason=str(error).splitlines()[0])
 
 
-def _measured(run: Run, devices: Devices, trace: Path | None, say: Callable[[str], Any] | None) -> dict[str, Any]:
+def _measured(
+    blank: Measurement, run: Run, devices: Devices, trace: Path | None, say: Callable[[str], Any] | None
+) -> Measurement:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     check_room(program, devices, say=say)
     mode = run.config.mode
@@ -87,14 +89,18 @@ def _measured(run: Run, devices: Devices, trace: Path | None, say: Callable[[str
         module = parse(serialised_module(compiled))
         axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
         times = collective_times(step, module, axes, trace)
-    return {
-        "compile": {"compile_s": compile_s},
-        "options": [asdict(option) for option in program.options],
-        "memory": memory_split(run, compiled_memory(program, compiled)) | {"reported_peak": _reported_peak(devices)},
-        "step": _speed(run, devices, seconds[mode.warmup :]) | {"first_step_s": seconds[0]},
-        "communication": communication(traffic(module, axes)) | times,
-        "loss": loss,
-    }
+    memory = memory_report(run, step_memory(program, program_memory(compiled, program.backend)))
+    return replace(
+        blank,
+        status=CompileStatus.ok,
+        compile=CompileTimes(compile_s=compile_s),
+        options=tuple(program.options),
+        memory=replace(memory, reported_peak=_reported_peak(devices)),
+        step=_speed(run, devices, seconds, mode.warmup),
+        communication=sum_communication(traffic(module, axes)),
+        trace=times,
+        loss=loss,
+    )
 
 
 @contextlib.contextmanager
@@ -110,21 +116,22 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
         yield map(program.place, loader)
 
 
-def _speed(run: Run, devices: Devices, seconds: list[float]) -> dict[str, Any]:
-    """Return median, 90th percentile and least seconds of a step, and the rates by the median."""
-    config, chip = run.config, devices.chip
-    tokens, median = config.batch * config.seq, statistics.median(seconds)
+def _speed(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
+    """Return median, 90th percentile and least seconds of the steps after the warm-up, and the rates by the median."""
+    config, chip, timed = run.config, devices.chip, seconds[warmup:]
+    tokens, median = config.batch * config.seq, statistics.median(timed)
     peak = None if chip is None else chip.peak_flops(config.precision.compute)
-    return {
-        "step_s": median,
-        "p90_s": float(np.quantile(seconds, 0.9)),
-        "min_s": min(seconds),
-        "seconds": seconds,
-        "tokens_per_second": tokens / median,
-        "tokens_per_second_per_chip": tokens / median / devices.chips,
-        "mfu": None if peak is None else run.step_flops / median / (devices.chips * peak),
-        "mfu_denominator": None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
-    }
+    return MeasuredStep(
+        step_s=median,
+        p90_s=float(np.quantile(timed, 0.9)),
+        min_s=min(timed),
+        seconds=tuple(timed),
+        tokens_per_second=tokens / median,
+        tokens_per_second_per_chip=tokens / median / devices.chips,
+        mfu=None if peak is None else run.step_flops / median / (devices.chips * peak),
+        mfu_denominator=None if peak is None or chip is None else f"{peak / 1e12:g} TFLOP/s of a {chip.name} chip",
+        first_step_s=seconds[0],
+    )
 
 
 def _reported_peak(devices: Devices) -> int | None:

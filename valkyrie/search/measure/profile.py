@@ -9,12 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from valkyrie.compiled.collectives import Collective, Collectives, fused_kind, inner_collectives, kind_of
 from valkyrie.compiled.hlo import Instruction, Module
+from valkyrie.search.compile.prediction import CollectiveTime, CollectiveTrace
 from valkyrie.train.profile import tracing
 
 STEPS = 3
@@ -41,12 +42,10 @@ class Event(NamedTuple):
 
 def collective_times(
     step: Callable[[], object], module: Module, mesh_axes: dict[str, int], keep: Path | None
-) -> dict[str, Any]:
-    """Trace `STEPS` calls of a warm step; return `collective_s` by mesh axes and kind, and `collective_note`.
+) -> CollectiveTrace:
+    """Trace `STEPS` calls of a warm step and return its time in collectives.
 
-    `traced_step_s` is the median of the traced steps: tracing slows a step down, so that shares are of this one.
-    `keep` is the folder in which the trace stays; None leaves none. Where no trace can be had `collective_s` is None
-    and the note says why.
+    `keep` is the folder for the trace, or None to delete it.
     """
     collectives = known_collectives(module, mesh_axes)
     try:
@@ -60,7 +59,7 @@ def collective_times(
     if collectives and not any(event.op in collectives for event in events):
         return _none("the profiler recorded the step without the names of its collectives")
     found = seconds_by_use(events, collectives)
-    return {"collective_s": found, "traced_step_s": step_s, "collective_note": MEANING}
+    return CollectiveTrace(tuple(found), MEANING, step_s)
 
 
 def read_events(file: Path, module: Module) -> Iterator[Event]:
@@ -102,35 +101,41 @@ def known_collectives(module: Module, mesh_axes: dict[str, int]) -> dict[str, Co
     return {name: collective for name, collective in found.items() if collective.mesh_axes}
 
 
-def seconds_by_use(events: list[Event], collectives: dict[str, Collective]) -> dict[str, dict[str, float]]:
-    """Return seconds of a step by mesh axes (`x,y`) and kind, most first: the median run, mean over devices.
+def seconds_by_use(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
+    """Return seconds of a step by mesh axes and kind: the median run, mean over devices.
 
-    They add up to the time in which any collective is under way. Events that do not tell their run are divided evenly
-    among the traced steps.
+    Mesh axes with most time come first, and of those the kind with most. The times sum to that in which any collective
+    is under way. Events that do not name their run are divided evenly among the traced steps.
     """
     runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event.op in collectives:
             runs[event.device][event.run].append(event)
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for of_device in runs.values():
         untold = _seconds_each(of_device.pop(None, []), collectives)
         each = sorted((_seconds_each(run, collectives) for run in of_device.values()), key=lambda s: sum(s.values()))
         middle = each[(len(each) - 1) // 2] if each else {}
         for (axes, kind), seconds in [*((use, s / STEPS) for use, s in untold.items()), *middle.items()]:
             found[axes][kind] += seconds / len(runs)
-    ordered = sorted(found.items(), key=lambda item: -sum(item[1].values()))
-    return {axes: dict(sorted(kinds.items(), key=lambda item: -item[1])) for axes, kinds in ordered}
+    return [
+        CollectiveTime(kind, axes, seconds)
+        for axes, kinds in sorted(found.items(), key=lambda item: -sum(item[1].values()))
+        for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1])
+    ]
 
 
-def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> dict[tuple[str, str], float]:
+_Use = tuple[tuple[str, ...], str]
+
+
+def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> dict[_Use, float]:
     """Return the seconds of one device by mesh axes and kind; what overlaps shares its time evenly."""
-    edges: list[tuple[float, int, tuple[str, str]]] = []
+    edges: list[tuple[float, int, _Use]] = []
     for event in events:
-        use = collectives[event.op].label, collectives[event.op].kind
+        use = collectives[event.op].mesh_axes, collectives[event.op].kind
         edges += [(event.start, 1, use), (event.start + event.seconds, -1, use)]
-    seconds: dict[tuple[str, str], float] = defaultdict(float)
-    under_way: Counter[tuple[str, str]] = Counter()
+    seconds: dict[_Use, float] = defaultdict(float)
+    under_way: Counter[_Use] = Counter()
     before = 0.0
     for now, change, use in sorted(edges):
         for one in under_way:
@@ -153,8 +158,8 @@ def _trace(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]
     return files, statistics.median(seconds)
 
 
-def _none(reason: str) -> dict[str, Any]:
-    return {"collective_s": None, "collective_note": f"no trace: {reason}"}
+def _none(reason: str) -> CollectiveTrace:
+    return CollectiveTrace(None, f"no trace: {reason}")
 
 
 def _started(instruction: Instruction) -> Instruction | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -15,10 +12,10 @@ from valkyrie.config.modes import ATTEMPTS, TUNED
 from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
-from valkyrie.records import encode
+from valkyrie.records import encode, write_record
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.search.tune.tune import tune
-from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments
+from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory, seconds_of
@@ -52,7 +49,7 @@ def tune_mode(run: Run) -> int:
             interrupted = True
     tuned = known[-1]
     write_about(run, folder)
-    write_whole(folder / ATTEMPTS, json.dumps(as_json(tuned), indent=1) + "\n")
+    write_record(folder / ATTEMPTS, tune_record(tuned))
     write_whole(folder / TUNED, fragment(tuned))
     _show_end(tuned, folder, interrupted, console)
     return EXIT_STATUS if interrupted else 0
@@ -179,15 +176,17 @@ def training_command(tuned: Tuned) -> str:
     return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])
 
 
-def as_json(tuned: Tuned) -> dict[str, Any]:
-    """Return what `tune.json` holds: steps in seconds, bytes of a device at the peak, every attempt in order."""
-    attempts = [asdict(attempt) | {"verdict": attempt.verdict.value} for attempt in tuned.attempts]
-    steps = {"start_s": tuned.start_s, "step_s": tuned.step_s, "finished": tuned.finished}
-    head = {"schema": 1, "about": encode(tuned.run.about()), "versions": versions()} | steps
-    return head | {
-        "options": tuned.options,
-        "model": tuned.model,
-        "to_fit": tuned.to_fit,
-        "set_by_user": tuned.set_by_user,
-        "attempts": attempts,
-    }
+def tune_record(tuned: Tuned) -> TuneRecord:
+    """Return what `tune.json` holds."""
+    return TuneRecord(
+        about=encode(tuned.run.about()),
+        versions=versions(),
+        start_s=tuned.start_s,
+        step_s=tuned.step_s,
+        finished=tuned.finished,
+        options=tuned.options,
+        model=tuned.model,
+        to_fit=tuned.to_fit,
+        set_by_user=tuned.set_by_user,
+        attempts=tuned.attempts,
+    )

@@ -15,6 +15,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.runs.folder import key_value
 from valkyrie.search.compile.implementations import Implementation, implementations
+from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replayed
 from valkyrie.search.compile.runner import Compiled, compile_layout
 from valkyrie.search.tune.compiler_options import CompilerOption, options_for
@@ -26,7 +27,7 @@ LEAST_GAIN = 0.002
 """The share of the step that an option must save to be kept: each is one more that a later compiler may refuse."""
 ROUNDS = 2
 
-_WITHOUT_STEP = {v.name: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
+_WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
 _Texts = frozenset[tuple[str, str | None]]
 
 
@@ -40,17 +41,26 @@ class _Look:
 
     @property
     def digest(self) -> str:
-        return str(self.compiled.outcome["module_sha256"])
+        return self._step.module_sha256
 
     @property
     def peak(self) -> int:
-        return int(self.compiled.outcome["memory"]["peak"])
+        return self._step.memory.program.peak
+
+    @property
+    def chosen(self) -> dict[str, str | None]:
+        """All options of the program, as the compiler reads them."""
+        return {option.name: option.value for option in self._step.options}
 
     def options(self, set_by: str) -> Options:
         """The options that somebody set, as the compiler reads them."""
-        return {
-            option["name"]: option["value"] for option in self.compiled.outcome["options"] if option["set_by"] == set_by
-        }
+        return {option.name: option.value for option in self._step.options if option.set_by == set_by}
+
+    @property
+    def _step(self) -> CompiledStep:
+        step = self.compiled.outcome.step
+        assert step is not None, "only a program that fits has a module"
+        return step
 
 
 def tune(
@@ -136,7 +146,7 @@ class _Tuner:
                 f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step to shorten: "
                 f"{_why(look.compiled)} Begin with a layout that mode=compile compiles."
             )
-        self._at_start = {option["name"]: option["value"] for option in look.compiled.outcome["options"]}
+        self._at_start = look.chosen
         first = Attempt({}, Verdict.start, 1, look.step_s, look.peak, None, None, look.seconds, look.compiled.cached)
         self._digest, self._defaults, to_fit = look.digest, look.options(CHIP), look.options(TO_FIT)
         run = with_options(self._run, to_fit)
@@ -199,7 +209,7 @@ class _Tuner:
 
     def _timed_out(self, look: _Look, left_s: float) -> bool:
         """Return whether a compile ended with the budget, and not for its own time limit."""
-        return look.compiled.status == "timeout" and left_s < self._run.config.mode.time_limit_s
+        return look.compiled.status is CompileStatus.timeout and left_s < self._run.config.mode.time_limit_s
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
         """Yield each value of each candidate. A switch has two: where one changes the program, the other is as now.
@@ -296,9 +306,9 @@ class _Tuner:
         """Compile a run; its schedule is replayed where no equal module was before."""
         began = time.perf_counter()
         compiled = compile_layout(run, limit_s, run.config.mode.cache, lambda line: self._progress(f"{what}: {line}"))
-        step_s = None
-        if compiled.status == "ok":
-            digest = compiled.outcome["module_sha256"]
+        step, step_s = compiled.outcome.step, None
+        if step is not None:
+            digest = step.module_sha256
             if digest not in self._steps:
                 replay, _ = replayed(run, compiled)
                 assert replay is not None, "a TPU's compiler leaves a schedule"
@@ -313,7 +323,7 @@ def _texts(options: Mapping[str, Any]) -> _Texts:
 
 def _why(compiled: Compiled) -> str:
     """Return why a program has no step, as a sentence."""
-    outcome = compiled.outcome
-    if compiled.status == "does_not_fit" and outcome.get("needed"):
-        return f"it does not fit, it needs {gib(outcome['needed'])} of {gib(outcome['usable'])} usable."
-    return f"{str(outcome.get('reason')).rstrip('.')}."
+    short = compiled.outcome.shortage
+    if short is not None and short.needed:
+        return f"it does not fit, it needs {gib(short.needed)} of {gib(short.usable)} usable."
+    return f"{str(compiled.outcome.reason).rstrip('.')}."

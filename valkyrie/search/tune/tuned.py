@@ -86,6 +86,24 @@ class Tuned:
         return 1 - self.step_s / self.start_s
 
 
+@dataclass(frozen=True)
+class TuneRecord:
+    """What `tune.json` holds: steps in seconds, the options found, and every attempt in order."""
+
+    about: dict[str, Any]
+    versions: dict[str, str]
+    start_s: float
+    step_s: float
+    finished: bool
+    options: Options
+    model: dict[str, str]
+    to_fit: Options
+    set_by_user: Options
+    attempts: tuple[Attempt, ...]
+    schema: int = 1
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
 def assignments(options: Mapping[str, Any]) -> list[str]:
     """Return options as they are written after `target.chip.xla_options.`: `xla_flag=true`; null takes one away."""
     return [f"{name}={'null' if value is None else option_text(value)}" for name, value in options.items()]

@@ -1,0 +1,26 @@
+"""The position of a device in a slice. Imports neither JAX nor NumPy: reports read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A device's slice, its chip's coordinates on the torus (its id on platforms without), and its core on the chip."""
+
+    slice: int
+    coords: tuple[int, ...]
+    core: int
+
+    @staticmethod
+    def parse(text: str) -> Position:
+        """Parse `slice:x,y,z:core`, the form of the command line. Raises ValueError with the form for other texts."""
+        try:
+            slice_, coords, core = text.split(":")
+            return Position(int(slice_), tuple(int(c) for c in coords.split(",")), int(core))
+        except ValueError:
+            raise ValueError(f"{text} is not a device position. Write slice:x,y,z:core, such as 0:1,3,0:0.") from None
+
+    def __str__(self) -> str:
+        return f"{self.slice}:{','.join(map(str, self.coords))}:{self.core}"

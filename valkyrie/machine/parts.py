@@ -1,0 +1,47 @@
+"""The parts of a step's time. Imports neither JAX nor NumPy: reports read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+
+class PartKind(Enum):
+    """What a device does during a part of a step."""
+
+    matmul = "matmul"
+    kernel = "kernel"
+    compute = "compute"  # arithmetic other than matrix products
+    memory = "memory"  # operations bound by HBM bandwidth
+    copies = "copies"  # waiting for copies between memories
+    exposed = "exposed"  # waiting for collectives, by mesh axes
+    collectives = "collectives"  # in collectives, exposed or hidden, by mesh axes; measured steps only
+    rest = "rest"  # outside collectives; measured steps only
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """Seconds of a step spent on one kind of work; `mesh_axes` are those that communication crosses, else empty."""
+
+    kind: PartKind
+    mesh_axes: tuple[str, ...]
+    seconds: float
+
+
+def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
+    """Sum the seconds of all parts of these kinds."""
+    return sum((part.seconds for part in parts if part.kind in kinds), 0.0)
+
+
+def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
+    """Return the category of a part in a timeline file: `matmul`, `exposed x,y`."""
+    return f"{kind.value} {','.join(mesh_axes)}" if kind in (PartKind.exposed, PartKind.collectives) else kind.value
+
+
+def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
+    """Return the kind and mesh axes of a timeline's category, or None for one that is not a part of a step."""
+    kind, _, axes = text.partition(" ")
+    if kind not in {known.value for known in PartKind}:
+        return None
+    return PartKind(kind), tuple(axes.split(",")) if axes else ()

@@ -1,0 +1,528 @@
+"""Records of compiled and measured layouts: `compile.json`, `measure.json`, and `outcome.json` in the compile cache.
+
+Imports neither JAX nor NumPy: sweeps and reports read these records. Units are seconds, bytes and FLOPs of one device
+and one step, unless a docstring says otherwise. None means unknown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from valkyrie.axes import UNATTRIBUTED
+from valkyrie.compiled.communication import Communication
+from valkyrie.compiled.memory import ProgramMemory
+from valkyrie.hardware.position import Position
+from valkyrie.machine.parts import PartKind, StepPart, read_category
+from valkyrie.parallel.partition import Role
+from valkyrie.records import RecordError, decode, encode
+from valkyrie.train.options import Option
+
+SCHEMA = 2
+"""Version of `compile.json` and `measure.json`. Version 1 named parts, mesh axes and positions by texts."""
+
+
+class CompileStatus(Enum):
+    """Result of a compile or a measurement."""
+
+    ok = "ok"
+    does_not_fit = "does_not_fit"
+    refused = "refused"  # this machine cannot compile for the target, or an option is wrong
+    failed = "failed"
+    timeout = "timeout"
+
+
+@dataclass(frozen=True)
+class CompileTimes:
+    """Seconds to lower and compile the step; `cached` if the program had been compiled before."""
+
+    lower_s: float | None = None
+    compile_s: float | None = None
+    cached: bool | None = None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A large array of a program; `shape` as XLA writes it, or what the bytes are for."""
+
+    bytes: int
+    shape: str | None
+    op_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """An override that saves memory, such as `remat=full`, and the estimated bytes that it saves."""
+
+    change: str
+    saves: int
+
+
+@dataclass(frozen=True)
+class FullerRemat:
+    """A remat override that saves more activations, and the additional bytes that it needs, estimated."""
+
+    change: str
+    needs: int
+
+
+@dataclass(frozen=True)
+class OtherPartition:
+    """Another legal partition of a run: roles of mesh axes, estimated memory, and estimated bytes sent.
+
+    `sends` is None if mesh axes shard more than data, because activations are then sent too.
+    """
+
+    partition: str
+    axis_roles: dict[str, Role]
+    needs: int
+    sends: int | None
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """What to try instead of a layout that fits."""
+
+    remats: tuple[FullerRemat, ...] = ()
+    partitions: tuple[OtherPartition, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of one device.
+
+    Args:
+        peak: Peak memory of a step.
+        usable: What the compiler may use.
+        headroom: Usable memory that the peak leaves free.
+        split: The peak by what it holds.
+        reserved: Memory that the runtime keeps for itself.
+        code: Generated code.
+        host: Host memory.
+        reported_peak: Peak that the devices report after a measurement.
+        needed: What a program that does not fit would need.
+        largest: Its largest arrays.
+        savings: Overrides that save memory, the largest saving first.
+    """
+
+    peak: int | None = None
+    usable: int | None = None
+    headroom: int | None = None
+    split: dict[str, int] = field(default_factory=dict)
+    reserved: int | None = None
+    code: int | None = None
+    host: int | None = None
+    reported_peak: int | None = None
+    needed: int | None = None
+    largest: tuple[Allocation, ...] = ()
+    savings: tuple[Saving, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepInterval:
+    """Range of a predicted step, from ratios of measured to predicted seconds of other runs.
+
+    `low` and `high` are those ratios, `low_s` and `high_s` the seconds. `chip` is None for runs on several chips.
+    `yours` if they are the user's own runs instead of published ones.
+    """
+
+    low_s: float
+    high_s: float
+    low: float
+    high: float
+    rows: int = 0
+    models: int = 0
+    chip: str | None = None
+    libtpu: tuple[str, ...] = ()
+    yours: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of a step and the rates that follow from it; MFU counts the FLOPs of the model, from 0 to 1."""
+
+    step_s: float
+    tokens_per_second: float | None = None
+    tokens_per_second_per_chip: float | None = None
+    mfu: float | None = None
+    mfu_denominator: str | None = None
+
+
+@dataclass(frozen=True)
+class PredictedStep(StepTime):
+    """Predicted time of a step.
+
+    Args:
+        model_flops: FLOPs of the model.
+        executed_flops: FLOPs of the products in the program.
+        hardware_utilisation: Executed FLOPs as a share of peak, from 0 to 1.
+        product_rate: Rate of matrix products and kernels as a share of peak, from 0 to 1.
+        replayed_s: Seconds before their correction by measured runs.
+        interval: Range of the step time.
+        tokens_per_dollar: By kind of price, `on_demand` and `spot`.
+    """
+
+    model_flops: float | None = None
+    executed_flops: float | None = None
+    hardware_utilisation: float | None = None
+    product_rate: float | None = None
+    replayed_s: float | None = None
+    interval: StepInterval | None = None
+    tokens_per_dollar: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeasuredStep(StepTime):
+    """Measured time of a step: `step_s` is the median of `seconds`, the timed steps in order."""
+
+    p90_s: float | None = None
+    min_s: float | None = None
+    first_step_s: float | None = None
+    seconds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    """Time of all operations of one part of the step with one name; `source` is file and line."""
+
+    kind: PartKind
+    mesh_axes: tuple[str, ...]
+    op_name: str
+    source: str | None
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """Time of a line of the program's source, and of that the time spent waiting for other devices.
+
+    `text` is the line itself, or None if the file is not on this machine.
+    """
+
+    source: str
+    seconds: float
+    waiting_s: float
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A named activation that the backward pass recomputes: bytes to save it, and seconds that this would spare."""
+
+    name: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RematReport:
+    """What a run saves for its backward pass and what it recomputes.
+
+    `save` and `offload` are the lists of its remat policy; `device` and `host` are bytes by activation; `again` is
+    ordered by seconds.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    device: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    again: tuple[Recomputed, ...] = ()
+
+
+class HintCode(Enum):
+    """The subject of a hint."""
+
+    exposed = "exposed"
+    faster_layout = "faster_layout"
+    reduction = "reduction"
+    recomputation = "recomputation"
+    save_activation = "save_activation"
+    memory_bound = "memory_bound"
+    copies = "copies"
+    narrow_products = "narrow_products"
+    largest_part = "largest_part"
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Advice that follows from a prediction's numbers.
+
+    Args:
+        code: Subject, or None in files of version 1.
+        text: The advice as it is printed.
+        share: Share of the step that it is about, from 0 to 1.
+        mesh_axes: Mesh axes that it is about.
+        changes: Overrides or layouts that it suggests.
+    """
+
+    code: HintCode | None
+    text: str
+    share: float | None = None
+    mesh_axes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A compiled layout, or another compiled program: whether it fits, its step time, and why.
+
+    Args:
+        about: The layout as `Run.about()` describes it; of another program its name, slice and mesh axes.
+        status: Result of the compile.
+        reason: Why the status is not `ok`.
+        model: Settings that decide what the model computes.
+        module_sha256: Digest of the optimised module.
+        versions: Versions of the packages that decide the numbers.
+        compile: How long compiling took.
+        placement: A line for each mesh axis about its place on the torus.
+        positions: Positions of the mesh's devices, flattened.
+        parameters: Number of parameters of the model.
+        memory: Memory of one device.
+        alternatives: What to try instead.
+        options: Compiler options.
+        reduction: Dtype in which gradients are summed.
+        step: Predicted time, or None for a target without a schedule, such as a CPU.
+        parts: Where the time of the step goes.
+        costs: The slowest operations.
+        lines: The slowest lines of the program's source.
+        communication: What the device sends.
+        remat: What is saved and recomputed for the backward pass.
+        notes: Assumptions of the replay.
+        hints: Advice.
+        work: Digest of what is computed, whatever the layout.
+    """
+
+    about: dict[str, Any]
+    status: CompileStatus
+    reason: str | None = None
+    model: dict[str, str] = field(default_factory=dict)
+    module_sha256: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    compile: CompileTimes = CompileTimes()
+    placement: tuple[str, ...] = ()
+    positions: tuple[Position, ...] = ()
+    parameters: int | None = None
+    memory: MemoryReport | None = None
+    alternatives: Alternatives = Alternatives()
+    options: tuple[Option, ...] = ()
+    reduction: str | None = None
+    step: PredictedStep | None = None
+    parts: tuple[StepPart, ...] = ()
+    costs: tuple[OperationCost, ...] = ()
+    lines: tuple[SourceLine, ...] = ()
+    communication: Communication | None = None
+    remat: RematReport | None = None
+    notes: tuple[str, ...] = ()
+    hints: tuple[Hint, ...] = ()
+    work: str | None = None
+    schema: int = SCHEMA
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """Seconds of a traced step in collectives of one kind over some mesh axes."""
+
+    kind: str
+    mesh_axes: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveTrace:
+    """Time in collectives from a profiler's trace, waiting for other devices included, mean over devices.
+
+    `times` is None if there is no trace; `note` then says why, and otherwise what was measured. Tracing slows a step
+    down, so shares are of `step_s`, the median traced step.
+    """
+
+    times: tuple[CollectiveTime, ...] | None
+    note: str | None = None
+    step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A layout whose step was timed on devices.
+
+    Args:
+        about: The layout as `Run.about()` describes it.
+        status: `ok` or `does_not_fit`.
+        reason: Why the status is not `ok`.
+        simulated: Whether the devices are simulated, so that no time is real.
+        devices: The devices, such as `8 x TPU v4`.
+        data: Dataset that fed the step, or `random`.
+        trace: Time in collectives.
+        loss: Loss of the last step.
+
+    The other fields are those of `Prediction`.
+    """
+
+    about: dict[str, Any]
+    status: CompileStatus
+    reason: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    simulated: bool = False
+    devices: str | None = None
+    data: str | None = None
+    compile: CompileTimes = CompileTimes()
+    options: tuple[Option, ...] = ()
+    memory: MemoryReport | None = None
+    step: MeasuredStep | None = None
+    communication: Communication | None = None
+    trace: CollectiveTrace | None = None
+    loss: float | None = None
+    schema: int = SCHEMA
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
+    """Split a measured step into collectives by mesh axes and the rest; empty without a trace or collectives.
+
+    The trace covers a few extra steps that it slows down, so their shares are applied to the timed step.
+    """
+    if trace is None or not trace.times or not trace.step_s or step_s is None:
+        return ()
+    seconds: dict[tuple[str, ...], float] = {}
+    for time in trace.times:
+        seconds[time.mesh_axes] = seconds.get(time.mesh_axes, 0.0) + time.seconds
+    shares = {axes: total / trace.step_s for axes, total in seconds.items()}
+    whole = max(1.0, sum(shares.values()))
+    taken = {axes: share / whole * step_s for axes, share in shares.items()}
+    rest = StepPart(PartKind.rest, (), max(0.0, step_s - sum(taken.values())))
+    return (*(StepPart(PartKind.collectives, axes, part) for axes, part in taken.items()), rest)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of a compiled training step: XLA's numbers, and what follows from the shapes of the state."""
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    program: ProgramMemory
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A program that does not fit: bytes needed and usable, None if the compiler does not report them."""
+
+    needed: int | None
+    usable: int | None
+    largest: tuple[Allocation, ...] = ()
+    savings: tuple[Saving, ...] = ()
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A training step that was compiled and fits.
+
+    `program` is the digest under which the cache keeps the optimised module. `axes` are the mesh's names and sizes, and
+    `positions` those of its devices, flattened. The other fields are those of `Prediction`.
+    """
+
+    program: str
+    module_sha256: str
+    lower_s: float
+    compile_s: float
+    options: tuple[Option, ...]
+    memory: StepMemory
+    parameters: int
+    alternatives: Alternatives
+    device_kind: str
+    placement: tuple[str, ...]
+    positions: tuple[Position, ...]
+    axes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class CompileOutcome:
+    """Result of a compile. Has `step` exactly if it is `ok`, `shortage` exactly if it does not fit, else a reason."""
+
+    status: CompileStatus
+    reason: str | None = None
+    step: CompiledStep | None = None
+    shortage: Shortage | None = None
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if (self.step is not None) != (self.status is CompileStatus.ok):
+            raise ValueError(f"step does not agree with status {self.status.value}")
+        if (self.shortage is not None) != (self.status is CompileStatus.does_not_fit):
+            raise ValueError(f"shortage does not agree with status {self.status.value}")
+
+
+def read_prediction(path: Path) -> Prediction:
+    """Read a `compile.json` of any version. Raises RecordError for its content and OSError if it cannot be read."""
+    content = path.read_bytes()
+    try:
+        return decode(Prediction, upgrade_results(json.loads(content)), str(path))
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        reason = getattr(error, "reason", f"cannot be read ({error})")
+        reason += ". Write the file again with valkyrie-train mode=compile"
+        raise RecordError(str(path), getattr(error, "field", ""), reason) from error
+
+
+def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert version 1 of a prediction or measurement, or a subset of its keys, to this version's plain values.
+
+    Newer values come back as they are. Raises KeyError, TypeError, AttributeError or ValueError for malformed values.
+    """
+    new = dict(plain)
+    if new.get("schema") == 1:
+        new["schema"] = SCHEMA
+    if (seconds := new.pop("seconds", None)) is not None:
+        new["parts"] = [_part(name) | {"seconds": value} for name, value in seconds.items()]
+    if "costs" in new:
+        new["costs"] = [_part(cost["category"]) | cost if "category" in cost else cost for cost in new["costs"]]
+    if "positions" in new:
+        new["positions"] = [
+            encode(Position.parse(position)) if isinstance(position, str) else position for position in new["positions"]
+        ]
+    if "hints" in new:
+        new["hints"] = [{"code": None, "text": hint} if isinstance(hint, str) else hint for hint in new["hints"]]
+    if "larger" in new or "partitions" in new:
+        partitions = [{"axis_roles": {}} | partition for partition in new.pop("partitions", [])]
+        new["alternatives"] = {"remats": new.pop("larger", []), "partitions": partitions}
+    sent = new.get("communication")
+    if isinstance(sent, dict) and not isinstance(sent.get("bytes_by_mesh_axes", []), list):
+        new["communication"] = _communication(sent)
+        if "collective_note" in sent or "collective_s" in sent:
+            new["trace"] = _trace(sent)
+    return new
+
+
+def _part(name: str) -> dict[str, Any]:
+    part = read_category(name)
+    if part is None:
+        raise ValueError(f"{name} is not a part of a step")
+    return {"kind": part[0].value, "mesh_axes": part[1]}
+
+
+def _axes(text: str) -> list[str]:
+    return [] if text in ("", "?", UNATTRIBUTED) else text.split(",")
+
+
+def _communication(sent: dict[str, Any]) -> dict[str, Any]:
+    by_axes = [{"mesh_axes": _axes(axes), "bytes": size} for axes, size in sent["bytes_by_mesh_axes"].items()]
+    return sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}
+
+
+def _trace(sent: dict[str, Any]) -> dict[str, Any]:
+    by_axes = sent.get("collective_s")
+    times = (
+        None
+        if by_axes is None
+        else [
+            {"kind": kind, "mesh_axes": _axes(axes), "seconds": seconds}
+            for axes, kinds in by_axes.items()
+            for kind, seconds in kinds.items()
+        ]
+    )
+    # Without the seconds of the traced steps, overlapping collectives were counted twice: the times are left out then.
+    return {"times": times, "note": sent.get("collective_note"), "step_s": sent.get("traced_step_s")}
