@@ -402,7 +402,7 @@ class Run:
         try:
             task = self.task
         except ValueError as error:
-            return [Problem(ProblemCode.unknown_name, "task", self.config.task.name, str(error))]
+            return [Problem(ProblemCode.unknown_name, "task", text=str(error))]
         c, problems = self.config, task.problems(self.model, self.config.seq)
         if (setting := self._writes()) and not task.is_text:
             key, value = setting
