@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from valkyrie.parts import PartKind
 from valkyrie.report import values
 from valkyrie.runs.goodput import KINDS
 
 PALETTE = ["#4c8fd0", "#f0883e", "#4fae5a", "#e05a5a", "#43b3ae", "#b47fc7", "#d6a928", "#a9795b", "#f08fa4", "#8b98a5"]
 """Colours that differ clearly on white and on black."""
-PART_COLOURS = {"matmul": 0, "kernel": 4, "compute": 2, "memory": 9, values.COPIES: 7, values.REST: 0}
+PART_COLOURS = {
+    PartKind.matmul: 0,
+    PartKind.kernel: 4,
+    PartKind.compute: 2,
+    PartKind.memory: 9,
+    PartKind.copies: 7,
+    PartKind.rest: 0,
+}
 """Places in the palette of the parts of a step; communication has the others, by mesh axes."""
 
 _AXES = {"x": PALETTE[1], "y": PALETTE[3], "z": PALETTE[5], "w": PALETTE[8], "s": PALETTE[7], "x,y": PALETTE[6]}
@@ -24,7 +32,7 @@ def axes_colour(axes: str) -> str:
 
 def part_colours(parts: Sequence[str]) -> list[str]:
     """Return the colours of parts of a step; waiting has that of the axes waited for."""
-    named = {values.PART_NAMES[name]: PALETTE[colour] for name, colour in PART_COLOURS.items()}
+    named = {values.PART_NAMES[kind]: PALETTE[colour] for kind, colour in PART_COLOURS.items()}
     return [named.get(part) or axes_colour(values.axes_named(part) or part) for part in parts]
 
 

@@ -11,6 +11,7 @@ from valkyrie.config.modes import SUMMARY
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.parts import read_category
 from valkyrie.records import RecordError
 from valkyrie.report.records import read_json
 from valkyrie.report.values import part_name
@@ -77,9 +78,9 @@ def timeline(events: list[dict[str, Any]], limit: int = SPANS) -> Timeline | Non
     gap, joined = step_us / 2000, _joined(by_track, 0.0)
     while len(joined) > limit:
         joined, gap = _joined(by_track, gap), 2 * gap
-    names = list(dict.fromkeys(text for span in joined for text in (part_name(span[3]), span[4])))
+    names = list(dict.fromkeys(text for span in joined for text in (_category_name(span[3]), span[4])))
     index = {name: i for i, name in enumerate(names)}
-    drawn = [(t, round(s, 2), round(d, 2), index[part_name(c)], index[n], k) for t, s, d, c, n, k in joined]
+    drawn = [(t, round(s, 2), round(d, 2), index[_category_name(c)], index[n], k) for t, s, d, c, n, k in joined]
     return Timeline(tracks, names, round(step_us, 2), drawn)
 
 
@@ -140,6 +141,11 @@ def _joined(by_track: dict[int, list[dict[str, Any]]], gap: float) -> list[tuple
                     continue
             joined.append((track, start, length, event["cat"], _name(event), 1))
     return joined
+
+
+def _category_name(category: str) -> str:
+    part = read_category(category)
+    return category if part is None else part_name(*part)
 
 
 def _name(event: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class PartKind(Enum):
@@ -45,3 +46,14 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
     if kind not in {known.value for known in PartKind}:
         return None
     return PartKind(kind), tuple(axes.split(",")) if axes else ()
+
+
+def upgrade_part(category: str) -> dict[str, Any]:
+    """Return the plain `kind` and `mesh_axes` of a part that an older file names by its category.
+
+    Raises ValueError for a text that is not the category of a part.
+    """
+    part = read_category(category)
+    if part is None:
+        raise ValueError(f"{category} is not a part of a step")
+    return {"kind": part[0].value, "mesh_axes": list(part[1])}
