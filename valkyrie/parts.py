@@ -20,6 +20,11 @@ class PartKind(Enum):
     collectives = "collectives"  # in collectives, exposed or hidden, by mesh axes; measured steps only
     rest = "rest"  # outside collectives; measured steps only
 
+    @property
+    def by_axes(self) -> bool:
+        """Whether parts of this kind belong to mesh axes."""
+        return self in (PartKind.exposed, PartKind.collectives)
+
 
 @dataclass(frozen=True)
 class StepPart:
@@ -37,7 +42,7 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
 
 def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Return the category of a part in a timeline file: `matmul`, `exposed x,y`."""
-    return f"{kind.value} {','.join(mesh_axes)}" if kind in (PartKind.exposed, PartKind.collectives) else kind.value
+    return f"{kind.value} {','.join(mesh_axes)}" if kind.by_axes else kind.value
 
 
 def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:

@@ -149,23 +149,19 @@ def memory(rows: Sequence[Row]) -> Values:
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the parts of a step of the best rows, products first and communication last."""
+    """Return the parts of a step of the best rows, products first and communication, with its `axes`, last."""
     shown = [row for row in rows if row.ok and row.parts][:BARS]
-    by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown for p in row.parts if p.kind in _BY_AXES}
+    by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown for p in row.parts if p.kind.by_axes}
     order = [*PART_NAMES.values(), *(part_name(p.kind, p.mesh_axes) for _, p in sorted(by_axes.items()))]
     unit, scale = _time_unit([row.step_s or 0.0 for row in shown])
     taken = [(row, {part_name(p.kind, p.mesh_axes): p.seconds for p in row.parts}, row.step_s or 1.0) for row in shown]
-    return _stacked(labels(rows), taken, order, {}, unit, scale)
+    axes = {part_name(p.kind, p.mesh_axes): {"axes": axes_text(p.mesh_axes)} for p in by_axes.values()}
+    return [value | axes.get(value["part"], {}) for value in _stacked(labels(rows), taken, order, {}, unit, scale)]
 
 
 def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Return a part of a step in words."""
-    return _BY_AXES[kind] + axes_text(mesh_axes) if kind in _BY_AXES else PART_NAMES[kind]
-
-
-def axes_named(part: str) -> str | None:
-    """Return the mesh axes that the words for a part of a step end with; None where there are none."""
-    return next((part.removeprefix(words) for words in _BY_AXES.values() if part.startswith(words)), None)
+    return _BY_AXES[kind] + axes_text(mesh_axes) if kind.by_axes else PART_NAMES[kind]
 
 
 def sent(rows: Sequence[Row]) -> Values:
