@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from valkyrie.parts import StepPart, read_category
 from valkyrie.records import decode
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
-from valkyrie.runs.results import MemoryResult, Traffic, TrialResult
+from valkyrie.runs.results import MemoryResult, Traffic, TrialResult, upgrade_results
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -34,7 +35,7 @@ def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Tria
         started="2026-01-01T00:00:00+00:00",
         wall_s=9.5,
         folder=name,
-        results=decode(TrialResult, summary, stage),
+        results=decode(TrialResult, upgrade_results(summary), stage),
     )
 
 
@@ -97,7 +98,8 @@ def trial(
         speed = replace(speed, tokens_per_dollar={"on_demand": rate * 3600 / (8 * price)})
     results, traffic = replace(results, step=speed), results.communication or Traffic()
     if seconds is not None:
-        results = replace(results, seconds={part: share * step_s for part, share in seconds.items()})
+        named = ((read_category(name), share) for name, share in seconds.items())
+        results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in named if part))
     if sent is not None:
         traffic = replace(traffic, bytes_by_mesh_axes=sent)
     if collectives is not None:

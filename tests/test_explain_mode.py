@@ -15,7 +15,7 @@ from runs import command
 from valkyrie.compiled.communication import AxesBytes, CollectiveRecord, Communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
-from valkyrie.machine.parts import PartKind, StepPart
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import write_record
 from valkyrie.search.compile.implementations import computed
 from valkyrie.search.compile.prediction import (

@@ -18,7 +18,7 @@ from valkyrie.cli.predict import main, mesh_axes
 from valkyrie.compiled.dumped import read_dumped
 from valkyrie.compiled.schema import dump_class
 from valkyrie.hardware.position import Position
-from valkyrie.machine.parts import PartKind
+from valkyrie.parts import PartKind
 from valkyrie.search.compile.executable import device_positions, without_cache
 from valkyrie.train.program import serialised_module
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import compose_run, names
-from valkyrie.machine.parts import PartKind, StepPart
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.trust import Published, correction, interval, published
 

@@ -29,11 +29,11 @@ from helpers import (
 )
 from valkyrie.config.run import Run
 from valkyrie.config.saved import saved_config
-from valkyrie.machine.parts import PartKind
 from valkyrie.machine.replay import Cost
 from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, remat_named
+from valkyrie.parts import PartKind
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
 from valkyrie.search.compile.recomputed import keep_next, recomputation
 from valkyrie.train.kept import by_policy, kept_bytes, made_again

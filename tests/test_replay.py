@@ -14,8 +14,8 @@ from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
-from valkyrie.machine.parts import PartKind, StepPart, seconds_in
 from valkyrie.machine.replay import Replay, replay
+from valkyrie.parts import PartKind, StepPart, seconds_in
 from valkyrie.train.program import serialised_module
 
 CLOCK = CHIPS["v4"].clock_ghz * 1e9

@@ -15,9 +15,9 @@ from helpers import compose_run
 from machines import CHIPS, compiled, needs_libtpu, tpu_mesh
 from valkyrie.compiled.hlo import parse
 from valkyrie.machine import assumptions
-from valkyrie.machine.parts import PartKind, seconds_in
 from valkyrie.machine.replay import Replay, replay
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.parts import PartKind, seconds_in
 from valkyrie.search.compile.executable import without_cache
 from valkyrie.train.program import StepProgram, serialised_module
 

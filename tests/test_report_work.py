@@ -282,7 +282,7 @@ def test_csv_says_what_was_varied(varied: list[Row]):
 
 def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
     found = trial(layout, 1, target="cpu8", gib=gib, sent={"x": sent})
-    kept = replace(found.results, step=StepResult(), seconds={})
+    kept = replace(found.results, step=StepResult(), parts=None)
     return replace(found, results=kept, about=replace(found.about, chip=None))
 
 

@@ -14,8 +14,8 @@ from helpers import compose_run
 from outcomes import fitting_outcome
 from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.config.run import Run
-from valkyrie.machine.parts import PartKind, StepPart
 from valkyrie.machine.replay import Cost, Replay
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
 from valkyrie.search.compile.alternatives import other_partitions
 from valkyrie.search.compile.hints import hints

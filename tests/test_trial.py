@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
 from valkyrie.sweep.trial import SCHEMA, Status, Trial, TrialLog
@@ -89,7 +90,8 @@ OLD_LINE = """{"schema": 1, "key": "ab", "name": "n", "sweep": "s", "stage": "co
 "chips": 128, "batch": 128, "seq": 64, "precision": "float32", "layout": "4x4x8-fsdp", "roles": "x=4 DP(batch)",
 "degrees": {"DP": 128}, "sharding": "abc", "predicted_by": "123"}, "wall_s": 1.5, "folder": "n", "results":
 {"memory": {"peak": 5, "usable": null}, "step": {"step_s": 0.5, "mfu": null, "interval": {"low_s": 0.4}}, "seconds":
-{"matmul": 0.5}, "communication": {"bytes": 3, "bytes_by_mesh_axes": {"x": 1, "?": 2}}, "compile": {"compile_s": 2.0,
+{"matmul": 0.5, "exposed x,y": 0.25},
+"communication": {"bytes": 3, "bytes_by_mesh_axes": {"x": 1, "?": 2}}, "compile": {"compile_s": 2.0,
 "cached": false}, "hints": [], "placement": ["x=4 on torus a"]}, "values": {"model.layers": "4"}, "flags": []}"""
 
 
@@ -100,7 +102,8 @@ def test_a_line_of_before_typed_records_is_read():
     assert (hardware.topology, hardware.twisted, hardware.chips, hardware.hosts) == ("4x4x8", True, 128, 32)
     assert (found.about.name, found.about.degrees, found.about.predicted_by) == ("4x4x8-fsdp", {"DP": 128}, "123")
     results = found.results
-    assert (results.memory.required, results.step.step_s, results.seconds) == (5, 0.5, {"matmul": 0.5})
+    assert (results.memory.required, results.step.step_s) == (5, 0.5)
+    assert results.parts == (StepPart(PartKind.matmul, (), 0.5), StepPart(PartKind.exposed, ("x", "y"), 0.25))
     assert results.sent == {"x": 1.0, "unattributed": 2.0}
     old, new = json.loads(OLD_LINE.replace("\n", " ")), json.loads(found.to_json())
     assert new.keys() - old.keys() == {"problems"} and new["about"].keys() - old["about"].keys() == {"hardware"}
@@ -124,6 +127,7 @@ WRONG += [("overrides", [1]), ("values", None), ("values", {"a": 1}), ("key", ["
 WRONG += [("status", ["ok"]), ("reason", 3), ("wall_s", "x"), ("wall_s", True), ("flags", "x"), ("schema", "1")]
 WRONG += [("schema", True), ("about.degrees", 3), ("about.batch", "8"), ("about.mesh", 3), ("results.step", "x")]
 WRONG += [("results.step.step_s", "x"), ("results.memory.peak", "x"), ("results.seconds", {"a": "x"})]
+WRONG += [("results.seconds", 3)]
 WRONG += [("results.communication.bytes_by_mesh_axes", 3), ("results.loss", "x")]
 
 

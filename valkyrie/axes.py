@@ -56,6 +56,11 @@ def axes_text(mesh_axes: Sequence[str]) -> str:
     return ",".join(mesh_axes) or UNATTRIBUTED
 
 
+def read_axes(text: str) -> tuple[str, ...]:
+    """Return the mesh axes of such a text in a file; `?` is how versions before 6670094 wrote unknown ones."""
+    return () if text in ("", "?", UNATTRIBUTED) else tuple(text.split(","))
+
+
 class Size(NamedTuple):
     """The length of a logical axis, and the config key that sets it (None: no one key)."""
 

@@ -37,7 +37,7 @@ from rich.console import Console
 
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
-from valkyrie.machine.parts import write_category
+from valkyrie.parts import write_category
 from valkyrie.paths import write_whole
 from valkyrie.problems import refuse
 from valkyrie.search.compile.cache import request_key

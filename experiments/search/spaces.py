@@ -24,8 +24,8 @@ from rich.console import Console
 from valkyrie.axes import axes_text
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
-from valkyrie.machine.parts import write_category
 from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parts import write_category
 from valkyrie.paths import read_group, write_whole
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise

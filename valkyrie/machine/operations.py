@@ -16,7 +16,7 @@ from valkyrie.compiled.hlo import HBM, HOST, Computation, Instruction
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.machine import assumptions
 from valkyrie.machine.kernels import kernel_cost
-from valkyrie.machine.parts import PartKind
+from valkyrie.parts import PartKind
 
 _FREE = {
     "parameter",

@@ -29,8 +29,8 @@ from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
 from valkyrie.machine.network import Machine, Network
 from valkyrie.machine.operations import OpCosts
-from valkyrie.machine.parts import PartKind, StepPart, write_category
 from valkyrie.machine.timeline import COPIES
+from valkyrie.parts import PartKind, StepPart, write_category
 
 _EXPLICIT_ITERATIONS = 4
 """Iterations of a loop played one by one while transfers from before the loop are under way."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from valkyrie.parts import PartKind
 from valkyrie.report import values
 from valkyrie.runs.goodput import KINDS
 
 PALETTE = ["#4c8fd0", "#f0883e", "#4fae5a", "#e05a5a", "#43b3ae", "#b47fc7", "#d6a928", "#a9795b", "#f08fa4", "#8b98a5"]
 """Colours that differ clearly on white and on black."""
-PART_COLOURS = {"matmul": 0, "kernel": 4, "compute": 2, "memory": 9, values.COPIES: 7, values.REST: 0}
+PART_COLOURS = {
+    PartKind.matmul: 0,
+    PartKind.kernel: 4,
+    PartKind.compute: 2,
+    PartKind.memory: 9,
+    PartKind.copies: 7,
+    PartKind.rest: 0,
+}
 """Places in the palette of the parts of a step; communication has the others, by mesh axes."""
+_PARTS = {values.PART_NAMES[kind]: PALETTE[colour] for kind, colour in PART_COLOURS.items()}
 
 _AXES = {"x": PALETTE[1], "y": PALETTE[3], "z": PALETTE[5], "w": PALETTE[8], "s": PALETTE[7], "x,y": PALETTE[6]}
 _AXES |= {"x,z": "#8f9c3a", "y,z": "#7668d8", "x,y,z": "#c25c86"}
@@ -22,17 +29,11 @@ def axes_colour(axes: str) -> str:
     return _AXES.get(axes) or _OTHERS[sum(axes.encode()) % len(_OTHERS)]
 
 
-def part_colours(parts: Sequence[str]) -> list[str]:
-    """Return the colours of parts of a step; waiting has that of the axes waited for."""
-    named = {values.PART_NAMES[name]: PALETTE[colour] for name, colour in PART_COLOURS.items()}
-    return [named.get(part) or axes_colour(values.axes_named(part) or part) for part in parts]
+def part_colour(part: str, axes: str | None) -> str:
+    """Return the colour of a part of a step by its words; that of communication is the colour of its mesh axes."""
+    return axes_colour(axes) if axes is not None else _PARTS.get(part) or axes_colour(part)
 
 
-def time_colours(kinds: Sequence[str]) -> list[str]:
-    """Return the colours of what wall time goes to, the same in every page."""
-    return [PALETTE[(2, 3, 1, 7, 5, 4, 6, 0, 8, 9)[list(KINDS.values()).index(kind)]] for kind in kinds]
-
-
-def axes_colours(parts: Sequence[str]) -> list[str]:
-    """Return the colours of mesh axes."""
-    return [axes_colour(part) for part in parts]
+def time_colour(kind: str) -> str:
+    """Return the colour of what wall time goes to, the same in every page."""
+    return PALETTE[(2, 3, 1, 7, 5, 4, 6, 0, 8, 9)[list(KINDS.values()).index(kind)]]

@@ -73,7 +73,7 @@ PARTS_OF_STEP = Figure(
     "Predictions for a TPU have the parts of a step (valkyrie-train mode=compile target=v5e-8); so do measurements "
     "(mode=measure) where the profiler reports collectives.",
     values.parts,
-    specs.stack("one step", "part", colours.part_colours, times=True),
+    specs.stack("one step", "part", lambda v: colours.part_colour(v["part"], v.get("axes")), times=True),
 )
 SENT = Figure(
     "sent",
@@ -82,7 +82,7 @@ SENT = Figure(
     "axes at once. Bytes are exact: they are read from the compiled program.",
     "No layout here sends anything between devices, or its bytes are not known.",
     values.sent,
-    specs.stack("sent by one device in a step", "mesh axes", colours.axes_colours, times=False),
+    specs.stack("sent by one device in a step", "mesh axes", lambda v: colours.axes_colour(v["part"]), times=False),
 )
 WALL_TIME = Figure(
     "walltime",
@@ -91,7 +91,7 @@ WALL_TIME = Figure(
     "is what it paid for starting, saving, evaluating, waiting, and for what a restart made it do again.",
     "No training here has a record of its time.",
     values.wall_times,
-    specs.stack("wall time", "spent on", colours.time_colours, times=False),
+    specs.stack("wall time", "spent on", lambda v: colours.time_colour(v["part"]), times=False),
 )
 PAIRS = Figure(
     "pairs",

@@ -24,7 +24,7 @@ from valkyrie.report.rank import Comparison, best_per_target, refusals
 from valkyrie.report.records import read_rows
 from valkyrie.report.specs import Spec, timeline_spec
 from valkyrie.report.trace import Timeline, TorusDrawing, read_timeline, read_torus
-from valkyrie.report.values import PART_NAMES, axes_named, labels
+from valkyrie.report.values import PART_NAMES, labels
 from valkyrie.sweep.columns import PAGE as PAGE_COLUMNS
 from valkyrie.sweep.rows import Row, groups
 from valkyrie.sweep.trial import PAGE
@@ -193,8 +193,7 @@ def _colours(timelines: Iterable[Timeline], toruses: Iterable[TorusDrawing]) -> 
     """Return the colours of parts of a step and of mesh axes, by the words of timelines and tori."""
     colours = {PART_NAMES[part]: PALETTE[place] for part, place in PART_COLOURS.items()}
     colours |= {axis: axes_colour(axis) for drawing in toruses for axis, _ in drawing.axes}
-    named = {name: axes_named(name) for drawing in timelines for name in drawing.names}
-    return colours | {name: axes_colour(axes) for name, axes in named.items() if axes is not None}
+    return colours | {name: axes_colour(axes) for drawing in timelines for name, axes in drawing.axes.items()}
 
 
 def _best_first(kinds: Sequence[Sequence[Row]]) -> list[Row]:

@@ -42,7 +42,7 @@ def _work(row: Row) -> str:
 def _prediction(row: Row) -> Prediction | None:
     """Return a row as `compile.json` has it, or None if no replay says what its step consists of."""
     results = row.trial.results
-    if row.trial.status is not Status.ok or row.group.stage != "compile" or not results.seconds or row.step_s is None:
+    if row.trial.status is not Status.ok or row.group.stage != "compile" or not results.parts or row.step_s is None:
         return None
     plain = {"about": encode(row.about), "status": "ok", **known_values(encode(results))}
     return decode(Prediction, upgrade_results(plain), row.trial.name)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from valkyrie.machine.timeline import COMPUTE, trace_events
-from valkyrie.report.colours import axes_colour, part_colours
+from valkyrie.report.colours import axes_colour, part_colour
 from valkyrie.report.trace import Timeline, timeline
 from valkyrie.units import duration
 
@@ -49,7 +49,7 @@ def _picture(drawn: Timeline) -> str:
     height = LANE * (len(tracks) + 1)
     shapes = [f'<text x="0" y="{LANE * i + 17}">{escape(track)}</text>' for i, track in enumerate(tracks)]
     for track, start, length, part, name, joined in drawn.spans:
-        colour = _colour(tracks[track], names[part])
+        colour = _colour(drawn, tracks[track], names[part])
         more = f" and {joined - 1} more" if joined > 1 else ""
         told = escape(f"{names[part]}: {names[name]}{more}, {duration(length * 1e-6)}")
         left, wide = LABEL + WIDTH * start / step_us, max(WIDTH * length / step_us, 0.3)
@@ -61,6 +61,7 @@ def _picture(drawn: Timeline) -> str:
     return f'<svg viewBox="0 0 {LABEL + WIDTH} {height}">{"".join(shapes)}{end}</svg>'
 
 
-def _colour(track: str, part: str) -> str:
-    over = track.removeprefix("collectives over ")
-    return axes_colour(over) if over != track else part_colours([part])[0] if track == COMPUTE else "#8b98a5"
+def _colour(drawn: Timeline, track: str, part: str) -> str:
+    if track in drawn.axes:
+        return axes_colour(drawn.axes[track])
+    return part_colour(part, drawn.axes.get(part)) if track == COMPUTE else "#8b98a5"

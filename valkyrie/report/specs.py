@@ -202,21 +202,22 @@ def memory(simulated: bool, data: Values) -> Spec:
 
 
 def stack(
-    title: str, part: str, colours: Callable[[Sequence[str]], list[str]], *, times: bool
+    title: str, part: str, colour: Callable[[dict[str, Any]], str], *, times: bool
 ) -> Callable[[bool, Values], Spec]:
     """Return a function to the specification of stacked bars: `title` is the axis, `part` what a colour is.
 
-    `times` says that bars are times, which may be simulated; bytes never are.
+    `colour` returns the colour of a value. `times` says that bars are times, which may be simulated; bytes never are.
     """
 
     def spec(simulated: bool, data: Values) -> Spec:
         unit, word = data[0]["unit"], _word(simulated and times)
-        domain = list(dict.fromkeys(v["part"] for v in sorted(data, key=lambda v: v["order"])))
+        coloured = {v["part"]: colour(v) for v in sorted(data, key=lambda v: v["order"])}
+        domain, colours = list(coloured), list(coloured.values())
         legend = {"orient": "top", "columns": 2 if max(map(len, domain)) > 16 else 3, "symbolType": "square"}
         encoding = {
             "y": _BARS,
             "x": _number("amount", title=f"{title}, {unit}{word}", stack="zero"),
-            "color": _text("part", title=part, scale={"domain": domain, "range": colours(domain)}, legend=legend),
+            "color": _text("part", title=part, scale={"domain": domain, "range": colours}, legend=legend),
             "order": _number("order"),
             "tooltip": _tip(
                 ("label", "layout"), ("part", part), ("amount", f"{unit}{word}", ",.3~f"), ("share", "share")

@@ -7,10 +7,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from valkyrie.axes import axes_text
 from valkyrie.config.modes import SUMMARY
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
+from valkyrie.parts import read_category
 from valkyrie.records import RecordError
 from valkyrie.report.records import read_json
 from valkyrie.report.values import part_name
@@ -31,13 +33,14 @@ class Timeline:
     """A step over time, for drawing. `step_us` is the end of the last span, in microseconds.
 
     A span is (track, start, duration, category, name, operations joined in it), times in microseconds, texts by their
-    place in `tracks` and `names`.
+    place in `tracks` and `names`. `axes` are the mesh axes (`x,y`) of the categories and tracks that belong to some.
     """
 
     tracks: list[str]
     names: list[str]
     step_us: float
     spans: list[tuple[int, float, float, int, int, int]]
+    axes: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,12 @@ def timeline(events: list[dict[str, Any]], limit: int = SPANS) -> Timeline | Non
     gap, joined = step_us / 2000, _joined(by_track, 0.0)
     while len(joined) > limit:
         joined, gap = _joined(by_track, gap), 2 * gap
-    names = list(dict.fromkeys(text for span in joined for text in (part_name(span[3]), span[4])))
+    names = list(dict.fromkeys(text for span in joined for text in (_category_name(span[3]), span[4])))
     index = {name: i for i, name in enumerate(names)}
-    drawn = [(t, round(s, 2), round(d, 2), index[part_name(c)], index[n], k) for t, s, d, c, n, k in joined]
-    return Timeline(tracks, names, round(step_us, 2), drawn)
+    drawn = [(t, round(s, 2), round(d, 2), index[_category_name(c)], index[n], k) for t, s, d, c, n, k in joined]
+    parts = [part for span in joined if (part := read_category(span[3])) is not None and part[0].by_axes]
+    axes = {part_name(*part): axes_text(part[1]) for part in parts}
+    return Timeline(tracks, names, round(step_us, 2), drawn, axes | _axes_of_tracks(events))
 
 
 def read_torus(row: Row) -> TorusDrawing | None:
@@ -119,6 +124,11 @@ def _positions(row: Row) -> tuple[Position, ...]:
         return ()
 
 
+def _axes_of_tracks(events: list[dict[str, Any]]) -> dict[str, str]:
+    about = [event["args"] for event in events if event.get("ph") == "M" and event.get("name") == "thread_name"]
+    return {_track(track["name"]): track["mesh_axes"] for track in about if "mesh_axes" in track}
+
+
 def _track(name: str) -> str:
     """Return a track without the number of its lane."""
     return re.sub(r" \([0-9]+\)$", "", name)
@@ -140,6 +150,11 @@ def _joined(by_track: dict[int, list[dict[str, Any]]], gap: float) -> list[tuple
                     continue
             joined.append((track, start, length, event["cat"], _name(event), 1))
     return joined
+
+
+def _category_name(category: str) -> str:
+    part = read_category(category)
+    return category if part is None else part_name(*part)
 
 
 def _name(event: dict[str, Any]) -> str:

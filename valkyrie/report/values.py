@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from valkyrie.machine.timeline import COPIES
+from valkyrie.axes import axes_text
+from valkyrie.parts import PartKind
 from valkyrie.report.rank import memory_of, predicted_and_measured, price_of, unbeaten
 from valkyrie.runs.goodput import KINDS
-from valkyrie.sweep.rows import COLLECTIVES, REST, Row
+from valkyrie.sweep.rows import Row
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, percent
 from valkyrie.units import memory as memory_text
@@ -19,16 +20,16 @@ Values = list[dict[str, Any]]
 BARS = 40
 """How many layouts a bar chart shows, the best ones."""
 PART_NAMES = {
-    "matmul": "matrix products",
-    "kernel": "kernels",
-    "compute": "other arithmetic",
-    "memory": "memory-bound",
-    COPIES: "waiting for copies",
-    REST: "no collective",
+    PartKind.matmul: "matrix products",
+    PartKind.kernel: "kernels",
+    PartKind.compute: "other arithmetic",
+    PartKind.memory: "memory-bound",
+    PartKind.copies: "waiting for copies",
+    PartKind.rest: "no collective",
 }
-"""Words for the parts of a step."""
-BY_AXES = {"exposed ": "waiting for ", f"{COLLECTIVES} ": "collectives over "}
-"""Words that stand before the mesh axes of exposed communication, and of measured collectives."""
+"""Words for the parts of a step that belong to no mesh axes."""
+_BY_AXES = {PartKind.exposed: "waiting for ", PartKind.collectives: "collectives over "}
+"""Words before the mesh axes of the other parts."""
 _LONG_UNITS = (("days", 1 / 86400), ("hours", 1 / 3600), ("minutes", 1 / 60), ("s", 1.0))
 FAR = 4
 """Beyond this multiple of the largest peak, the usable memory is not drawn."""
@@ -148,26 +149,19 @@ def memory(rows: Sequence[Row]) -> Values:
 
 
 def parts(rows: Sequence[Row]) -> Values:
-    """Return the parts of a step of the best rows, products first and communication last."""
-    shown = [row for row in rows if row.ok and row.seconds][:BARS]
-    exposed = sorted({name for row in shown for name in row.seconds if name not in PART_NAMES})
-    order = [*PART_NAMES, *exposed]
+    """Return the parts of a step of the best rows, products first and communication, with its `axes`, last."""
+    shown = [row for row in rows if row.ok and row.parts][:BARS]
+    by_axes = {(p.kind.value, axes_text(p.mesh_axes)): p for row in shown for p in row.parts if p.kind.by_axes}
+    order = [*PART_NAMES.values(), *(part_name(p.kind, p.mesh_axes) for _, p in sorted(by_axes.items()))]
     unit, scale = _time_unit([row.step_s or 0.0 for row in shown])
-    taken = [(row, row.seconds, row.step_s or 1.0) for row in shown]
-    return _stacked(labels(rows), taken, order, {name: part_name(name) for name in order}, unit, scale)
+    taken = [(row, {part_name(p.kind, p.mesh_axes): p.seconds for p in row.parts}, row.step_s or 1.0) for row in shown]
+    axes = {part_name(p.kind, p.mesh_axes): {"axes": axes_text(p.mesh_axes)} for p in by_axes.values()}
+    return [value | axes.get(value["part"], {}) for value in _stacked(labels(rows), taken, order, {}, unit, scale)]
 
 
-def part_name(category: str) -> str:
+def part_name(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Return a part of a step in words."""
-    for part, words in BY_AXES.items():
-        if category.startswith(part):
-            return words + category.removeprefix(part)
-    return PART_NAMES.get(category, category)
-
-
-def axes_named(part: str) -> str | None:
-    """Return the mesh axes that the words for a part of a step end with; None where there are none."""
-    return next((part.removeprefix(words) for words in BY_AXES.values() if part.startswith(words)), None)
+    return _BY_AXES[kind] + axes_text(mesh_axes) if kind.by_axes else PART_NAMES[kind]
 
 
 def sent(rows: Sequence[Row]) -> Values:

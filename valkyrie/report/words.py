@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from valkyrie.axes import UNATTRIBUTED
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.report.alike import counted_as, described, same_layout
 from valkyrie.report.rank import UNKNOWN, agreement, predicted_and_measured
 from valkyrie.report.values import PART_NAMES
 from valkyrie.sweep.noise import has_spread, within_noise
-from valkyrie.sweep.rows import COLLECTIVES, REST, Group, Row, Work, groups
+from valkyrie.sweep.rows import Group, Row, Work, groups
 from valkyrie.sweep.trial import Status
 from valkyrie.units import duration, memory, percent, sent
 
@@ -23,8 +24,8 @@ SAME = 1.02
 NEGLIGIBLE = 0.01
 """The share of all bytes below which those over some axes are not named."""
 
-_MANY = ("matmul", "kernel")
-_ELSE = {REST: "all else"}
+_MANY = (PartKind.matmul, PartKind.kernel)
+_NAMES = PART_NAMES | {PartKind.rest: "all else"}
 
 
 def answer(group: Group, rows: Sequence[Row]) -> list[str]:
@@ -203,29 +204,29 @@ def _without(partition: str, rows: Sequence[Row]) -> str:
 def _reasons(fast: Row, slow: Row) -> tuple[list[str], list[str]]:
     """Return the parts in which the slow step takes longer, largest first, and those in which the fast one does."""
     assert fast.step_s is not None and slow.step_s is not None
-    if not fast.seconds or not slow.seconds or slow.step_s <= fast.step_s:
+    if not fast.parts or not slow.parts or slow.step_s <= fast.step_s:
         return [], []
-    a, b = _merged(fast.seconds), _merged(slow.seconds)
-    more = {name: b.get(name, 0.0) - a.get(name, 0.0) for name in {**a, **b}}
+    a, b = _by_kind(fast.parts), _by_kind(slow.parts)
+    more = {kind: b.get(kind, 0.0) - a.get(kind, 0.0) for kind in {**a, **b}}
     least = WORTH_SAYING * (slow.step_s - fast.step_s)
     ordered = sorted(more.items(), key=lambda item: -item[1])
-    reasons = [_part(name, fast, slow, a, b) for name, seconds in ordered if seconds >= least]
-    against = [_part(name, fast, slow, a, b) for name, seconds in reversed(ordered) if seconds <= -least]
+    reasons = [_part(kind, fast, slow, a, b) for kind, seconds in ordered if seconds >= least]
+    against = [_part(kind, fast, slow, a, b) for kind, seconds in reversed(ordered) if seconds <= -least]
     return reasons, against
 
 
-def _part(name: str, fast: Row, slow: Row, a: dict[str, float], b: dict[str, float]) -> str:
-    took, takes = duration(a.get(name, 0.0)), duration(b.get(name, 0.0))
+def _part(kind: PartKind, fast: Row, slow: Row, a: dict[PartKind, float], b: dict[PartKind, float]) -> str:
+    took, takes = duration(a.get(kind, 0.0)), duration(b.get(kind, 0.0))
     over = f" (a device sends {_over(fast)}, against {_over(slow)})"
-    if name == "exposed":
+    if kind is PartKind.exposed:
         return f"it waits {took} of a step for communication, not {takes}{over}"
-    if name == COLLECTIVES:
+    if kind is PartKind.collectives:
         return f"it spends {took} of a step in collectives, waiting included, not {takes}{over}"
-    if name == "memory":
-        shares = percent(a.get(name, 0.0) / (fast.step_s or 1)), percent(b.get(name, 0.0) / (slow.step_s or 1))
+    if kind is PartKind.memory:
+        shares = percent(a.get(kind, 0.0) / (fast.step_s or 1)), percent(b.get(kind, 0.0) / (slow.step_s or 1))
         return f"memory-bound operations take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
-    text = f"{_ELSE.get(name) or PART_NAMES.get(name, name)} take{'s' * (name not in _MANY)} {took}, not {takes}"
-    return text + _products(fast, slow) if name in _MANY else text
+    text = f"{_NAMES[kind]} take{'s' * (kind not in _MANY)} {took}, not {takes}"
+    return text + _products(fast, slow) if kind in _MANY else text
 
 
 def _products(fast: Row, slow: Row) -> str:
@@ -263,13 +264,12 @@ def _over(row: Row) -> str:
     return " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else "".join(listed) or "nothing"
 
 
-def _merged(seconds: dict[str, float]) -> dict[str, float]:
-    """Return the parts of a step with all exposed communication as one, and all collectives."""
-    merged: dict[str, float] = {}
-    for name, part in seconds.items():
-        key = name.partition(" ")[0]
-        merged[key] = merged.get(key, 0.0) + part
-    return merged
+def _by_kind(parts: Sequence[StepPart]) -> dict[PartKind, float]:
+    """Sum the seconds of a step by kind of part, over all mesh axes."""
+    seconds: dict[PartKind, float] = {}
+    for part in parts:
+        seconds[part.kind] = seconds.get(part.kind, 0.0) + part.seconds
+    return seconds
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valkyrie.axes import UNATTRIBUTED
+from valkyrie.parts import StepPart, upgrade_part
 
 TRAFFIC = "communication"
 """Key of a training's traffic in its summary."""
@@ -116,7 +117,7 @@ class TrialResult:
     """Numbers of a trial: of a prediction, a measurement, or a training.
 
     Args:
-        seconds: Predicted seconds of a step by part.
+        parts: Where the time of a predicted step goes.
         placement: Where each mesh axis lies on the torus, for display.
         simulated: Whether no time is real.
         devices: What a measurement ran on, such as `8 x NVIDIA H100`.
@@ -128,7 +129,7 @@ class TrialResult:
     parameters: int | None = None
     memory: MemoryResult = MemoryResult()
     step: StepResult = StepResult()
-    seconds: dict[str, float] = field(default_factory=dict)
+    parts: tuple[StepPart, ...] | None = None
     communication: Traffic | None = None
     placement: tuple[str, ...] | None = None
     compile: CompileResult | None = None
@@ -150,6 +151,19 @@ class TrialResult:
     def objective(self) -> float:
         """Tokens/s/chip, which a sweeper may maximise; 0.0 if unknown."""
         return self.step.tokens_per_second_per_chip or 0.0
+
+
+def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert plain values of a `TrialResult` as version 1.0 and earlier wrote them, in which texts name the parts.
+
+    Newer values come back as they are. Raises ValueError if the parts are malformed.
+    """
+    new = dict(plain)
+    if (seconds := new.pop("seconds", None)) is not None:
+        if not isinstance(seconds, Mapping):
+            raise ValueError("expected `object`")
+        new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
+    return new
 
 
 def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:

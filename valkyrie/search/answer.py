@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from valkyrie.axes import axes_text
 from valkyrie.hardware.target import usable_hbm
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.search.compiling import Compiled, Compiles
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.estimate.space import Candidate
@@ -39,7 +41,7 @@ _ESTIMATED_BOTTLENECKS = {
     "host": "host memory",
 }
 """The resource that each part of an estimated step occupies."""
-_COMPILED_BOTTLENECKS: dict[str, str] = {"matmul": "compute", "kernel": "compute", "memory": "HBM bandwidth"}
+_COMPILED_BOTTLENECKS = {PartKind.matmul: "compute", PartKind.kernel: "compute", PartKind.memory: "HBM bandwidth"}
 
 
 class Stage(Enum):
@@ -246,18 +248,22 @@ def _bottleneck(one: Estimated, compiled: Compiled | None) -> Bottleneck:
     """Return what takes most of a step: of the replayed step if it was compiled, else of the estimate."""
     usable = usable_hbm(one.group.target.chip)
     seconds_by: dict[str, float] = {}
-    replayed: dict[str, float] = {} if compiled is None else compiled.trial.results.seconds
-    for name, seconds in (replayed or one.parts).items():
-        if not replayed:
-            what = _ESTIMATED_BOTTLENECKS[name]
-        elif name.startswith("exposed "):
-            what = f"communication over {name[8:]}"
-        else:
-            what = _COMPILED_BOTTLENECKS.get(name, name)
+    if compiled is not None and compiled.trial.results.parts:
+        spent = [(_resource(part), part.seconds) for part in compiled.trial.results.parts]
+    else:
+        spent = [(_ESTIMATED_BOTTLENECKS[name], seconds) for name, seconds in one.parts.items()]
+    for what, seconds in spent:
         seconds_by[what] = seconds_by.get(what, 0.0) + seconds
     resource, seconds = max(seconds_by.items(), key=lambda item: item[1])
     peak = one.bytes if compiled is None else compiled.peak or one.bytes
     return Bottleneck(resource, seconds / sum(seconds_by.values()), bool(usable and peak > NEAR_LIMIT * usable))
+
+
+def _resource(part: StepPart) -> str:
+    """Return in words what limits a part of a replayed step."""
+    if part.kind is PartKind.exposed:
+        return f"communication over {axes_text(part.mesh_axes)}"
+    return _COMPILED_BOTTLENECKS.get(part.kind, part.kind.value)
 
 
 def show(request: SearchRequest, rows: Sequence[RankedLayout], console: Console) -> None:

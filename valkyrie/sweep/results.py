@@ -13,7 +13,6 @@ from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import Communication
 from valkyrie.config.modes import MEASURED, Mode
 from valkyrie.foreign_errors import is_out_of_memory
-from valkyrie.machine.parts import write_category
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.processes.team import REFUSED
@@ -100,9 +99,7 @@ def trial_result(result: Prediction | Measurement) -> TrialResult:
     plain.pop("hints", None)  # a trial keeps their text alone
     kept = decode(TrialResult, plain, "results")
     if isinstance(result, Prediction):
-        # TODO: keep typed parts, once the report reads `StepPart` instead of names such as `exposed x,y`.
-        seconds = {write_category(part.kind, part.mesh_axes): part.seconds for part in result.parts}
-        kept = replace(kept, seconds=seconds, hints=tuple(hint.text for hint in result.hints))
+        kept = replace(kept, hints=tuple(hint.text for hint in result.hints))
     trace = result.trace if isinstance(result, Measurement) else None
     sent = result.communication
     return kept if sent is None else replace(kept, communication=_traffic(sent, trace))

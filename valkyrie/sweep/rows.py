@@ -10,18 +10,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from valkyrie.axes import read_axes
 from valkyrie.hardware.chips import known_chips
+from valkyrie.parts import StepPart
 from valkyrie.runs.goodput import Goodput
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import StepResult, Traffic
+from valkyrie.search.compile.prediction import CollectiveTime, CollectiveTrace, measured_parts
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.sweep.varied import target_of, varied_of
 
-COLLECTIVES = "collectives"
-"""First word of a part of a measured step, before its mesh axes: collectives, waiting and hidden ones included."""
-REST = "rest"
-"""The part of a measured step that is no collective."""
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """What the speeds of each stage are called."""
 AT_HAND = "auto"
@@ -88,7 +87,7 @@ class Row:
         source: Folder of its sweep.
         about: Its layout, with question marks if its configuration makes no run.
         peak: Peak memory of one device, or what it would need if it does not fit.
-        seconds: Parts of a step; of a measured one its collectives and the rest.
+        parts: Parts of a step; of a measured one its collectives and the rest.
         sent: Bytes that one device sends in a step, by mesh axes.
         exposed_s: Seconds that a predicted step waits for communication.
         price: Dollars of a chip in an hour, on demand.
@@ -105,7 +104,7 @@ class Row:
     layout: str
     step_s: float | None
     peak: int | None
-    seconds: dict[str, float]
+    parts: tuple[StepPart, ...]
     exposed_s: float | None
     price: float | None
     per_million: float | None
@@ -249,8 +248,8 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         layout=trial.name if trial.about is None else about.name,
         step_s=step_s,
         peak=memory.required or None,
-        seconds=results.seconds or _measured_parts(results.communication, step.step_s),
-        exposed_s=results.communication.exposed_s if results.seconds and results.communication else None,
+        parts=results.parts or _measured_parts(results.communication, step.step_s),
+        exposed_s=results.communication.exposed_s if results.parts and results.communication else None,
         price=price,
         per_million=1e6 * price * about.chips / (3600 * rate) if price and about.chips and rate else None,
         goodput=None if spent is None else Goodput(spent.wall_s, spent.seconds, spent.restarts),
@@ -291,21 +290,19 @@ def _price(trial: Trial, simulated: bool) -> float | None:
     return None if chip is None or simulated or step == StepResult() else chip.usd_per_hour
 
 
-def _measured_parts(traffic: Traffic | None, step_s: float | None) -> dict[str, float]:
-    """Return the parts of a measured step by its traced collectives; nothing where there is no trace, or no collective.
+def _measured_parts(traffic: Traffic | None, step_s: float | None) -> tuple[StepPart, ...]:
+    """Return the parts of a measured step by its traced collectives; none without a trace or collectives.
 
-    The trace is of a few steps of its own, which it slows down: their shares are taken of the timed step. Records
-    without the seconds of the traced steps counted what overlaps twice, so they are not used.
+    Records without the seconds of the traced steps counted overlapping collectives twice, so they are not used.
     """
-    if traffic is None or not traffic.collective_s or not traffic.traced_step_s or step_s is None:
-        return {}
-    shares = {
-        f"{COLLECTIVES} {axes}": sum(kinds.values()) / traffic.traced_step_s
+    if traffic is None or traffic.collective_s is None:
+        return ()
+    times = tuple(
+        CollectiveTime(kind, read_axes(axes), seconds)
         for axes, kinds in traffic.collective_s.items()
-    }
-    whole = max(1.0, sum(shares.values()))
-    taken = {name: share / whole * step_s for name, share in shares.items()}
-    return taken | {REST: max(0.0, step_s - sum(taken.values()))}
+        for kind, seconds in kinds.items()
+    )
+    return measured_parts(CollectiveTrace(times, step_s=traffic.traced_step_s), step_s)
 
 
 def _kind(trial: Trial) -> tuple[str, str]:

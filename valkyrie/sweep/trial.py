@@ -19,7 +19,7 @@ from valkyrie.config.modes import MODES
 from valkyrie.processes.locks import lock
 from valkyrie.records import RecordError, decode, encode
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
-from valkyrie.runs.results import TrialResult
+from valkyrie.runs.results import TrialResult, upgrade_results
 from valkyrie.runs.tracking import cut_torn_line
 from valkyrie.sweep.names import key_values
 
@@ -118,7 +118,7 @@ class Trial:
             newer = f"schema {values['schema']} is newer than this version of valkyrie, which reads {SCHEMA}"
             raise ValueError(f"{newer}. Update valkyrie.")
         try:
-            trial = decode(Trial, values | {"about": values.get("about") or None}, TRIALS)
+            trial = decode(Trial, _upgraded(values) | {"about": values.get("about") or None}, TRIALS)
         except RecordError as error:
             raise _damaged(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
@@ -170,6 +170,16 @@ class TrialLog:
                 raise ValueError(f"{self.path}, line {number}, cannot be read: {error}") from error
             trials[trial.key] = trial
         return list(trials.values())
+
+
+def _upgraded(line: dict[str, Any]) -> dict[str, Any]:
+    """Convert the results of an older line. Raises RecordError if they are malformed."""
+    if not isinstance(line.get("results"), dict):
+        return line
+    try:
+        return line | {"results": upgrade_results(line["results"])}
+    except ValueError as error:
+        raise RecordError(TRIALS, "$.results.seconds", str(error)) from error
 
 
 def _damaged(why: str) -> ValueError:

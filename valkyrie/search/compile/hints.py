@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import CollectiveRecord
-from valkyrie.machine.parts import PartKind, StepPart, seconds_in
 from valkyrie.parallel.partition import RoleKind, recorded_roles
+from valkyrie.parts import PartKind, StepPart, seconds_in
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     Hint,

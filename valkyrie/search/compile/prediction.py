@@ -13,12 +13,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.axes import UNATTRIBUTED
+from valkyrie.axes import read_axes
 from valkyrie.compiled.communication import Communication
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.hardware.position import Position
-from valkyrie.machine.parts import PartKind, StepPart, read_category
 from valkyrie.parallel.partition import Role
+from valkyrie.parts import PartKind, StepPart, upgrade_part
 from valkyrie.records import RecordError, decode, encode
 from valkyrie.train.options import Option
 
@@ -477,9 +477,9 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
     if new.get("schema") == 1:
         new["schema"] = SCHEMA
     if (seconds := new.pop("seconds", None)) is not None:
-        new["parts"] = [_part(name) | {"seconds": value} for name, value in seconds.items()]
+        new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
     if "costs" in new:
-        new["costs"] = [_part(cost["category"]) | cost if "category" in cost else cost for cost in new["costs"]]
+        new["costs"] = [upgrade_part(cost["category"]) | cost if "category" in cost else cost for cost in new["costs"]]
     if "positions" in new:
         new["positions"] = [
             encode(Position.parse(position)) if isinstance(position, str) else position for position in new["positions"]
@@ -497,19 +497,8 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _part(name: str) -> dict[str, Any]:
-    part = read_category(name)
-    if part is None:
-        raise ValueError(f"{name} is not a part of a step")
-    return {"kind": part[0].value, "mesh_axes": part[1]}
-
-
-def _axes(text: str) -> list[str]:
-    return [] if text in ("", "?", UNATTRIBUTED) else text.split(",")
-
-
 def _communication(sent: dict[str, Any]) -> dict[str, Any]:
-    by_axes = [{"mesh_axes": _axes(axes), "bytes": size} for axes, size in sent["bytes_by_mesh_axes"].items()]
+    by_axes = [{"mesh_axes": read_axes(axes), "bytes": size} for axes, size in sent["bytes_by_mesh_axes"].items()]
     return sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}
 
 
@@ -519,7 +508,7 @@ def _trace(sent: dict[str, Any]) -> dict[str, Any]:
         None
         if by_axes is None
         else [
-            {"kind": kind, "mesh_axes": _axes(axes), "seconds": seconds}
+            {"kind": kind, "mesh_axes": read_axes(axes), "seconds": seconds}
             for axes, kinds in by_axes.items()
             for kind, seconds in kinds.items()
         ]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import Communication
-from valkyrie.machine.parts import PartKind, StepPart
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.search.compile.prediction import (
     CollectiveTrace,
     CompileStatus,

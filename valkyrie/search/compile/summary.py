@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from valkyrie.compiled.communication import sum_communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
-from valkyrie.machine.parts import PartKind, seconds_in
+from valkyrie.parts import PartKind, seconds_in
 from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.implementations import computed

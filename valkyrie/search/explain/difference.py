@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from valkyrie.axes import UNATTRIBUTED
-from valkyrie.machine.parts import PartKind, StepPart
 from valkyrie.parallel.partition import recorded_roles
+from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import encode
 from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction
 from valkyrie.search.compile.summary import short_cause, short_source

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class PartKind(Enum):
@@ -18,6 +19,11 @@ class PartKind(Enum):
     exposed = "exposed"  # waiting for collectives, by mesh axes
     collectives = "collectives"  # in collectives, exposed or hidden, by mesh axes; measured steps only
     rest = "rest"  # outside collectives; measured steps only
+
+    @property
+    def by_axes(self) -> bool:
+        """Whether parts of this kind belong to mesh axes."""
+        return self in (PartKind.exposed, PartKind.collectives)
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
 
 def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Return the category of a part in a timeline file: `matmul`, `exposed x,y`."""
-    return f"{kind.value} {','.join(mesh_axes)}" if kind in (PartKind.exposed, PartKind.collectives) else kind.value
+    return f"{kind.value} {','.join(mesh_axes)}" if kind.by_axes else kind.value
 
 
 def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
@@ -45,3 +51,14 @@ def read_category(text: str) -> tuple[PartKind, tuple[str, ...]] | None:
     if kind not in {known.value for known in PartKind}:
         return None
     return PartKind(kind), tuple(axes.split(",")) if axes else ()
+
+
+def upgrade_part(category: str) -> dict[str, Any]:
+    """Return the plain `kind` and `mesh_axes` of a part that an older file names by its category.
+
+    Raises ValueError for a text that is not the category of a part.
+    """
+    part = read_category(category)
+    if part is None:
+        raise ValueError(f"{category} is not a part of a step")
+    return {"kind": part[0].value, "mesh_axes": list(part[1])}
