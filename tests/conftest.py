@@ -77,22 +77,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     turns.begin(config)
-    _compose_once()
-
-
-def _compose_once() -> None:
-    """Spare commands in this process the composing by which Hydra learns `hydra.mode`, where no YAML can set it."""
-    from hydra._internal.hydra import Hydra
-
-    ask = Hydra.get_mode
-
-    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-        may_be_set = config_name != "train" or any(
-            "hydra.mode" in o or "sweep=" in o or "experiment=" in o for o in overrides
-        )
-        return ask(self, config_name, overrides) if may_be_set else None
-
-    Hydra.get_mode = get_mode
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -61,9 +61,9 @@ def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, 
     folder = sweep_folder(tmp_path / "mine", [FSDP])
     main([str(folder / "trials.jsonl")])
     assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
-    assert valkyrie.report(folder / "trials.jsonl") == folder / PAGE
+    assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE
     with pytest.raises(ValueError, match="is no folder, and none can be made there"):
-        valkyrie.report(folder, output=folder / PAGE / "x.html")
+        valkyrie.write_report(folder, output=folder / PAGE / "x.html")
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):

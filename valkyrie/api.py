@@ -1,8 +1,8 @@
 """The Python API: what `valkyrie-train` and `valkyrie-report` do, as functions that return values.
 
-Every function is a name of `valkyrie` itself (`valkyrie.train`). None of them exits, takes over a signal, or prints
-where `quiet=True`; a mistake of the caller is a ValueError with the message that the command line prints. JAX is
-imported by what needs it, so composing, reading trials and reports work without a device.
+Every function is a name of `valkyrie` itself (`valkyrie.fit`; `named_slice` is `valkyrie.slice`). None of them exits,
+takes over a signal, or prints where `quiet=True`; a mistake of the caller is a ValueError with the message that the
+command line prints. JAX is imported by what needs it, so composing, reading trials and reports work without a device.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def load(folder: str | Path, *overrides: str) -> Run:
     return _checked(run_in(Path(folder), overrides))
 
 
-def slice(name: str, *, slices: int = 1) -> Slice:
+def named_slice(name: str, *, slices: int = 1) -> Slice:
     """Return a slice by its name (`v4-64`, `v5litepod-8`, `v4:4x8x8`): chip, chips, hosts, topology, prices.
 
     `slice.mesh((4, 16), ("data", "model"))` is a mesh of its devices, to compile for. `slices` of them are joined by
@@ -287,7 +287,7 @@ def measure(run: Run, *, quiet: bool = False) -> Result:
         return Result(time_step(run, devices))
 
 
-def train(run: Run, *, quiet: bool = False) -> Trained:
+def fit(run: Run, *, quiet: bool = False) -> Trained:
     """Train a run in its run folder, as `mode=train` does without the sample, and return what it leaves.
 
     A run with `resume=` or the `name=` of an earlier one goes on from its newest checkpoint. Interrupting it (a
@@ -299,9 +299,9 @@ def train(run: Run, *, quiet: bool = False) -> Trained:
 
     began, folder, console = time.time(), run_folder(run), _console(quiet)
     prepared = prepare_run(run, console)
-    from valkyrie.train.trainer import fit
+    from valkyrie.train import trainer
 
-    fitted = fit(run, *prepared, folder, console, signals=False, began=began)
+    fitted = trainer.fit(run, *prepared, folder, console, signals=False, began=began)
     return Trained(run, folder, fitted.summary, fitted)
 
 
@@ -347,7 +347,7 @@ def trials(*paths: str | Path) -> list[Row]:
     return read_rows([Path(path) for path in paths])
 
 
-def report(*paths: str | Path, output: str | Path | None = None) -> Path:
+def write_report(*paths: str | Path, output: str | Path | None = None) -> Path:
     """Write the page of sweeps and return its path: `report.html` in the first folder, or `output`."""
     from valkyrie.paths import write_whole
     from valkyrie.report.page import page, page_file

@@ -58,7 +58,7 @@ def _predict(asked: argparse.Namespace) -> bool | None:
     places = None if asked.places is None else _read_places(asked.places)
     result = api.predict(
         asked.module,
-        slice=api.slice(asked.target, slices=asked.slices),
+        slice=api.named_slice(asked.target, slices=asked.slices),
         mesh=mesh_axes(asked.mesh),
         places=places,
         tokens=asked.tokens,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra import initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl  # public ConfigLoaders cannot take another folder
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 

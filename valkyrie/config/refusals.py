@@ -112,10 +112,10 @@ def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in config:
-        node = config._get_node(key)
         yield f"{prefix}{key}"
-        if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation()):
-            yield from _keys(node, f"{prefix}{key}.")
+        has_value = not (OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, str(key)))
+        if has_value and isinstance(inner := config[key], DictConfig):  # null is None here
+            yield from _keys(inner, f"{prefix}{key}.")
 
 
 def _wrong_value(key: str | None, message: str) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
-from optax.contrib._muon import orthogonalize_via_newton_schulz
+from optax.contrib._muon import orthogonalize_via_newton_schulz  # optax has no public name for it
 
 from valkyrie.axes import Parameter
 from valkyrie.optim import is_parameter
