@@ -22,7 +22,6 @@ from typing import Any
 import valkyrie
 from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
-from valkyrie.tasks import task_of
 
 KEPT = Path(__file__).with_suffix(".json")
 
@@ -111,14 +110,14 @@ def predicted(promise: Promise, overrides: Sequence[str]) -> dict[str, Any]:
     target = run.config.target
     assert target.chip is not None and target.chips is not None
     peak = target.chips * target.slices * target.chip.peak_flops(run.config.precision.compute)
-    count = run.config.batch * (run.config.seq if task_of(run.model.task).is_text else 1)
+    count = run.config.batch * (run.config.seq if run.task.is_text else 1)
     return {
         "overrides": list(overrides),
         "refused": refused,
         "target": target.name,
         "layout": run.layout.name,
         "chips": target.chips * target.slices,
-        "unit": "tokens/s" if task_of(run.model.task).is_text else "puzzles/s",
+        "unit": "tokens/s" if run.task.is_text else "puzzles/s",
         "count": count,
         "possible": count * peak / run.step_flops,
         "status": result.status,

@@ -20,6 +20,7 @@ from valkyrie.paths import DiskError, cache_root, cache_trouble, write_whole, wr
 from valkyrie.runs.tracking import Tracker, read_metrics
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode
 from valkyrie.search.compile import runner as compile
+from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus
 from valkyrie.train.devices import configure_jax
 from valkyrie.train.screen import Screen
 
@@ -156,9 +157,10 @@ def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
     configure_jax(run, lines.append)
     assert jax.config.jax_compilation_cache_dir == before
     assert len(lines) == 1 and lines[0].endswith("elsewhere with VALKYRIE_CACHE=DIR. Compiled programs are not kept.")
-    monkeypatch.setattr(compile, "_in_child", lambda *_: {"status": "failed", "reason": "it was not tried"})
+    failed = CompileOutcome(CompileStatus.failed, "it was not tried")
+    monkeypatch.setattr(compile, "_in_child", lambda *_: failed)
     compiled = compile.compile_layout(run, 1)
-    assert compiled.status == "failed" and compiled.note is not None
+    assert compiled.status is CompileStatus.failed and compiled.note is not None
     assert compiled.note.endswith("elsewhere with VALKYRIE_CACHE=DIR. This compile is not kept.")
 
 

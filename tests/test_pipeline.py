@@ -174,7 +174,7 @@ def test_what_is_said_of_a_pipeline():
 def test_nothing_but_inputs_is_proposed_to_be_kept_where_forward_and_backward_turn_about():
     run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *ALTERNATING)
     assert list(by_policy(run)) == ["full"]
-    assert (made_again(run), fuller_layouts(run)) == ({}, [])
+    assert (made_again(run), fuller_layouts(run)) == ({}, ())
     assert len(by_policy(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5
 
 

@@ -49,7 +49,7 @@ def test_the_process_of_an_earlier_attempt_is_forgotten(tmp_path: Path):
 
 
 def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plan = Plan("k", "trial", "show", tmp_path, (), {}, run=compose_run(*SINGLE))
+    plan = Plan("k", "trial", "show", tmp_path, (), None, run=compose_run(*SINGLE))
     monkeypatch.setattr(Plan, "command", SLEEP)
     lock = TrialLock.take(plan.trial_folder)
     assert lock is not None

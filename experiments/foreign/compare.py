@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 
 import valkyrie
+from valkyrie.hardware.position import Position
+from valkyrie.parts import write_category
 
 HERE = Path(__file__).resolve().parent
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from valkyrie.records import decode, encode
-from valkyrie.search.compile.prediction import Prediction, upgrade_results
+from valkyrie.search.compile.prediction import Prediction
+from valkyrie.search.compile.upgrade import upgrade_results
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.rows import Row
 from valkyrie.sweep.trial import Status, known_values

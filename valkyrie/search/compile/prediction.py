@@ -7,19 +7,18 @@ and one step, unless a docstring says otherwise. None means unknown.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.axes import read_axes
 from valkyrie.compiled.communication import Communication
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.hardware.position import Position
 from valkyrie.parallel.partition import Role
-from valkyrie.parts import PartKind, StepPart, upgrade_part
-from valkyrie.records import RecordError, decode, encode
+from valkyrie.parts import PartKind, StepPart
+from valkyrie.records import RecordError, decode
+from valkyrie.search.compile.upgrade import upgrade_results
 from valkyrie.train.options import Option
 
 SCHEMA = 2
@@ -466,52 +465,3 @@ def read_prediction(path: Path) -> Prediction:
         reason = getattr(error, "reason", f"cannot be read ({error})")
         reason += ". Write the file again with valkyrie-train mode=compile"
         raise RecordError(str(path), getattr(error, "field", ""), reason) from error
-
-
-def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert version 1 of a prediction or measurement, or a subset of its keys, to this version's plain values.
-
-    Newer values come back as they are. Raises KeyError, TypeError, AttributeError or ValueError for malformed values.
-    """
-    new = dict(plain)
-    if new.get("schema") == 1:
-        new["schema"] = SCHEMA
-    if (seconds := new.pop("seconds", None)) is not None:
-        new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
-    if "costs" in new:
-        new["costs"] = [upgrade_part(cost["category"]) | cost if "category" in cost else cost for cost in new["costs"]]
-    if "positions" in new:
-        new["positions"] = [
-            encode(Position.parse(position)) if isinstance(position, str) else position for position in new["positions"]
-        ]
-    if "hints" in new:
-        new["hints"] = [{"code": None, "text": hint} if isinstance(hint, str) else hint for hint in new["hints"]]
-    if "larger" in new or "partitions" in new:
-        partitions = [{"axis_roles": {}} | partition for partition in new.pop("partitions", [])]
-        new["alternatives"] = {"remats": new.pop("larger", []), "partitions": partitions}
-    sent = new.get("communication")
-    if isinstance(sent, dict) and not isinstance(sent.get("bytes_by_mesh_axes", []), list):
-        new["communication"] = _communication(sent)
-        if "collective_note" in sent or "collective_s" in sent:
-            new["trace"] = _trace(sent)
-    return new
-
-
-def _communication(sent: dict[str, Any]) -> dict[str, Any]:
-    by_axes = [{"mesh_axes": read_axes(axes), "bytes": size} for axes, size in sent["bytes_by_mesh_axes"].items()]
-    return sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}
-
-
-def _trace(sent: dict[str, Any]) -> dict[str, Any]:
-    by_axes = sent.get("collective_s")
-    times = (
-        None
-        if by_axes is None
-        else [
-            {"kind": kind, "mesh_axes": read_axes(axes), "seconds": seconds}
-            for axes, kinds in by_axes.items()
-            for kind, seconds in kinds.items()
-        ]
-    )
-    # Without the seconds of the traced steps, overlapping collectives were counted twice: the times are left out then.
-    return {"times": times, "note": sent.get("collective_note"), "step_s": sent.get("traced_step_s")}
