@@ -50,11 +50,11 @@ def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_it_trains_on_a_mesh_and_resumes(folder: Path) -> None:
-    done = train(folder, "name=own", "steps=2", "sample_tokens=0")
+    done = train(folder, "name=lion", "steps=2", "sample_tokens=0")
     assert "step 2/2" in done.stdout, done.stdout + done.stderr
-    saved = saved_config(folder.parent / "runs" / "own")
+    saved = saved_config(folder.parent / "runs" / "lion")
     assert saved.optimizer.family == "lion" and list(saved.modules) == [str(folder)]
-    command = [sys.executable, "-m", "valkyrie.cli.train", "resume=own", "steps=3", "sample_tokens=0"]
+    command = [sys.executable, "-m", "valkyrie.cli.train", "resume=lion", "steps=3", "sample_tokens=0"]
     done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
     assert "training steps 3 to 3" in done.stdout, done.stdout + done.stderr
 
