@@ -135,19 +135,16 @@ def test_words_name_recomputation_and_what_speaks_against(tmp_path: Path):
     fast = trial("8x1x1-fsdp", 1000, seconds=parts, executed_flops=1e9, product_rate=0.5)
     slow = trial("8x1x1-dp", 500, seconds={"matmul": 0.9, "exposed x": 0.1}, executed_flops=2e9, product_rate=0.5)
     said = words.because(*rows_of(tmp_path, fast, slow))
-    assert "because matrix products take 64.0 ms, not 230.4 ms (the slower one executes 100% more FLOPs" in said
-    assert "although it waits 64.0 ms of a step for communication, not 25.6 ms" in said
+    assert said.index("64.0 ms") < said.index("230.4 ms") < said.index("FLOPs") < said.index("Against it")
 
 
 def test_only_the_same_work_is_compared(tmp_path: Path):
     other = trial("8x1x1-fsdp", 2000, batch=64)
     found = rows_of(tmp_path, other, FSDP, TP, LARGE)
-    said = words.answer(found[0].group, found)
-    assert said[0].startswith("Fastest of 3 predicted for v5e-8: 8x1x1-fsdp of valkyrie_tiny, 64 x 64 tokens, 2,000")
-    assert [line.partition(" because")[0] for line in said[1:]] == [
-        "valkyrie_tiny, 16 x 64 tokens: fsdp on 8x1x1 is 2.0x as fast as 2d_tp on 2x4x1",
-        "valkyrie_tiny, 16 x 64 tokens: dp has no speed (does not fit): needs 20.0 GiB of 16.0 GiB usable.",
-    ]
+    first, *others = words.answer(found[0].group, found)
+    assert "64 x 64 tokens" in first and "2,000 tokens/s/chip" in first
+    assert [line.partition(": ")[0] for line in others] == ["valkyrie_tiny, 16 x 64 tokens"] * 2
+    assert "2.0x" in others[0] and "does not fit" in others[1]
 
 
 def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
@@ -164,8 +161,7 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     ]
     assert [p["amount"] / whole for p in parts] == pytest.approx([0.5, 0.5, 0.5, 0.5, 1.0], rel=1e-4)
     said = words.because(*found)
-    assert f"it spends {whole / 2:.1f} ms of a step in collectives, waiting included, not {1.5 * whole:.1f} ms" in said
-    assert "all else" not in said
+    assert f"{1.5 * whole:.1f} ms" in said and f"{whole / 2:.1f} ms" in said and "outside collectives" not in said
     slower = trial("4x2x1-dp", 50, stage="measure", collectives={"x": 1.5})
     (row,) = rows_of(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
@@ -187,12 +183,16 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
         trial("4x2x1-dp", 500, collectives={"x": 0.5}, **NOISY),
     )
     group, said = found[0].group, words.answer(found[0].group, found)
-    assert said[0].endswith("As fast, within the spread of the timed steps: 2x4x1-2d_tp.") and group.simulated
-    assert said[1] == (
-        "No difference beyond noise between fsdp on 8x1x1 and 2d_tp on 2x4x1 (simulated): a step takes 128.0 ms (from "
-        "115.2 ms to 140.8 ms) and 142.2 ms (from 128.0 ms to 156.4 ms)."
-    )
-    assert said[2].startswith("fsdp on 8x1x1 is 2.0x as fast as dp on 4x2x1 (simulated) because it spends")
+    assert said[0].endswith("timed steps: 2x4x1-2d_tp.") and group.simulated
+    assert re.findall(r"[0-9.]+ ms", said[1]) == [
+        "128.0 ms",
+        "115.2 ms",
+        "140.8 ms",
+        "142.2 ms",
+        "128.0 ms",
+        "156.4 ms",
+    ]
+    assert "2.0x" in said[2]
     assert [row[0] for row in data_of(page(found))["rows"]] == [1, 1, 3]
     assert re.findall(r"^\| ([0-9]) ", as_markdown(found), re.MULTILINE) == ["1", "1", "3"]
     outlier = trial("2x2x2-2d_tp", 100, **{**NOISY, "p90": 9.0})
@@ -221,11 +221,10 @@ def test_partitions_that_come_to_one_layout_are_not_compared(tmp_path: Path):
         trial("4x2x1-1d_tp", 380, degrees=tensor, sharding="b"),
     )
     said = words.answer(found[0].group, found)
-    assert "On this mesh 1d_tp is data parallel, as dp." in said[0]
-    assert said[1].startswith("dp on 8x1x1 is 2.4x as fast as 1d_tp on 4x2x1")
-    assert said[2:] == [
-        "2d_tp is compared as another partition, for no mesh here uses all its axes: 4x1x2 (the same layout as 1d_tp)."
-    ]
+    assert "data parallel, as dp" in said[0]
+    assert said[1].startswith("dp on 8x1x1") and "2.4x" in said[1] and "1d_tp on 4x2x1" in said[1]
+    (another,) = said[2:]
+    assert another.startswith("2d_tp") and another.endswith("as 1d_tp).")
     place = [column["id"] for column in data_of(page(found))["columns"]].index("alike")
     assert [row[place] for row in data_of(page(found))["rows"]] == ["dp", "", "1d_tp", ""]
 

@@ -19,7 +19,6 @@ from valkyrie.records import encode
 from valkyrie.report import ranking, tables, words
 from valkyrie.report.colours import PALETTE, PART_COLOURS, axes_colour
 from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
-from valkyrie.report.pairs import compared
 from valkyrie.report.rank import Comparison, best_per_target, refusals
 from valkyrie.report.records import read_rows
 from valkyrie.report.specs import Spec, timeline_spec
@@ -181,7 +180,7 @@ def _data(rows: Sequence[Row]) -> PageData:
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
         rows=ranking.cells(kinds),
         details=[ranking.details(row) for row in ordered],
-        pairs=compared(ordered),
+        pairs=words.compared(ordered),
         timelines=timelines,
         toruses=toruses,
         timeline=timeline_spec(),

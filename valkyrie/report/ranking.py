@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from valkyrie.report.alike import counted_as
-from valkyrie.report.rank import memory_of, unbeaten
+from valkyrie.report.rank import counted_as, memory_of, unbeaten
 from valkyrie.report.values import labels, short
 from valkyrie.sweep.columns import PAGE, Ranked
 from valkyrie.sweep.names import without_place

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from valkyrie.axes import UNATTRIBUTED
-from valkyrie.parts import PartKind, StepPart
-from valkyrie.report.alike import counted_as, described, same_layout
-from valkyrie.report.rank import UNKNOWN, agreement, predicted_and_measured
-from valkyrie.report.values import PART_NAMES
+from valkyrie.records import decode, encode
+from valkyrie.report.rank import UNKNOWN, agreement, counted_as, described, predicted_and_measured, same_layout
+from valkyrie.search.compile.prediction import Prediction
+from valkyrie.search.compile.upgrade import upgrade_results
+from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
 from valkyrie.sweep.rows import Group, Row, Work, groups
-from valkyrie.sweep.trial import Status
+from valkyrie.sweep.trial import Status, known_values
 from valkyrie.units import duration, memory, percent, sent
 
-WORTH_SAYING = 0.15
-"""The share of a difference between two steps from which one of its parts is named."""
 WORKS = 3
 """Of how many models, batches and lengths the partitions are compared."""
 SAME = 1.02
 """Below this ratio two speeds are called the same."""
-
-NEGLIGIBLE = 0.01
-"""The share of all bytes below which those over some axes are not named."""
-
-_MANY = (PartKind.matmul, PartKind.kernel)
-_NAMES = PART_NAMES | {PartKind.rest: "all else"}
+EXPLAINED = 12
+"""Number of layouts, the best first, of which the page explains each pair in sentences."""
 
 
 def answer(group: Group, rows: Sequence[Row]) -> list[str]:
@@ -95,7 +93,7 @@ def _another(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> st
 
 
 def because(fast: Row, slow: Row) -> str:
-    """Return how many times as fast the first row is, and the parts of the two steps that make the difference."""
+    """Return how many times as fast the first row is, and which parts of the two steps make the difference."""
     assert fast.rate_per_chip and slow.rate_per_chip
     ratio, (a, b) = fast.rate_per_chip / slow.rate_per_chip, names(fast, slow)
     simulated = " (simulated)" if fast.group.simulated else ""
@@ -103,12 +101,40 @@ def because(fast: Row, slow: Row) -> str:
         return f"No difference beyond noise between {a} and {b}{simulated}: {noise}."
     if ratio < SAME:
         return f"{a} is as fast as {b}{simulated}, within {percent(SAME - 1)}."
-    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}{simulated}"
-    reasons, against = _reasons(fast, slow)
-    if not reasons:
-        return f"{head}{_differs(fast, slow)}."
-    although = f", although {' and '.join(against)}" if against else ""
-    return f"{head} because {'; '.join(reasons)}{although}."
+    head = f"{a} is {ratio:.{2 if ratio < 1.1 else 1 if ratio < 10 else 0}f}x as fast as {b}{simulated}."
+    return " ".join([head, *difference(_prediction(fast), _prediction(slow), labels=(a, b)).reasons])
+
+
+def _prediction(row: Row) -> Prediction:
+    """Convert a row with a step time to the record that `difference` compares."""
+    plain = {"about": encode(row.about), "status": "ok", **known_values(encode(row.trial.results))}
+    plain["about"]["layout"] = row.layout
+    plain |= {"parts": encode(row.parts), "step": plain["step"] | {"step_s": row.step_s}}
+    return decode(Prediction, upgrade_results(plain), row.trial.name)
+
+
+def compared(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return `sides`, the seconds and bytes of each predicted row by its place, and `why`, sentences by two places.
+
+    The first of two places is A in their sentences. Sides of equal `work` are compared, whatever their batches. Empty
+    if fewer than two rows have parts of a step.
+    """
+    predicted = {
+        i: _prediction(row)
+        for i, row in enumerate(rows)
+        if row.trial.status is Status.ok and row.group.stage == "compile" and row.parts and row.step_s is not None
+    }
+    if len(predicted) < 2:
+        return {"sides": {}, "why": {}}
+    works = {
+        i: ", ".join([" ".join([rows[i].work.model, *rows[i].work.varied]), rows[i].work.precision]) for i in predicted
+    }
+    why: dict[str, list[str]] = {}
+    for i, j in itertools.permutations(list(predicted)[:EXPLAINED], 2):
+        if works[i] == works[j]:
+            with contextlib.suppress(ValueError):  # the same layout twice
+                why[f"{i},{j}"] = difference(predicted[i], predicted[j]).sentences
+    return {"sides": {i: encode(sides(one)) | {"work": works[i]} for i, one in predicted.items()}, "why": why}
 
 
 def _noise(fast: Row, slow: Row) -> str:
@@ -201,84 +227,9 @@ def _without(partition: str, rows: Sequence[Row]) -> str:
     return f"{partition} has no speed ({status}): {reason}."
 
 
-def _reasons(fast: Row, slow: Row) -> tuple[list[str], list[str]]:
-    """Return the parts in which the slow step takes longer, largest first, and those in which the fast one does."""
-    assert fast.step_s is not None and slow.step_s is not None
-    if not fast.parts or not slow.parts or slow.step_s <= fast.step_s:
-        return [], []
-    a, b = _by_kind(fast.parts), _by_kind(slow.parts)
-    more = {kind: b.get(kind, 0.0) - a.get(kind, 0.0) for kind in {**a, **b}}
-    least = WORTH_SAYING * (slow.step_s - fast.step_s)
-    ordered = sorted(more.items(), key=lambda item: -item[1])
-    reasons = [_part(kind, fast, slow, a, b) for kind, seconds in ordered if seconds >= least]
-    against = [_part(kind, fast, slow, a, b) for kind, seconds in reversed(ordered) if seconds <= -least]
-    return reasons, against
-
-
-def _part(kind: PartKind, fast: Row, slow: Row, a: dict[PartKind, float], b: dict[PartKind, float]) -> str:
-    took, takes = duration(a.get(kind, 0.0)), duration(b.get(kind, 0.0))
-    over = f" (a device sends {_over(fast)}, against {_over(slow)})"
-    if kind is PartKind.exposed:
-        return f"it waits {took} of a step for communication, not {takes}{over}"
-    if kind is PartKind.collectives:
-        return f"it spends {took} of a step in collectives, waiting included, not {takes}{over}"
-    if kind is PartKind.memory:
-        shares = percent(a.get(kind, 0.0) / (fast.step_s or 1)), percent(b.get(kind, 0.0) / (slow.step_s or 1))
-        return f"memory-bound operations take {took} ({shares[0]} of the step), not {takes} ({shares[1]})"
-    text = f"{_NAMES[kind]} take{'s' * (kind not in _MANY)} {took}, not {takes}"
-    return text + _products(fast, slow) if kind in _MANY else text
-
-
-def _products(fast: Row, slow: Row) -> str:
-    """Return what explains slower products: FLOPs done again, or narrow shards."""
-    done, again = fast.step.executed_flops, slow.step.executed_flops
-    if done and again and again / done >= 1 + WORTH_SAYING:
-        cause = "mostly recomputation" if _recomputes(slow) and not _recomputes(fast) else "not split over all devices"
-        return f" (the slower one executes {percent(again / done - 1)} more FLOPs on a device, {cause})"
-    rates = fast.step.product_rate, slow.step.product_rate
-    if rates[0] and rates[1] and rates[0] >= (1 + WORTH_SAYING) * rates[1]:
-        return f" ({percent(rates[0])} of peak, not {percent(rates[1])})"
-    return ""
-
-
-def _recomputes(row: Row) -> bool:
-    return row.about.remat != "none"
-
-
-def _differs(fast: Row, slow: Row) -> str:
-    """Return what else is known of two steps whose parts are not known: bytes sent and peak memory."""
-    differences = []
-    if fast.sent or slow.sent:
-        differences.append(f"a device sends {_over(fast)}, against {_over(slow)}")
-    if fast.peak and slow.peak:
-        differences.append(f"its peak memory is {memory(fast.peak)}, against {memory(slow.peak)}")
-    return f"; other differences: {'; '.join(differences)}" if differences else ""
-
-
-def _over(row: Row) -> str:
-    whole = sum(row.sent.values())
-    parts = sorted(((a, s) for a, s in row.sent.items() if s >= NEGLIGIBLE * whole), key=lambda item: -item[1])
-    listed = [f"{sent(size)} {'' if axes == UNATTRIBUTED else 'over '}{axes}" for axes, size in parts[:2]]
-    rest = sum(size for _, size in parts[2:])
-    listed += [f"{sent(rest)} over others"] if rest else []
-    return " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else "".join(listed) or "nothing"
-
-
-def _by_kind(parts: Sequence[StepPart]) -> dict[PartKind, float]:
-    """Sum the seconds of a step by kind of part, over all mesh axes."""
-    seconds: dict[PartKind, float] = {}
-    for part in parts:
-        seconds[part.kind] = seconds.get(part.kind, 0.0) + part.seconds
-    return seconds
-
-
 def summary(rows: Sequence[Row]) -> str:
-    """Return in one sentence how many trials there are and what became of them."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        word = row.status
-        counts[word] = counts.get(word, 0) + 1
-    parts = [f"{count} {word}" for word, count in counts.items()]
+    """Return the number of trials, of each status and of each kind of speed, in one sentence."""
+    parts = [f"{count} {word}" for word, count in Counter(row.status for row in rows).items()]
     kinds = [f"{sum(r.ok for r in members)} {group.label}" for group, members in groups(rows).items()]
     trials = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
     return f"{trials} ({', '.join(parts)}); with a speed: {', '.join(kinds)}."

@@ -1,6 +1,6 @@
-"""What makes one compiled layout faster than another: their steps part by part, what they send, redo and keep.
+"""What makes one layout faster than another: their steps part by part, what they send, recompute and store.
 
-Made of two predictions and of nothing else: every number was computed.
+Uses two predictions and nothing else: every number was computed. Reports compare measured layouts in the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ NO_STEP = "compile for a TPU slice, such as target=v4-64."
 DEAREST = 5
 """How many collectives of each layout are listed."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
-_SUBJECTS = {PartKind.memory: "Memory-bound operations", PartKind.compute: "Other arithmetic"}
+_COMMUNICATION = {
+    PartKind.exposed: ("waiting for communication", "waits"),
+    PartKind.collectives: ("time in collectives, waiting included", "spends"),
+}
+"""Communication in sentences: what it is, and the verb of a layout. Measured steps have collectives alone."""
+_SUBJECTS = {
+    PartKind.memory: "Memory-bound operations",
+    PartKind.compute: "Other arithmetic",
+    PartKind.copies: "Waiting for copies",
+    PartKind.rest: "Everything outside collectives",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,9 @@ class Difference:
         sent: Bytes by mesh axes.
         memory: Bytes at the peak by what they hold, of whole steps.
         dearest: Collectives of each layout that are waited for longest.
-        sentences: Why one of them is faster.
+        labels: What sentences call the layouts.
+        headline: Which of them is faster, in a sentence.
+        reasons: Why, in sentences.
     """
 
     names: tuple[str, str]
@@ -88,7 +100,14 @@ class Difference:
     sent: list[Pair]
     memory: list[Pair]
     dearest: tuple[list[Waited], list[Waited]]
-    sentences: tuple[str, ...] = ()
+    labels: tuple[str, str] = LETTERS
+    headline: str = ""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def sentences(self) -> list[str]:
+        """The headline and the reasons."""
+        return [self.headline, *self.reasons]
 
 
 @dataclass(frozen=True)
@@ -110,11 +129,21 @@ class _Side:
     scale: float
 
 
-def difference(first: Prediction, second: Prediction, asked: tuple[str, str] | None = None) -> Difference:
-    """Compare two compiled layouts. Raises ValueError with all reasons if they cannot be compared.
+def difference(
+    first: Prediction,
+    second: Prediction,
+    asked: tuple[str, str] | None = None,
+    labels: tuple[str, str] | None = None,
+) -> Difference:
+    """Compare two layouts. Raises ValueError with all reasons if they cannot be compared.
 
-    They must be of one model, be different programs, fit, and have predicted steps. `asked` are the requests for them,
-    which distinguish layouts of the same name.
+    They must be of one model, fit, and have step times.
+
+    Args:
+        first: A layout.
+        second: Another layout of its model.
+        asked: The requests for them, which distinguish layouts of the same name.
+        labels: What sentences call them instead of A and B. Without labels they must be different programs.
     """
     both = (first, second)
     problems = [text for one, letter in zip(both, LETTERS, strict=True) if (text := without_step(one, letter))]
@@ -123,7 +152,7 @@ def difference(first: Prediction, second: Prediction, asked: tuple[str, str] | N
     assert first.step is not None and second.step is not None
     tokens = [one.about["batch"] * one.about["seq"] for one in both]
     sides = (_Side(first, first.step, 1.0), _Side(second, second.step, tokens[0] / tokens[1]))
-    names = _names(*sides, asked)
+    names = labels or _names(*sides, asked)
     made = Difference(
         names=names,
         steps=Pair("step", sides[0].step.step_s, sides[1].scale * sides[1].step.step_s),
@@ -131,8 +160,10 @@ def difference(first: Prediction, second: Prediction, asked: tuple[str, str] | N
         sent=_pairs(_over(first), _over(second), sides[1].scale),
         memory=_pairs(_split(first), _split(second), 1.0),
         dearest=(_dearest(sides[0]), _dearest(sides[1])),
+        labels=labels or LETTERS,
     )
-    return replace(made, sentences=tuple(_sentences(made, sides, tokens)))
+    fast, slow = (0, 1) if made.steps.more >= 0 else (1, 0)
+    return replace(made, headline=_headline(made, fast, slow, tokens), reasons=_reasons(made, sides, fast, slow))
 
 
 def sides(one: Prediction) -> Sides:
@@ -149,7 +180,7 @@ def as_json(made: Difference) -> dict[str, Any]:
 
     told: dict[str, Any] = {"names": list(made.names), "step_s": [made.steps.first, made.steps.second]}
     told |= {"seconds": rows(made.parts), "bytes_sent": rows(made.sent), "bytes_at_peak": rows(made.memory)}
-    return told | {"collectives": encode(made.dearest), "sentences": list(made.sentences)}
+    return told | {"collectives": encode(made.dearest), "sentences": made.sentences}
 
 
 def other_models(first: Prediction, second: Prediction) -> list[str]:
@@ -229,11 +260,10 @@ def _part_pairs(first: _Side, second: _Side) -> list[PartPair]:
 
 
 def _labelled(one: Prediction) -> dict[str, StepPart]:
-    """Return the parts of a step by their names; waiting is named by the mesh axes and their roles."""
+    """Return the parts of a step by their names; communication is named by the mesh axes and their roles."""
+    words = {PartKind.exposed: "waiting for communication", PartKind.collectives: "collectives"}
     return {
-        f"waiting for communication over {_axes(part.mesh_axes, one.about)}"
-        if part.kind is PartKind.exposed
-        else part.kind.value: part
+        f"{words[part.kind]} over {_axes(part.mesh_axes, one.about)}" if part.kind.by_axes else part.kind.value: part
         for part in one.parts
     }
 
@@ -270,58 +300,71 @@ def _dearest(side: _Side) -> list[Waited]:
     return sorted(uses, key=lambda use: -use.waited_s)[:DEAREST]
 
 
-def _sentences(made: Difference, both: tuple[_Side, _Side], tokens: list[int]) -> list[str]:
-    """Return why one of both is faster, in a few sentences made of the numbers alone."""
-    fast, slow = (0, 1) if made.steps.more >= 0 else (1, 0)
-    times = (made.steps.first, made.steps.second)
-    apart, (a, b) = times[slow] - times[fast], (LETTERS[fast], LETTERS[slow])
+def _headline(made: Difference, fast: int, slow: int, tokens: list[int]) -> str:
+    times, (a, b) = (made.steps.first, made.steps.second), (made.labels[fast], made.labels[slow])
     text = f"{a} is {times[slow] / times[fast]:.2f} times as fast as {b}: {duration(times[fast])} a step"
     text += f", not {duration(times[slow])}."
     if tokens[0] != tokens[1]:
-        text += f" Seconds and bytes of B are those for {tokens[0]:,} tokens, a step of A."
-    lines = [text]
+        one, other = made.labels
+        text += f" Seconds and bytes of {other} are those for {tokens[0]:,} tokens, a step of {one}."
+    return text
+
+
+def _reasons(made: Difference, both: tuple[_Side, _Side], fast: int, slow: int) -> tuple[str, ...]:
+    """Return why one of two layouts is faster, in sentences that follow from the numbers alone."""
+    times = (made.steps.first, made.steps.second)
+    apart, lines = times[slow] - times[fast], []
     shortest, longest = both[slow].step.interval, both[fast].step.interval
     if shortest and longest and shortest.low * times[slow] < longest.high * times[fast]:
         lines.append(
             "That is within what predictions have been off for published runs: the order may be the other way round."
         )
     if apart <= 0:
-        return lines
-    lines += _on_waiting(made, fast, slow, apart)
-    lines += _on_products(made, both, fast, slow, apart)
+        return tuple(lines)
+    on_two = [_on_communication(made, fast, slow, apart), _on_products(made, both, fast, slow, apart)]
+    if made.parts and made.parts[0].kind in _PRODUCTS:  # the larger difference comes first
+        on_two.reverse()
+    lines += [line for sentences in on_two for line in sentences]
     lines += _on_other_parts(made, fast, slow, apart)
-    return lines + _on_memory(made, both, fast, slow)
+    return (*lines, *_on_memory(made, both, fast, slow))
 
 
 def _of(pair: Pair, which: int) -> float:
     return pair.second if which else pair.first
 
 
-def _on_waiting(made: Difference, fast: int, slow: int, apart: float) -> list[str]:
-    """Return what is said of communication: seconds waited, bytes sent, and the collective waited for longest."""
-    waited = [sum(_of(p, which) for p in made.parts if p.kind is PartKind.exposed) for which in (fast, slow)]
-    if abs(waited[1] - waited[0]) < WORTH_SAYING * apart:
-        return []
-    bytes_ = [sum(_of(p, which) for p in made.sent) for which in (fast, slow)]
-    share = (waited[1] - waited[0]) / apart
-    what = "More than the whole difference" if share > 1 else f"{percent(share)} of the difference"
-    text = f"{what if share > 0 else 'Against it'} is waiting for communication: {LETTERS[slow]} waits "
-    text += f"{duration(waited[1])} of a step, {LETTERS[fast]} {duration(waited[0])}; a device sends {sent(bytes_[1])} "
-    text += f"and {sent(bytes_[0])}."
-    longer = slow if share > 0 else fast
-    if found := made.dearest[longer][:1]:
-        use = found[0]
-        text += f" {LETTERS[longer]} waits longest, {duration(use.waited_s)} in {use.calls:,.0f} calls, for the "
-        text += f"{use.kind} over {use.over} of {use.cause} ({use.source})."
-    return [text]
+def _on_communication(made: Difference, fast: int, slow: int, apart: float) -> list[str]:
+    """Return sentences on communication: its seconds, the bytes sent, and the collective waited for longest.
+
+    If no step has known parts, the bytes alone.
+    """
+    a, b = made.labels[fast], made.labels[slow]
+    bytes_ = [sent(sum(_of(pair, which) for pair in made.sent)) for which in (fast, slow)]
+    if not made.parts:
+        return [f"A device sends {bytes_[0]} under {a} and {bytes_[1]} under {b}."] if made.sent else []
+    for kind, (what, verb) in _COMMUNICATION.items():
+        seconds = [sum(_of(p, which) for p in made.parts if p.kind is kind) for which in (fast, slow)]
+        if abs(seconds[1] - seconds[0]) < WORTH_SAYING * apart:
+            continue
+        share = (seconds[1] - seconds[0]) / apart
+        much = "More than the whole difference" if share > 1 else f"{percent(share)} of the difference"
+        text = f"{much if share > 0 else 'Against it'} is {what}: {b} {verb} {duration(seconds[1])} of a step, "
+        text += f"{a} {duration(seconds[0])}; a device sends {bytes_[1]} and {bytes_[0]}."
+        longer = slow if share > 0 else fast
+        if uses := made.dearest[longer]:
+            use = uses[0]
+            text += f" {made.labels[longer]} waits longest, {duration(use.waited_s)} in {use.calls:,.0f} calls, for "
+            text += f"the {use.kind} over {use.over} of {use.cause} ({use.source})."
+        return [text]
+    return []
 
 
 def _on_products(made: Difference, both: tuple[_Side, _Side], fast: int, slow: int, apart: float) -> list[str]:
-    """Return what is said of products: FLOPs executed beside the model's own, and the rate they reach."""
+    """Return sentences on products: their seconds and rate, the FLOPs executed, and what is computed again."""
     steps = [both[which].step for which in (fast, slow)]
     seconds = [sum(_of(p, which) for p in made.parts if p.kind in _PRODUCTS) for which in (fast, slow)]
     times = [s.executed_flops / s.model_flops for s in steps if s.executed_flops is not None and s.model_flops]
-    lines, (a, b) = [], (LETTERS[fast], LETTERS[slow])
+    lines, (a, b) = [], (made.labels[fast], made.labels[slow])
     if abs(seconds[1] - seconds[0]) >= WORTH_SAYING * apart:
         text = f"Products and kernels take {duration(seconds[0])} under {a} and {duration(seconds[1])} under {b}"
         rates = [percent(step.product_rate) for step in steps if step.product_rate]
@@ -341,32 +384,31 @@ def _on_products(made: Difference, both: tuple[_Side, _Side], fast: int, slow: i
 
 
 def _on_other_parts(made: Difference, fast: int, slow: int, apart: float) -> list[str]:
-    """Return what is said of the parts that are neither products nor waiting."""
-    lines = []
+    """Return sentences on the parts that are neither products nor communication."""
+    lines, (a, b) = [], (made.labels[fast], made.labels[slow])
     for pair in made.parts:
         more = _of(pair, slow) - _of(pair, fast)
-        if pair.kind in (*_PRODUCTS, PartKind.exposed) or abs(more) < WORTH_SAYING * apart:
+        if pair.kind in (*_PRODUCTS, *_COMMUNICATION) or abs(more) < WORTH_SAYING * apart:
             continue
-        what = _SUBJECTS.get(pair.kind, pair.name.capitalize())
+        what = _SUBJECTS[pair.kind]
         although = "" if more > 0 else "Against it, "
         lines.append(
             f"{although}{what if more > 0 else what.lower()} take{'s' * (pair.kind is not PartKind.memory)} "
-            f"{duration(_of(pair, fast))} under {LETTERS[fast]}, {duration(_of(pair, slow))} under {LETTERS[slow]}."
+            f"{duration(_of(pair, fast))} under {a}, {duration(_of(pair, slow))} under {b}."
         )
     return lines
 
 
 def _on_memory(made: Difference, both: tuple[_Side, _Side], fast: int, slow: int) -> list[str]:
-    """Return what is said of memory: both peaks, and the kind that most of their difference is, where one is."""
+    """Return a sentence on memory: both peaks, and the kind of memory that makes most of their difference."""
     memories = [both[which].prediction.memory for which in (fast, slow)]
     peaks = [of.peak for of in memories if of is not None and of.peak is not None]
-    if not made.memory or len(peaks) < 2:
+    if len(peaks) < 2:
         return []
-    text = f"Each device needs {memory(peaks[0])} at its peak under {LETTERS[fast]} and {memory(peaks[1])} under "
-    text += LETTERS[slow]
-    most, apart = made.memory[0], peaks[1] - peaks[0]
-    share = (_of(most, slow) - _of(most, fast)) / apart if apart else 0.0
-    if share >= MOST:
+    text = f"Each device needs {memory(peaks[0])} at its peak under {made.labels[fast]} and {memory(peaks[1])} under "
+    text += made.labels[slow]
+    most, apart = next(iter(made.memory), Pair("", 0.0, 0.0)), peaks[1] - peaks[0]
+    if apart and (_of(most, slow) - _of(most, fast)) / apart >= MOST:
         text += f"; most of that difference is {most.name}: {memory(int(_of(most, fast)))} and "
         text += memory(int(_of(most, slow)))
     return [f"{text}."]
