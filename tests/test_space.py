@@ -24,9 +24,9 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
 from valkyrie.problems import ProblemCode
+from valkyrie.sweep.cells import Cells, enumerate_space, meshes_of
 from valkyrie.sweep.layouts import count_line
-from valkyrie.sweep.meshes import Same, meshes_of
-from valkyrie.sweep.space import Cells, Named, Shape, SpaceConfig, enumerate_space
+from valkyrie.sweep.space import Same, Shape, SpaceConfig
 
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -135,7 +135,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
     space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
-    found = enumerate_space(space, [Shape((), run)], [Named("drawn", partition)])
+    found = enumerate_space(space, [Shape((), run)], {"drawn": partition})
     brute = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
@@ -165,7 +165,7 @@ def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], b
     partition = partition_of(*drawn)
     base = tiny("cpu8")
     run = Run(replace(base.config, target=simulated(devices)), base.model)
-    found = enumerate_space(SpaceConfig(same=Same.roles), [Shape((), run)], [Named("drawn", partition)])
+    found = enumerate_space(SpaceConfig(same=Same.roles), [Shape((), run)], {"drawn": partition})
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:
         each: dict[str, int] = {}
@@ -204,14 +204,14 @@ def test_a_pattern_stands_for_every_mesh_that_fits_it(devices: int, sizes: list[
         assert meshes_of(pattern, devices) == brute
         assert all(parse_mesh(name).size == devices for name in brute)
     else:
-        with pytest.raises(ValueError, match=f"meshes={pattern} stands for no mesh of {devices} devices. Write sizes"):
+        with pytest.raises(ValueError, match=f"meshes={pattern} stands for"):
             meshes_of(pattern, devices)
 
 
 def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():
     """Where JAX lays an axis on the torus depends on the sizes of all: only a placement says it."""
     run = compose_run("target=v5e-8", "mesh=1x2x4", "partition=dp")
-    fsdp = [Named("fsdp", compose_run("mesh=1x2x4", "partition=fsdp").config.partition)]
+    fsdp = {"fsdp": compose_run("mesh=1x2x4", "partition=fsdp").config.partition}
     counts = {
         (same, placement): len(
             enumerate_space(SpaceConfig(same=same, placements=[placement]), [Shape((), run)], fsdp).legal
@@ -231,7 +231,7 @@ ONLY_X = PartitionConfig("only_x", {"mlp": ["x"]}, {"mlp": ["x"]})
 
 
 def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
-    return enumerate_space(space, [Shape((), run)], [Named(p.name, p) for p in partitions])
+    return enumerate_space(space, [Shape((), run)], {p.name: p for p in partitions})
 
 
 def test_axes_that_a_partition_does_not_use_multiply_nothing():
@@ -244,7 +244,7 @@ def test_axes_that_a_partition_does_not_use_multiply_nothing():
 
 def test_a_mesh_that_was_asked_for_is_refused_with_its_reason():
     found = cells(SpaceConfig(meshes=["4x2x1", "8x1x1"]), tiny("cpu8"), ONLY_X)
-    assert [cell.legal for cell in found.cells] == [False, True]
+    assert [bool(cell.problems) for cell in found.cells] == [True, False]
     assert found.cells[0].problems[0].identity == (ProblemCode.idle_mesh_axis, None, (), ("y",))
     assert not found.skipped
 
@@ -259,7 +259,7 @@ def test_an_unsound_shape_is_said_once():
     run = compose_run("mesh=2x2x2", "partition=2d_tp")
     wrong = Run(run.config, replace(run.model, layers=0))
     found = enumerate_space(
-        SpaceConfig(devices=8), [Shape(("model.layers=0",), wrong)], [Named("2d_tp", run.config.partition)]
+        SpaceConfig(devices=8), [Shape(("model.layers=0",), wrong)], {"2d_tp": run.config.partition}
     )
     (cell,) = found.cells
     assert cell.overrides == ("model.layers=0",) and [p.key for p in cell.problems] == ["model.layers"]
@@ -274,7 +274,7 @@ def test_a_range_keeps_the_shapes_in_it(key: str):
         for r in runs
     ]
     shapes = [Shape((f"model.layers={i + 1}",), r) for i, r in enumerate(runs)]
-    dp = [Named("dp", run.config.partition)]
+    dp = {"dp": run.config.partition}
     for least, most, kept in ((sizes[2], sizes[4], [3, 4, 5]), (None, sizes[1], [1, 2]), (sizes[6] + 1, None, [8])):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
         found = enumerate_space(space, shapes, dp)
@@ -314,5 +314,5 @@ def test_the_layout_of_a_cell_is_that_of_its_run():
     assert layout.notes, "two key heads are whole over four devices"
     assert run.layout_on(mesh, partition) == layout
     space = SpaceConfig(meshes=["4x1x2"], partitions=["mine"])
-    (cell,) = enumerate_space(space, [Shape((), run)], [Named("mine", partition)]).cells
+    (cell,) = enumerate_space(space, [Shape((), run)], {"mine": partition}).cells
     assert cell.run.layout == layout

@@ -21,10 +21,10 @@ from runs import TINY, start
 from valkyrie.config.compose import register
 from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
-from valkyrie.sweep.arguments import read_space
+from valkyrie.sweep.cells import Cells
 from valkyrie.sweep.composer import Composer
-from valkyrie.sweep.layouts import cells_of, count_line, reasons, spread, sweep_layouts
-from valkyrie.sweep.space import Cells, SpaceConfig
+from valkyrie.sweep.layouts import cells_of, count_line, reasons, sample_evenly, sweep_layouts
+from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
 
 CELLS = {"laptop_8": (62, 49), "v4_64_topology": (62, 58), "partition_by_length": (54, 44), "pa_nas_1b": (52, 52)}
@@ -108,7 +108,7 @@ def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
         space = read_space(composing.config.hydra.sweeper.space, task, composing)
         found = cells_of(space, composing)
     assert len({cell.overrides for cell in found.cells}) == len(found.cells)
-    for cell in spread(found.cells, 4):
+    for cell in sample_evenly(found.cells, 4):
         composed = Run.from_config(compose_config(*space.fixed, *cell.overrides))
         assert composed == cell.run
         assert tuple(composed.problems()) == cell.problems

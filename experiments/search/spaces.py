@@ -25,13 +25,14 @@ from valkyrie.axes import axes_text
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.parallel.partition import PartitionConfig
+from valkyrie.parallel.remat import remat_named
 from valkyrie.parts import write_category
 from valkyrie.paths import read_group, write_whole
 from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise
-from valkyrie.sweep.layouts import spread
-from valkyrie.sweep.meshes import Same
-from valkyrie.sweep.space import Cell, Named, Shape, SpaceConfig, enumerate_space
+from valkyrie.sweep.cells import Cell, enumerate_space
+from valkyrie.sweep.layouts import sample_evenly
+from valkyrie.sweep.space import Same, Shape, SpaceConfig
 
 FILE = Path(__file__).with_name("compiled.json")
 PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
@@ -51,9 +52,10 @@ class Judged:
         """Return its legal layouts."""
         shape = Shape(self.shared, run_of(list(self.shared)))
         config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
-        partitions = {p.name: Named(p.name, p) for p in read_group("partition", PartitionConfig)}
-        cells = enumerate_space(config, [shape], [partitions[name] for name in PARTITIONS])
-        return spread(cells.legal, self.count)
+        partitions = {p.name: p for p in read_group("partition", PartitionConfig)}
+        remats = {name: remat_named(name) for name in self.remats}
+        cells = enumerate_space(config, [shape], {name: partitions[name] for name in PARTITIONS}, remats)
+        return sample_evenly(cells.legal, self.count)
 
 
 SPACES = (

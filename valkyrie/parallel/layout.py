@@ -74,12 +74,8 @@ class Layout:
         return degrees
 
     @property
-    def sharding(self) -> str:
-        """A name that layouts of a model share where every array is split alike, whatever partition and axes they name.
-
-        Axes of one device do not count, and neighbours that always stand together are one axis of their product. The
-        order of the devices, ZeRO-1 and host memory are not in it.
-        """
+    def fused_rules(self) -> tuple[list[str], tuple[object, ...]]:
+        """Mesh axes of several devices in the order of the rules, and the rules after fusing axes (`fused`)."""
         sizes = {axis: size for axis, size in self.mesh.axes.items() if size > 1}
         rules = [
             tuple(axis for axis in of_kind[logical] if axis in sizes)
@@ -87,7 +83,15 @@ class Layout:
             for logical in sorted(of_kind)
         ]
         axes = list(dict.fromkeys([*(axis for rule in rules for axis in rule), *sizes]))
-        return hashlib.sha256(repr(fused(axes, sizes, rules)).encode()).hexdigest()[:8]
+        return axes, fused(axes, sizes, rules)
+
+    @property
+    def sharding(self) -> str:
+        """A name shared by layouts of a model that split every array alike, whatever partition and axes they name.
+
+        The order of the devices, ZeRO-1 and host memory are not part of it.
+        """
+        return hashlib.sha256(repr(self.fused_rules[1]).encode()).hexdigest()[:8]
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -1,7 +1,8 @@
-"""`hydra/sweeper=layouts`: every cell of a space is counted and judged, the legal ones are carried out. No JAX."""
+"""`hydra/sweeper=layouts`: counts the cells of a space, records the refused ones and runs the legal ones. No JAX."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -15,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.config.compose import accelerators
 from valkyrie.paths import write_whole
 from valkyrie.runs.folder import key_value
-from valkyrie.sweep.arguments import Space, read_space, shapes_of
+from valkyrie.sweep.cells import Cell, Cells, enumerate_space
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import end_of
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import plan_run, sweep_folder
 from valkyrie.sweep.run import settle
-from valkyrie.sweep.space import ALL, Cell, Cells, Named, Shape, enumerate_space
+from valkyrie.sweep.space import ALL, Shape, Space, read_space, shapes_of
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6
@@ -36,16 +37,16 @@ def sweep_layouts(
     limit: int | None,
     launcher: Launcher,
 ) -> list[Sequence[JobReturn]]:
-    """Record the refused cells of a space, have a launcher carry out the legal ones, and return what came of these.
+    """Record the refused cells of a space, launch the legal ones, and return the results of the jobs.
 
-    ValueError where there is no cell; an exception of a job is raised here, as Hydra's own sweeper does.
+    Raises ValueError if there is no cell, and the exception of a failed job, as Hydra's own sweeper does.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"hydra.sweeper.limit={limit}: at least 1 is needed, or null for no limit.")
     composer = Composer(config, context.config_loader)
     described = read_space(space, arguments, composer)
     cells = cells_of(described, composer)
-    chosen = spread(cells.legal, limit)
+    chosen = sample_evenly(cells.legal, limit)
     make_console().print(count_line(cells, chosen))
     folder = sweep_folder(config.hydra)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,24 +74,23 @@ def sweep_layouts(
 def cells_of(space: Space, composer: Composer) -> Cells:
     """Return every cell of a space.
 
-    Meshes, partitions and rematerialisations are composed once for all shapes that change the same keys of them, as
-    `partition.zero1=true`.
+    Meshes, partitions and remat policies are composed once for all shapes with the same changes of their keys, such
+    as `partition.zero1=true`.
     """
     alike: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
     for shape in shapes_of(space, composer):
         alike[tuple(o for o in shape.overrides if _changes_layouts(key_value(o)[0]))].append(shape)
+    names = (composer.options("partition") if n == ALL else [n] for n in space.config.partitions)
+    partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells, skipped = [], Counter()
-    names = dict.fromkeys(
-        n for name in space.config.partitions for n in (composer.options("partition") if name == ALL else [name])
-    )
     for changes, shapes in alike.items():
         fixed = [*space.fixed, *changes]
         enumerated = enumerate_space(
             space.config,
             shapes,
-            [Named(name, composer.partition(name, fixed)) for name in names],
+            {name: composer.partition(name, fixed) for name in partitions},
+            {name: composer.remat(name, fixed) for name in space.config.remat or []},
             mesh_named=partial(composer.mesh, fixed=fixed),
-            named_remat=partial(composer.remat, fixed=fixed),
             accelerated=accelerators() > 0,
         )
         cells.extend(enumerated.cells)
@@ -98,7 +98,12 @@ def cells_of(space: Space, composer: Composer) -> Cells:
     return Cells(cells, skipped)
 
 
-def spread(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
+def _changes_layouts(key: str) -> bool:
+    """Whether a key may change what is in a mesh, a partition or a remat policy in addition to its name."""
+    return key.startswith(("mesh.", "partition.", "remat.")) or key == "experiment"
+
+
+def sample_evenly(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
     """Return at most `limit` cells, evenly spread over the space."""
     if limit is None or len(cells) <= limit:
         return list(cells)
@@ -106,7 +111,7 @@ def spread(cells: Sequence[Cell], limit: int | None) -> list[Cell]:
 
 
 def count_line(cells: Cells, chosen: Sequence[Cell]) -> str:
-    """Return what a person should know before a sweep starts: how many cells, and why not more."""
+    """Return what is printed before a sweep starts: how many cells it has, and why not more."""
     legal, refused = len(cells.legal), len(cells.refused)
     lines = [f"{len(cells.cells)} cells: {legal} legal, {refused} refused"]
     if len(chosen) < legal:
@@ -121,16 +126,11 @@ def count_line(cells: Cells, chosen: Sequence[Cell]) -> str:
 
 
 def reasons(cells: Cells) -> list[tuple[str, int]]:
-    """Return the labels of refusals with their counts, most frequent first. A cell counts once, by its first problem.
+    """Return the labels of refusals with their counts, most frequent first.
 
-    Problems of one code and the same axes are of one kind, whatever the sizes.
+    A cell counts once, by its first problem. Problems with the same code and axes are counted together.
     """
     first = [cell.problems[0] for cell in cells.refused]
     labels = {problem.identity: problem.label for problem in first}
     counts = Counter(problem.identity for problem in first)
     return [(labels[identity], count) for identity, count in counts.most_common()]
-
-
-def _changes_layouts(key: str) -> bool:
-    """Return whether a key may change what is in a mesh, a partition or a rematerialisation beside its name."""
-    return key.startswith(("mesh.", "partition.", "remat.")) or key == "experiment"

@@ -1,36 +1,56 @@
-"""Spaces of layouts and model shapes, and their cells: each legal, or refused with its reasons. No JAX.
-
-A cell is one combination, as overrides of the command line. What nobody named is skipped and counted, not refused:
-an enumerated mesh that a partition has no use for, a mesh with the same sharding as another, a shape out of range.
-"""
+"""Spaces of layouts and models: what a multirun varies, read from its configuration and arguments. No JAX."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from valkyrie.config.refusals import refusal_of, unknown_key
 from valkyrie.config.run import Run
-from valkyrie.hardware.target import topology_of
-from valkyrie.parallel.mesh import MeshConfig, parse_mesh
-from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.placement import placements
-from valkyrie.parallel.remat import RematConfig, remat_named
-from valkyrie.problems import Problem, ProblemCode, check_range, refuse
-from valkyrie.sweep.meshes import Same, degrees, is_pattern, may_be_a_torus, meshes_of, sharding, unfit
+from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.sweep.composer import Composer
+from valkyrie.trees import as_written
 
 ALL, DEFAULT = "all", "default"
-"""Words of a space: every partition or placement there is, and the placement that a mesh has without one."""
+"""Words of a space: every partition or placement, and the placement of a mesh that names none."""
+SPACE = "hydra.sweeper.space"
+"""The key of the space on the command line."""
+LAYOUT_KEYS = {
+    "mesh": "meshes",
+    "partition": "partitions",
+    "microbatches": "microbatches",
+    "remat": "remat",
+    "mesh.placement": "placements",
+}
+"""Keys of the command line that replace a key of the space."""
+
+
+class Same(Enum):
+    """Which meshes count once under a partition.
+
+    `none`: each mesh is a cell. `sharding`: meshes that put every part of every array on the same device, so that the
+    same step is compiled. `roles`: meshes that give every role as many devices, wherever these are.
+    """
+
+    none = "none"
+    sharding = "sharding"
+    roles = "roles"
 
 
 @dataclass
 class SpaceConfig:
-    """What `hydra/sweeper=layouts` varies; `conf/hydra/sweeper/layouts.yaml` says each key with an example.
+    """What `hydra/sweeper=layouts` varies; `conf/hydra/sweeper/layouts.yaml` explains each key with an example.
 
-    `meshes`: sizes joined by x, letters where every factorisation of the devices is meant (`AxBxC`, `2sAxBxC`).
-    `devices`: for those; null takes the target's, or the mesh's where the target is `auto`. `partitions`: names, or
+    `meshes`: sizes joined by x, with letters for every factorisation of the devices (`AxBxC`, `2sAxBxC`).
+    `devices`: for those; null takes the target's, or the mesh's if the target is `auto`. `partitions`: names, or
     `all`. `microbatches`, `remat`: null leaves them as they are. `placements`: `default`, `all`, or lists such as
     `z,x,y`. `vary`: further keys or groups, with a list of values or a text as on the command line (`512,1024`); keys
     joined by commas vary together. `parameters`, `flops_per_token` (forward): the range of a model, null for no bound.
@@ -50,36 +70,27 @@ class SpaceConfig:
     def problems(self) -> list[Problem]:
         """Return everything that is wrong with these settings."""
         problems = []
-        for name in ("meshes", "partitions", "placements", "microbatches", "remat"):
+        for name in LAYOUT_KEYS.values():
             if getattr(self, name) == []:
                 text = f"{SPACE}.{name}=[] leaves no cell: name at least one."
                 problems.append(Problem(ProblemCode.missing, f"{SPACE}.{name}", [], text))
         problems += check_range(f"{SPACE}.devices", self.devices, least=1)
         for key in ("parameters", "flops_per_token"):
-            given: list[float | None] | None = getattr(self, key)
-            if given is None:
-                continue
-            bounds = [bound for bound in given if bound is not None]
-            if len(given) != 2 or bounds != sorted(bounds):
-                text = ",".join("null" if bound is None else f"{bound:g}" for bound in given)
+            bounds: list[float | None] = getattr(self, key) or [None, None]
+            numbers = [bound for bound in bounds if bound is not None]
+            if len(bounds) != 2 or numbers != sorted(numbers):
+                text = ",".join("null" if bound is None else f"{bound:g}" for bound in bounds)
                 text = f"{SPACE}.{key}=[{text}] is no range: write [least, most], with null for no bound."
-                problems.append(Problem(ProblemCode.malformed, f"{SPACE}.{key}", given, text))
+                problems.append(Problem(ProblemCode.malformed, f"{SPACE}.{key}", bounds, text))
         return problems
 
 
-SPACE = "hydra.sweeper.space"
-"""Where the command line finds the space."""
-
-
-Choice = TypeVar("Choice")
-
-
 @dataclass(frozen=True)
-class Named(Generic[Choice]):
-    """A choice of a config group, under the name that the command line has for it."""
+class Space:
+    """The space of a multirun, and the overrides that all of its trials share."""
 
-    name: str
-    value: Choice
+    config: SpaceConfig
+    fixed: list[str]
 
 
 @dataclass(frozen=True)
@@ -90,182 +101,111 @@ class Shape:
     run: Run
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One combination of a space: its overrides, its run, and why it is refused; legal where nothing is wrong."""
+def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str], composer: Composer) -> Space:
+    """Read the space of a configuration and the arguments of a multirun. Raises ValueError with what to write instead.
 
-    overrides: tuple[str, ...]
-    run: Run
-    problems: tuple[Problem, ...]
-
-    @property
-    def legal(self) -> bool:
-        """Whether nothing is wrong with it."""
-        return not self.problems
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Every cell of a space in order, and how many combinations were skipped, by reason."""
-
-    cells: list[Cell]
-    skipped: Counter[str]
-
-    @property
-    def legal(self) -> list[Cell]:
-        """The cells with which nothing is wrong."""
-        return [cell for cell in self.cells if cell.legal]
-
-    @property
-    def refused(self) -> list[Cell]:
-        """The cells with their reasons."""
-        return [cell for cell in self.cells if not cell.legal]
-
-
-def enumerate_space(
-    space: SpaceConfig,
-    shapes: Sequence[Shape],
-    partitions: Sequence[Named[PartitionConfig]],
-    *,
-    mesh_named: Callable[[str], MeshConfig] = parse_mesh,
-    named_remat: Callable[[str], RematConfig] = remat_named,
-    accelerated: bool = False,
-) -> Cells:
-    """Return every cell of a space for these shapes and partitions; ValueError says what cannot be enumerated.
-
-    `mesh_named` and `named_remat` return what has a name; `accelerated` says that this machine has accelerators, which
-    `target=auto` then means.
+    An argument with a layout's key replaces that of the space. A list for another key multiplies with the space, and
+    replaces an equal key in `vary`; a single value is the same for all trials.
     """
-    refuse(space.problems())
-    cells: list[Cell] = []
-    skipped: Counter[str] = Counter()
-    for shape in shapes:
-        outside = _outside(space, shape.run)
-        if outside is not None:
-            skipped[outside] += 1
-        elif unsound := shape.run.model.problems():
-            cells.append(Cell(shape.overrides, shape.run, tuple(unsound)))
-        else:
-            meshes = list(_meshes(space, shape.run, mesh_named))
-            remats = [Named(name, named_remat(name)) for name in space.remat or []]
-            for partition in partitions:
-                cells += _of_partition(space, shape, partition, meshes, remats, accelerated, skipped)
-    return Cells(cells, skipped)
-
-
-def _of_partition(
-    space: SpaceConfig,
-    shape: Shape,
-    partition: Named[PartitionConfig],
-    meshes: Sequence[tuple[Named[MeshConfig], bool]],
-    remats: Sequence[Named[RematConfig]],
-    accelerated: bool,
-    skipped: Counter[str],
-) -> Iterator[Cell]:
-    """Yield the cells of a partition; enumerated meshes that it cannot use are a refused cell only if none is left."""
-    torus = may_be_a_torus(shape.run.config.target, accelerated)
-    seen: set[tuple[object, ...]] = set()
-    unused: list[Named[MeshConfig]] = []
-    for mesh, enumerated in meshes:
-        layout = shape.run.layout_on(mesh.value, partition.value)
-        if enumerated and unfit(layout) is not None:
-            unused.append(mesh)
+    typed = OmegaConf.structured(SpaceConfig)
+    try:
+        typed = OmegaConf.merge(typed, config)
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise ValueError(unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)) from error
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{SPACE}.{refusal_of(error)}") from error
+    vary: dict[str, Any] = {
+        str(k): OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for k, v in typed.vary.items()
+    }
+    fixed: list[str] = []
+    for override in composer.parse(arguments):
+        key, line = override.key_or_group, override.input_line or ""
+        values = _values(override)
+        if key in LAYOUT_KEYS:
+            _set(typed, key, values)
             continue
-        alike = ("degrees", degrees(layout)) if space.same is Same.roles and enumerated else None
-        new = False
-        for placed in _placed(space, shape.run, mesh.value) if alike is None or alike not in seen else ():
-            key = sharding(shape.run.layout_on(placed, partition.value), torus)
-            if key not in seen or space.same is Same.none:
-                new = True
-                seen.add(key)
-                yield from _variants(space, shape, partition, Named(mesh.name, placed), remats)
-        if alike is not None:
-            seen.add(alike)
-        if not new:
-            skipped["same sharding as another mesh"] += 1
-    if len(unused) == len(meshes):
-        yield from _variants(space, shape, partition, unused[0], remats)
-    elif unused:
-        skipped["mesh has an axis that the partition does not use, or lacks one that it needs"] += len(unused)
-
-
-def _variants(
-    space: SpaceConfig,
-    shape: Shape,
-    partition: Named[PartitionConfig],
-    mesh: Named[MeshConfig],
-    remats: Sequence[Named[RematConfig]],
-) -> Iterator[Cell]:
-    named = [f"mesh={mesh.name}", f"partition={partition.name}"]
-    if mesh.value.placement is not None:
-        named.append(f"mesh.placement=[{','.join(mesh.value.placement)}]")
-    for microbatches in space.microbatches or [None]:
-        for remat in remats or [None]:
-            overrides, changes = list(named), {"mesh": mesh.value, "partition": partition.value}
-            if microbatches is not None:
-                overrides.append(f"microbatches={microbatches}")
-                changes["microbatches"] = microbatches
-            if remat is not None:
-                overrides.append(f"remat={remat.name}")
-                changes["remat"] = remat.value
-            run = shape.run.changed(**changes)
-            yield Cell((*shape.overrides, *overrides), run, tuple(run.problems(advise=False)))
-
-
-def _meshes(
-    space: SpaceConfig, run: Run, mesh_named: Callable[[str], MeshConfig]
-) -> Iterator[tuple[Named[MeshConfig], bool]]:
-    """Yield the meshes of a space, none twice, and whether each was enumerated or is named."""
-    seen: set[str] = set()
-    for entry in space.meshes:
-        enumerated = is_pattern(entry)
-        for name in meshes_of(entry, _devices(space, run)) if enumerated else [entry]:
-            if name not in seen:
-                seen.add(name)
-                yield Named(name, mesh_named(name)), enumerated
-
-
-def _devices(space: SpaceConfig, run: Run) -> int:
-    target = run.config.target
-    if target.devices is None:
-        return space.devices or run.config.mesh.size
-    if space.devices not in (None, target.devices):
-        raise ValueError(
-            f"{SPACE}.devices={space.devices}, but target={target.describe()} has {target.devices} devices. "
-            f"Leave {SPACE}.devices out, or choose a target of {space.devices}."
-        )
-    return target.devices
-
-
-def _placed(space: SpaceConfig, run: Run, mesh: MeshConfig) -> Iterator[MeshConfig]:
-    for entry in space.placements:
-        if entry == DEFAULT:
-            yield mesh
-        elif entry == ALL:
-            target = run.config.target
-            if target.devices is not None and target.devices != mesh.size:
-                yield mesh  # its cell is refused with both numbers
-                continue
-            for placement in placements(mesh.axes, topology_of(target)):
-                yield replace(mesh, placement=placement)
+        if together := [joined for joined in vary if key in joined.split(",") and joined != key]:
+            raise ValueError(
+                f"{line}: this sweep varies {together[0]} together. Give '{SPACE}.vary' of your own, or leave it out."
+            )
+        vary.pop(key, None)
+        if override.is_sweep_override():
+            vary[override.get_key_element()] = [_Written(value) for value in values]
         else:
-            yield replace(mesh, placement=[part.strip() for part in entry.strip("[]").split(",")])
+            fixed.append(line)
+    if wrong := [k for joined in vary for k in joined.split(",") if k in LAYOUT_KEYS]:
+        raise ValueError(f"{SPACE}.vary.{wrong[0]}: a layout's own key. Write {SPACE}.{LAYOUT_KEYS[wrong[0]]}.")
+    typed.vary = {}
+    space = OmegaConf.to_object(typed)
+    assert isinstance(space, SpaceConfig)
+    space.vary = vary
+    return Space(space, fixed)
 
 
-def _outside(space: SpaceConfig, run: Run) -> str | None:
-    """Return which range of the space a model is out of."""
-    if run.model.problems():
-        return None
-    for key, given, value in (
-        ("parameters", space.parameters, run.model.parameter_count),
-        ("flops_per_token", space.flops_per_token, lambda: run.model.flops_per_token(run.config.seq)),
-    ):
-        if given is not None:
-            least, most = (-math.inf if given[0] is None else given[0]), (math.inf if given[1] is None else given[1])
-            if not least <= value() <= most:
-                return f"{key} outside {_bound(given[0])} to {_bound(given[1])}"
-    return None
+def shapes_of(space: Space, composer: Composer) -> list[Shape]:
+    """Return every combination of what a space varies in addition to the layout, composed."""
+    choices = [_choices(key, values, composer) for key, values in space.config.vary.items()]
+    shapes = []
+    for combination in itertools.product(*choices):
+        overrides = tuple(itertools.chain.from_iterable(combination))
+        try:
+            shapes.append(Shape(overrides, composer.run([*space.fixed, *overrides])))
+        except (ValueError, OmegaConfBaseException) as error:
+            if not overrides:
+                raise
+            raise ValueError(f"{' '.join(overrides)}: {error}") from error
+    return shapes
 
 
-def _bound(value: float | None) -> str:
-    return "any" if value is None else f"{value:.4g}"
+class _Written(str):
+    """A value as the command line has it, quoted if necessary."""
+
+
+def _values(override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [override.get_value_element_as_str()]
+    if not override.is_discrete_sweep():
+        raise ValueError(
+            f"{override.input_line}: a space is made of single values. Write a list (a,b) or range(a,b), or take "
+            "hydra/sweeper=optuna for an interval."
+        )
+    return list(override.sweep_string_iterator())
+
+
+def _set(space: Any, key: str, values: Sequence[str]) -> None:
+    name = LAYOUT_KEYS[key]
+    plain = [re.sub(r"\\(.)", r"\1", value) for value in values]  # Hydra writes x:2 as x\:2
+    plain = [DEFAULT if name == "placements" and v == "null" else v.strip("[]") for v in plain]
+    try:
+        OmegaConf.update(space, name, plain, merge=False)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{key}={','.join(values)}: {str(error).splitlines()[0].rstrip('.')}.") from error
+
+
+def _choices(key: str, values: Any, composer: Composer) -> list[tuple[str, ...]]:
+    """Return the overrides for each value of a key of `vary`; keys joined by commas vary together."""
+    keys = key.split(",")
+    if len(keys) == 1 and isinstance(values, str | int | float):
+        (override,) = composer.parse([f"{key}={values}"])
+        return [(f"{key}={value}",) for value in _values(override)]
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{SPACE}.vary.{key}={values}: name at least one value, as [512,1024].")
+    rows = [[value] for value in values] if len(keys) == 1 else values
+    if uneven := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
+        raise ValueError(f"{SPACE}.vary.{key}: {uneven[0]} is no value for each of {', '.join(keys)}.")
+    return [tuple(f"{k}={_text(value)}" for k, value in zip(keys, row, strict=True)) for row in rows]
+
+
+def _text(value: Any) -> str:
+    """Return a value in the grammar of the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{k}:{_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, str) and not isinstance(value, _Written) and not _PLAIN.fullmatch(value):
+        return QuotedString(value, Quote.single).with_quotes()
+    return as_written(value)
+
+
+_PLAIN = re.compile(r"(?!(null|true|false|nan|inf)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
+"""A text that Hydra reads as itself without quotes."""

@@ -234,8 +234,8 @@ def _of_partition(
     classes = _classes(parameters, activations, list(mesh.axes), roles(mesh, parameters, activations))
     assert target.devices is not None
     meshes, seen = [], 0
-    for sizes in _divisions(target.devices // slices, len(classes)):
-        seen += math.prod(len(list(_divisions(n, len(c)))) for n, c in zip(sizes, classes, strict=True))
+    for sizes in divisions(target.devices // slices, len(classes)):
+        seen += math.prod(len(list(divisions(n, len(c)))) for n, c in zip(sizes, classes, strict=True))
         between = {SLICE_AXIS: slices} if slices > 1 else {}
         meshes.append({c[0]: n for c, n in zip(classes, sizes, strict=True)} | between)
     duplicates = seen - len(meshes)
@@ -354,14 +354,14 @@ def _classes(parameters: Rules, activations: Rules, axes: Sequence[str], role_of
     return list(classes.values())
 
 
-def _divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Yield every way to write n as a product of so many factors, in order."""
     if parts < 2:
         if parts == 1 or n == 1:
             yield (n,) * parts
         return
     for factor in (d for d in range(1, n + 1) if n % d == 0):
-        for rest in _divisions(n // factor, parts - 1):
+        for rest in divisions(n // factor, parts - 1):
             yield (factor, *rest)
 
 
