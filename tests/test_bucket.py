@@ -14,9 +14,8 @@ from valkyrie import buckets as schemes
 from valkyrie.checkpoint import CheckpointConfig, saved_steps
 from valkyrie.checkpoint.place import POINTER, place_of, place_problems, set_place
 from valkyrie.config.run import Run
-from valkyrie.doctor.disks import disk_space
-from valkyrie.doctor.findings import FINE
-from valkyrie.doctor.shared import checkpoint_folder
+from valkyrie.doctor.disks import checkpoint_folder, disk_space
+from valkyrie.doctor.findings import FINE, Examined
 from valkyrie.problems import ProblemCode
 
 __all__ = ["bucket"]
@@ -36,9 +35,9 @@ def test_a_training_saves_in_a_bucket_and_goes_on_from_there_on_another_host(
     assert command(*tiny(tmp_path / "other", "steps=6", "optimizer.decay_steps=4", *saving)) == 0
     assert "continuing run from step 4 to step 6" in capfd.readouterr().out
     assert records(folder)[4]["loss"] == records(trained("optimizer.decay_steps=4", steps=6))[4]["loss"]
-    run = Run.from_config(compose_config(f"checkpoint.folder={bucket}"))
-    (found,) = checkpoint_folder(run)
-    assert found.verdict == FINE and "is a bucket" in disk_space(run).text
+    examined = Examined(Run.from_config(compose_config(f"checkpoint.folder={bucket}")))
+    ((written, *_),), ((_, room),) = checkpoint_folder(examined), disk_space(examined)
+    assert written == FINE and "is a bucket" in room
     last = records(tmp_path / "other" / "run")[6]["loss"]
     assert last == records(trained("optimizer.decay_steps=4", steps=6))[6]["loss"]
     assert command("mode=generate", "resume=run", f"runs={tmp_path / 'other'}", "prompt=a", "sample_tokens=2") == 0

