@@ -243,7 +243,7 @@ def test_the_loop_waits_for_data_only_where_the_devices_have_nothing_to_do() -> 
 
     meter, done = Meter(1, 1, 1.0, None), threading.Event()
     meter.start()
-    meter.given(done.wait)
+    meter.dispatched(done.wait)
     with meter.waiting():
         time.sleep(0.02)
     meter.finished()

@@ -292,7 +292,7 @@ def fit(run: Run, *, quiet: bool = False) -> Trained:
 
     A run with `resume=` or the `name=` of an earlier one goes on from its newest checkpoint. Interrupting it (a
     notebook's stop button) raises KeyboardInterrupt; the checkpoints saved until then stay. ValueError where devices,
-    data or checkpoint do not fit; `valkyrie.train.diverged.DivergedError` where the loss is no longer finite.
+    data or checkpoint do not fit; `valkyrie.train.callbacks.DivergedError` where the loss is no longer finite.
     """
     from valkyrie.runs.folder import run_folder
     from valkyrie.train.prepare import prepare_run

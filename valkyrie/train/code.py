@@ -18,7 +18,6 @@ from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of, rea
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import DiskError, write_whole
 from valkyrie.train.generate import Completer
 from valkyrie.train.program import StepProgram
@@ -31,16 +30,14 @@ class CodeEvaluation:
         mesh, self.config, self._program = program.mesh, program.run.config.code_eval, program
         assert isinstance(mesh, Mesh)
         self.problems = read_problems(self.config.problems)
-        self._one = (
-            mesh.devices.flat[0] if platform_of(program.backend).runs_on_host and jax.process_count() == 1 else None
-        )
+        self._device = program.sampling_device
         replicated = NamedSharding(mesh, PartitionSpec())
         self._complete = Completer(
             program.assembly,
             tokenizer,
             temperature=self.config.temperature,
             top_k=self.config.top_k,
-            everywhere=lambda x: x if self._one is not None else jax.lax.with_sharding_constraint(x, replicated),
+            everywhere=lambda x: x if self._device is not None else jax.lax.with_sharding_constraint(x, replicated),
         )
         self.results: list[Result] = []
         """What became of the last completions, each problem's samples together."""
@@ -52,8 +49,8 @@ class CodeEvaluation:
 
         No rates on processes that do not judge, and where `stopped` says so on the way or the sandbox fails.
         """
-        if self._one is not None:  # one does it faster than many that share its cores
-            parameters = jax.device_put(parameters, self._one)
+        if self._device is not None:
+            parameters = jax.device_put(parameters, self._device)
         began, asked = time.monotonic(), [p for p in self.problems for _ in range(self.config.samples)]
         texts = self._complete(
             parameters,

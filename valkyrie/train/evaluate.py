@@ -1,4 +1,4 @@
-"""The evaluation of a model: the task's metrics over the same rows of the validation split, and samples of its text."""
+"""Evaluation of a model: the task's metrics over the same rows of the validation split, and samples of its text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 
 from valkyrie.data.batches import Dataset
 from valkyrie.data.tokenizer import Tokenizer
-from valkyrie.hardware.platforms import platform_of
-from valkyrie.train.generate import generate
+from valkyrie.train.generate import continuation
 from valkyrie.train.options import refusals_in_plain_words
 from valkyrie.train.program import StepProgram
 
@@ -44,19 +43,7 @@ class Evaluator:
         return self._tokenizer is not None
 
     def sample(self, parameters: Any) -> str:
-        """Return the run's prompt and what the parameters make of it."""
-        config, mesh = self._program.run.config, self._program.mesh
-        assert isinstance(mesh, jax.sharding.Mesh) and self._tokenizer is not None
-        if platform_of(self._program.backend).runs_on_host and jax.process_count() == 1:
-            parameters = jax.device_put(parameters, mesh.devices.flat[0])  # one does it faster than many on its cores
-        pieces = generate(
-            self._program.assembly,
-            parameters,
-            self._tokenizer,
-            config.prompt,
-            tokens=config.sample_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            seed=config.seed,
-        )
-        return config.prompt + "".join(pieces)
+        """Return the run's prompt and its continuation by the model."""
+        assert self._tokenizer is not None
+        prompt = self._program.run.config.prompt
+        return prompt + "".join(continuation(self._program, parameters, self._tokenizer, prompt))

@@ -1,11 +1,11 @@
-"""Samples text, one or many at once, a token at a time through the streaming state, at constant time per token."""
+"""Sampling of text, one or many at once: a token at a time through the streaming state, in constant time per token."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,12 @@ from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.models.assembly import Assembly
 from valkyrie.train.continued import Text, begin, grown
 
+if TYPE_CHECKING:
+    from valkyrie.train.program import StepProgram
+
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """Return a token drawn from logits (batch, vocab): the best at temperature 0, else among the `top_k` best."""
+    """Sample a token from logits (batch, vocab): the best at temperature 0, otherwise among the `top_k` best."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / temperature
@@ -38,11 +41,11 @@ def generate(
     top_k: int | None,
     seed: int,
 ) -> Iterator[str]:
-    """Yield the text that follows `prompt`, as it is sampled, until `tokens` tokens or the end of the document.
+    """Yield the continuation of `prompt` as it is sampled, for `tokens` tokens or until the end of the document.
 
-    The prompt is read after a BOS. A `Text` goes on from its state, to the tokens that it would have had in one go (but
-    for rounding where attention is unbounded: a longer cache is summed in another order); it has the new tokens and the
-    state after them at every moment. Bytes of a character that is not complete yet are held back.
+    A prompt is read after a BOS. A `Text` is continued from its state, and is updated with every token. Its tokens are
+    those of sampling it in one go, except for rounding where attention is unbounded: a longer cache is summed in
+    another order. Bytes of an incomplete character are held back.
     """
     text = begin(tokenizer, prompt) if isinstance(prompt, str) else prompt
     if tokens == 0 or text.ended:
@@ -50,9 +53,9 @@ def generate(
     known, key = tokenizer.vocab_size, jax.random.key(seed)
 
     @partial(jax.jit, donate_argnums=2)
-    def advance(parameters: Any, token: jax.Array, state: Any, key: jax.Array, at: Any) -> tuple[jax.Array, Any]:
+    def advance(parameters: Any, token: jax.Array, state: Any, key: jax.Array, position: Any) -> tuple[jax.Array, Any]:
         logits, state = assembly.module(parameters).step(token, state)
-        return sample(logits[:, :known], jax.random.fold_in(key, at), temperature, top_k), state
+        return sample(logits[:, :known], jax.random.fold_in(key, position), temperature, top_k), state
 
     last = len(text.ids) + tokens
     empty = jax.jit(lambda p: assembly.module(p).init_state(1, last))
@@ -61,24 +64,39 @@ def generate(
     decoder.decode(text.bytes(tokenizer))
     while len(text.ids) < last:
         token = jnp.full((1,), text.ids[text.read], jnp.int32)
-        drawn, text.state = advance(parameters, token, text.state, key, np.int32(text.read))
+        sampled, text.state = advance(parameters, token, text.state, key, np.int32(text.read))
         text.read += 1
         if text.read == len(text.ids):
-            if not text.take(int(np.asarray(drawn)[0]), tokenizer):
+            if not text.take(int(np.asarray(sampled)[0]), tokenizer):
                 break
             yield decoder.decode(tokenizer.decode_bytes(text.ids[-1:]))
     if (rest := decoder.decode(b"", final=True)) or not text.ended:
         yield rest
 
 
+def continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, text: str | Text) -> Iterator[str]:
+    """Yield the continuation of a text as it is sampled, with the settings of the run."""
+    config, device = program.run.config, program.sampling_device
+    return generate(
+        program.assembly,
+        parameters if device is None else jax.device_put(parameters, device),
+        tokenizer,
+        text,
+        tokens=config.sample_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        seed=config.seed,
+    )
+
+
 _CHUNK = 16
-"""Tokens between two looks at which texts have ended."""
+"""Tokens between two checks of which texts have ended."""
 
 
 class Completer:
-    """Continues many prompts at a time, each read to its own end, through one streaming state.
+    """Continues many prompts at a time through one streaming state.
 
-    A text depends on its prompt and its number among them, not on which others are sampled beside it.
+    A text depends on its prompt and the prompt's index, not on the other texts of its batch.
     """
 
     def __init__(
@@ -90,25 +108,25 @@ class Completer:
         top_k: int | None,
         everywhere: Callable[[jax.Array], jax.Array] = lambda tokens: tokens,
     ) -> None:
-        """`everywhere` places the tokens on all devices, so that each of several processes has them."""
+        """`everywhere` replicates the tokens, so that each of several processes has them."""
         known, self._tokenizer = tokenizer.vocab_size, tokenizer
 
         def advance(
-            parameters: Any, state: Any, token: jax.Array, given: jax.Array, keys: jax.Array, first: jax.Array
+            parameters: Any, state: Any, token: jax.Array, prompts: jax.Array, keys: jax.Array, first: jax.Array
         ) -> tuple[Any, jax.Array, jax.Array]:
-            """Return (state, last tokens, drawn tokens) after reading `given`, or where that is -1 the last one."""
+            """Return (state, last tokens, sampled tokens) after reading `prompts`, or the last where it is -1."""
 
-            def one(carry: tuple[Any, jax.Array], column: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-                (state, token), (read, number) = carry, column
-                read = jnp.where(read >= 0, read, token)
-                logits, state = assembly.module(parameters).step(read, state)
-                own = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-                token = jax.vmap(lambda row, key: sample(row, key, temperature, top_k))(logits[:, :known], own)
+            def read_token(carry: tuple[Any, jax.Array], column: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+                (state, token), (prompt_token, position) = carry, column
+                token = jnp.where(prompt_token >= 0, prompt_token, token)
+                logits, state = assembly.module(parameters).step(token, state)
+                row_keys = jax.vmap(lambda key: jax.random.fold_in(key, position))(keys)
+                token = jax.vmap(lambda row, key: sample(row, key, temperature, top_k))(logits[:, :known], row_keys)
                 return (state, token), token
 
-            columns = (given.T, first + jnp.arange(given.shape[1]))
-            (state, token), drawn = jax.lax.scan(one, (state, token), columns)
-            return state, token, everywhere(drawn.T)
+            columns = (prompts.T, first + jnp.arange(prompts.shape[1]))
+            (state, token), sampled = jax.lax.scan(read_token, (state, token), columns)
+            return state, token, everywhere(sampled.T)
 
         self._advance = jax.jit(advance, donate_argnums=1)
         self._start = jax.jit(
@@ -126,10 +144,17 @@ class Completer:
         ended: Callable[[int, str], bool] = lambda number, text: False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[str] | None:
-        """Return what follows each prompt, `batch` of them at a time: up to `tokens` tokens or the end of the document.
+        """Return the continuation of each prompt, or None once `stopped` returns true.
 
-        Sampling of a batch ends as soon as `ended` says of all of its texts, by their number, that nothing of what
-        follows matters. None where `stopped` says so on the way.
+        Args:
+            parameters: Parameters of the model.
+            prompts: The prompts.
+            tokens: Most tokens of a continuation, which ends earlier with the document.
+            batch: Prompts that are sampled at a time.
+            seed: Seed of the samples.
+            ended: Whether a text, by its prompt's index, needs no further tokens. A batch ends when all of its texts
+                are complete or need none.
+            stopped: Whether to give up.
         """
         ids = [[self._tokenizer.bos_id, *map(int, self._tokenizer.encode_ordinary(prompt))] for prompt in prompts]
         length = -(-(max(map(len, ids), default=0) + tokens - 1) // _CHUNK) * _CHUNK
@@ -138,32 +163,31 @@ class Completer:
         for first in range(0, len(ids), batch):
             rows = [min(number, len(ids) - 1) for number in range(first, first + batch)]
             batches = self._texts(parameters, [ids[r] for r in rows], keys[np.array(rows)], length, tokens)
-            for found in batches:
+            for batch_texts in batches:
                 if stopped():
                     return None
-                if all(over or ended(row, text) for row, (text, over) in zip(rows, found, strict=True)):
+                if all(complete or ended(row, text) for row, (text, complete) in zip(rows, batch_texts, strict=True)):
                     break
-            texts += [text for text, _ in found]
+            texts += [text for text, _ in batch_texts]
         return texts[: len(ids)]
 
     def _texts(
         self, parameters: Any, ids: Sequence[Sequence[int]], keys: jax.Array, length: int, tokens: int
     ) -> Iterator[list[tuple[str, bool]]]:
         """Yield the texts so far, each with whether it is complete, after every `_CHUNK` tokens."""
-        given = np.full((len(ids), length), -1, np.int32)
-        for row, own in enumerate(ids):
-            given[row, : len(own)] = own
-        drawn = np.zeros_like(given)
+        prompts = np.full((len(ids), length), -1, np.int32)
+        for row, prompt in enumerate(ids):
+            prompts[row, : len(prompt)] = prompt
+        sampled = np.zeros_like(prompts)
         state, token = self._start(parameters, len(ids), length), jnp.zeros(len(ids), jnp.int32)
         for first in range(0, length, _CHUNK):
-            part = slice(first, first + _CHUNK)
-            state, token, some = self._advance(parameters, state, token, given[:, part], keys, np.int32(first))
-            drawn[:, part] = np.asarray(some)
-            after = first + _CHUNK
-            yield [self._text(row[len(own) - 1 : after], tokens) for own, row in zip(ids, drawn, strict=True)]
+            end = first + _CHUNK
+            state, token, new = self._advance(parameters, state, token, prompts[:, first:end], keys, np.int32(first))
+            sampled[:, first:end] = np.asarray(new)
+            yield [self._text(row[len(prompt) - 1 : end], tokens) for prompt, row in zip(ids, sampled, strict=True)]
 
-    def _text(self, drawn: np.ndarray, tokens: int) -> tuple[str, bool]:
-        """Return the text of drawn tokens, and whether no more of them belong to it."""
-        kept, ends = drawn[:tokens], np.flatnonzero(drawn[:tokens] == self._tokenizer.bos_id)
-        over = bool(len(ends)) or len(kept) == tokens
-        return self._tokenizer.decode(kept[: ends[0]] if len(ends) else kept), over
+    def _text(self, sampled: np.ndarray, tokens: int) -> tuple[str, bool]:
+        """Return the text of sampled tokens, and whether it is complete."""
+        ids, ends = sampled[:tokens], np.flatnonzero(sampled[:tokens] == self._tokenizer.bos_id)
+        complete = bool(len(ends)) or len(ids) == tokens
+        return self._tokenizer.decode(ids[: ends[0]] if len(ends) else ids), complete

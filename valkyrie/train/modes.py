@@ -1,4 +1,4 @@
-"""`mode=train`, `show`, `eval`, `generate`, `code_eval`. JAX is imported only after what is cheaper has been tried."""
+"""`mode=train`, `show`, `eval`, `generate`, `code_eval`. JAX is imported only after cheaper checks have passed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.checkpoint import kept_checkpoints
+from valkyrie.checkpoint import NotSavedError, kept_checkpoints
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.optim import rises_if_extended
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from valkyrie.data.tokenizer import Tokenizer
     from valkyrie.train.continued import Text
     from valkyrie.train.devices import Devices
+    from valkyrie.train.program import StepProgram
 
 
 def train(run: Run) -> int:
-    """Train, evaluate, print a sample, and say where the run is and what to do next; return the exit status."""
+    """Train, evaluate, print a sample, the run folder and the next commands; return the exit status."""
     began = time.time()
     with together(run) as team:
         return _train(run, team, began)
@@ -44,8 +45,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
     console = make_console()
     prepared = prepare_run(run, console, team)
-    from valkyrie.train.diverged import DivergedError
-    from valkyrie.train.trainer import FolderGoneError, NotSavedError, fit
+    from valkyrie.train.callbacks import DivergedError, FolderGoneError
+    from valkyrie.train.trainer import fit
 
     console.print(f"[bold]{run.layout.describe_roles()}[/]")
     if run.batch_note:
@@ -68,7 +69,8 @@ def _train(run: Run, team: Team, began: float) -> int:
     is_text = fitted.program.task.is_text
     if run.config.sample_tokens and is_text and prepared.tokenizer is not None:
         console.rule("sample")
-        _print_sample(run, fitted.program.assembly, fitted.parameters, prepared.tokenizer, prepared.devices)
+        sys.stdout.write(run.config.prompt)
+        _print_continuation(fitted.program, fitted.parameters, prepared.tokenizer, run.config.prompt)
         console.rule()
     console.print(f"run folder: {folder}")
     longer = 2 * max(run.config.steps, fitted.summary["steps"])
@@ -82,77 +84,63 @@ def _train(run: Run, team: Team, began: float) -> int:
 def evaluate(run: Run) -> int:
     """Print the task's evaluation of a trained run over its whole validation split; return the exit status."""
     with together(run) as team:
-        return _evaluate(run, team)
+        folder, console = Path(team.of_first("trained run", lambda: str(trained_folder(run)))), make_console()
+        prepared = prepare_run(run, console, team)
+        program, step, parameters = restore(run, prepared.devices, folder, team)
+        from valkyrie.train.evaluate import Evaluator
 
-
-def _evaluate(run: Run, team: Team) -> int:
-    folder, console = Path(team.of_first("trained run", lambda: str(trained_folder(run)))), make_console()
-    prepared = prepare_run(run, console, team)
-    program, step, parameters = restore(run, prepared.devices, folder, team)
-    from valkyrie.train.evaluate import Evaluator
-
-    with out_of_memory_in_plain_words(run, prepared.devices):
-        result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
-    console.print(
-        f"{folder.name} at step {step}: {program.task.describe(result)}",
-        highlight=False,
-    )
-    return 0
+        with out_of_memory_in_plain_words(run, prepared.devices):
+            result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
+        console.print(
+            f"{folder.name} at step {step}: {program.task.describe(result)}",
+            highlight=False,
+        )
+        return 0
 
 
 def generate(run: Run) -> int:
-    """Print the prompt and what a trained run makes of it, as it is sampled; return the exit status."""
+    """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status."""
     with together(run) as team:
-        return _generate(run, team)
-
-
-def _generate(run: Run, team: Team) -> int:
-    folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
-    keep = run.config.mode.keep
-    path = None if keep is None else kept_text(folder, keep)
-    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
-    program, step, parameters = restore(run, devices, folder, team)
-    console.print(f"{folder.name} at step {step}", style="dim")
-    with out_of_memory_in_plain_words(run, devices):
-        if path is None:
-            _print_sample(run, program.assembly, parameters, tokenizer, devices)
-        else:
-            _go_on(run, path, step, program.assembly, parameters, tokenizer, devices, team)
-    return 0
+        folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+        keep = run.config.mode.keep
+        path = None if keep is None else kept_text(folder, keep)
+        tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
+        program, step, parameters = restore(run, devices, folder, team)
+        console.print(f"{folder.name} at step {step}", style="dim")
+        with out_of_memory_in_plain_words(run, devices):
+            if path is not None:
+                _continue_kept_text(program, step, parameters, tokenizer, path, team)
+            else:
+                sys.stdout.write(run.config.prompt)
+                _print_continuation(program, parameters, tokenizer, run.config.prompt)
+        return 0
 
 
 def code_eval(run: Run) -> int:
-    """Let a trained run complete its problems, print what compiles and passes, leave `code_eval.json`; exit status."""
+    """Let a trained run complete coding problems, print pass rates, write `code_eval.json`; return the exit status."""
     with together(run) as team:
-        return _code_eval(run, team)
+        folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
+        refuse_without_judge(run, team)
+        tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
+        program, step, parameters = restore(run, devices, folder, team)
+        from valkyrie.train.code import CodeEvaluation, table
 
-
-def _code_eval(run: Run, team: Team) -> int:
-    folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
-    refuse_without_judge(run, team)
-    tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
-    program, step, parameters = restore(run, devices, folder, team)
-    from valkyrie.train.code import CodeEvaluation, table
-
-    evaluation = CodeEvaluation(program, tokenizer)
-    if not console.is_terminal:
-        console.print(f"sampling and judging {len(evaluation.problems)} problems")
-    with out_of_memory_in_plain_words(run, devices), console.status("sampling and judging"):
-        rates, line = evaluation(parameters, step, folder)
-    if team.leads:
+        evaluation = CodeEvaluation(program, tokenizer)
+        if not console.is_terminal:
+            console.print(f"sampling and judging {len(evaluation.problems)} problems")
+        with out_of_memory_in_plain_words(run, devices), console.status("sampling and judging"):
+            rates, line = evaluation(parameters, step, folder)
+        if team.leads:
+            if rates:
+                console.print(table(evaluation.results, evaluation))
+            console.print(f"{folder.name} at {line}", highlight=False, markup=False)
         if rates:
-            console.print(table(evaluation.results, evaluation))
-        console.print(f"{folder.name} at {line}", highlight=False, markup=False)
-    if rates:
-        console.print(f"every completion: {folder / CODE_EVAL}", markup=False)
-    return int(team.leads and not rates)
+            console.print(f"every completion: {folder / CODE_EVAL}", markup=False)
+        return int(team.leads and not rates)
 
 
 def list_checkpoints(run: Run) -> int:
-    """Print the checkpoints of a trained run and whether their files are as saved; exit status 1 if one is not.
-
-    The fast ones are those of this host.
-    """
+    """Print the checkpoints of a trained run, with this host's fast ones; return exit status 1 if one is damaged."""
     folder, console = trained_folder(run), make_console()
     found = kept_checkpoints(folder, run.config.checkpoint)
     for kept in found:
@@ -162,7 +150,7 @@ def list_checkpoints(run: Run) -> int:
 
 
 def show(run: Run) -> int:
-    """Print every parameter with its placement and bytes, the roles, and the memory expected; needs no device."""
+    """Print every parameter with its sharding and bytes, the roles, and the expected memory; needs no device."""
     import jax
 
     from valkyrie.train.show import show_run
@@ -177,30 +165,18 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _print_sample(run: Run, assembly: Any, parameters: Any, tokenizer: Tokenizer, devices: Devices) -> None:
-    sys.stdout.write(run.config.prompt)
-    _print_what_follows(run, run.config.prompt, assembly, parameters, tokenizer, devices)
-
-
-def _go_on(
-    run: Run,
-    path: Path,
-    step: int,
-    assembly: Any,
-    parameters: Any,
-    tokenizer: Tokenizer,
-    devices: Devices,
-    team: Team,
+def _continue_kept_text(
+    program: StepProgram, step: int, parameters: Any, tokenizer: Tokenizer, path: Path, team: Team
 ) -> None:
-    """Print the text kept as `mode.keep` and what follows it; keep that, and the state after it, also at Ctrl-C."""
+    """Print the text kept as `mode.keep` and its continuation, and keep both with the state, also on Ctrl-C."""
     import jax
 
     from valkyrie.train.continued import begin, load, save
 
-    prompt = run.config.prompt
+    prompt = program.run.config.prompt
     text = begin(tokenizer, prompt, step)
     if team.of_first("kept text", path.exists):
-        kept = load(path, jax.eval_shape(lambda p: assembly.module(p).init_state(1, 1), parameters))
+        kept = load(path, jax.eval_shape(lambda p: program.assembly.module(p).init_state(1, 1), parameters))
         if kept.step != step:
             _to_stderr(f"{path.stem} was made at step {kept.step}; the model of step {step} reads it again.")
             kept = kept.unread(step)
@@ -209,7 +185,7 @@ def _go_on(
         text = kept
     sys.stdout.write(text.bytes(tokenizer).decode(errors="ignore"))
     try:
-        _print_what_follows(run, text, assembly, parameters, tokenizer, devices)
+        _print_continuation(program, parameters, tokenizer, text)
     except KeyboardInterrupt:
         if team.count == 1:
             save(text, path)
@@ -219,26 +195,10 @@ def _go_on(
     _to_stderr(f"kept in {path}, {len(text.ids) - 1:,} tokens.{over}")
 
 
-def _print_what_follows(
-    run: Run, text: str | Text, assembly: Any, parameters: Any, tokenizer: Tokenizer, devices: Devices
-) -> None:
-    import jax
+def _print_continuation(program: StepProgram, parameters: Any, tokenizer: Tokenizer, text: str | Text) -> None:
+    from valkyrie.train.generate import continuation
 
-    from valkyrie.train.generate import generate as stream
-
-    config = run.config
-    if devices.simulated and jax.process_count() == 1:  # one CPU device does it faster than many that share its cores
-        parameters = jax.device_put(parameters, devices.devices[0])
-    for piece in stream(
-        assembly,
-        parameters,
-        tokenizer,
-        text,
-        tokens=config.sample_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        seed=config.seed,
-    ):
+    for piece in continuation(program, parameters, tokenizer, text):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -264,7 +224,7 @@ def _report(console: Console, summary: dict[str, Any], devices: Devices) -> None
 
 
 def _where(error: FloatingPointError) -> str:
-    """Return the message of `debug=nans`, with the innermost line of this program."""
+    """Return the message of `debug=nans`, with the innermost line of this package."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}valkyrie{os.sep}" in f.filename]
     deepest = frames[-1]
     return f"debug=nans: {error}, at {deepest.filename}:{deepest.lineno} in {deepest.name}: {deepest.line}"

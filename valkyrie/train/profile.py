@@ -89,12 +89,6 @@ class Window:
             return _failed(error)
         return None
 
-    def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a step is given to the devices: the trace has its number."""
-        if self._trace is None:
-            return contextlib.nullcontext()
-        return jax.profiler.StepTraceAnnotation("train", step_num=step)
-
     def close(self) -> str | None:
         """End the trace, if one is being taken, and return how to look at it, or why it could not be written."""
         if self._trace is None:

@@ -136,6 +136,14 @@ class StepProgram:
         """The platform the program will run on: cpu, gpu or tpu."""
         return self.shard.backend or jax.default_backend()
 
+    @property
+    def sampling_device(self) -> Any:
+        """The device to sample on if all are cores of this host, where several would compete for them; else None."""
+        if not platform_of(self.backend).runs_on_host or jax.process_count() > 1:
+            return None
+        assert isinstance(self.mesh, jax.sharding.Mesh)
+        return self.mesh.devices.flat[0]
+
     def loader(self, prepared: Dataset, split: str) -> Loader[Any]:
         """Return this process's batches: of `train` without end in the run's order, of `validation` once, in order."""
         from valkyrie.data.batches import make_loader

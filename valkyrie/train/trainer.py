@@ -1,11 +1,11 @@
-"""The training loop: `fit`, one page from a run to a trained model."""
+"""The training loop: `fit`, one page from a run to a trained model; what happens between steps is in `callbacks`."""
 
 from __future__ import annotations
 
 import contextlib
-import shlex
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from valkyrie.checkpoint import Checkpoints, NotSavedError
 from valkyrie.config.run import Run
@@ -25,15 +24,26 @@ from valkyrie.processes.interrupt import Interrupt
 from valkyrie.processes.locks import only_writer
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
-from valkyrie.runs.folder import changed_settings, command_name, continuation, schedule_change, write_about
+from valkyrie.runs.folder import changed_settings, continuation, schedule_change, write_about
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.runs.results import TRAFFIC
 from valkyrie.runs.tracking import Silent, Tracker
 from valkyrie.runs.wandb_writer import config_of
+from valkyrie.train.callbacks import (
+    Callback,
+    Evaluate,
+    EvaluateCode,
+    Log,
+    Profile,
+    Progress,
+    RefuseDivergence,
+    Sample,
+    Save,
+    StepMetrics,
+)
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.compiled import CompiledStep, compile_step
 from valkyrie.train.devices import Devices
-from valkyrie.train.diverged import refuse_divergence
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
 from valkyrie.train.processes import check_shared, print_to_log
@@ -46,13 +56,9 @@ from valkyrie.train.state import TrainState
 from valkyrie.train.watchdog import Watchdog, watchdog_of
 
 
-class FolderGoneError(RuntimeError):
-    """The run folder was deleted while its run trains, or its disk is gone."""
-
-
 @dataclass(frozen=True)
 class Fitted:
-    """What training leaves: the state, the last evaluation, the summary, and whether it was interrupted."""
+    """The result of a training: the program, the last state, the summary, and whether it was stopped early."""
 
     program: StepProgram
     state: TrainState
@@ -62,7 +68,7 @@ class Fitted:
 
     @property
     def parameters(self) -> Any:
-        """The parameters to use: the average of them where one was kept."""
+        """The parameters to use: their average, if the run keeps one."""
         return self.state.averaged
 
 
@@ -77,13 +83,25 @@ def fit(
     team: Team = ALONE,
     began: float | None = None,
 ) -> Fitted:
-    """Train the run in its folder, from its newest checkpoint if it has one, and return what is left at the end.
+    """Train the run in its folder, from its newest checkpoint if it has one.
 
-    Metrics of a step are read while the next one runs. With `signals`, Ctrl-C saves before the training ends. Raises
-    DivergedError when loss or gradients stop being finite, FolderGoneError when the folder goes, NotSavedError when
-    the disk does not take the last state, DiskError when the folder cannot be written at all, and ValueError when the
-    checkpoint, the data or the memory of this machine do not fit. `began`: the Unix time at which the command began,
-    if that was before.
+    Args:
+        run: The run, checked.
+        devices: Devices to train on.
+        prepared: Data of the run.
+        tokenizer: Tokenizer of the data, or None if it is not text.
+        folder: The run folder, created if missing.
+        console: Where progress is printed.
+        signals: Save and stop on Ctrl-C and the like. A notebook keeps its own handlers.
+        team: The processes of the run.
+        began: Unix time when the command started, or None for now.
+
+    Raises:
+        DivergedError: Loss or gradients are no longer finite.
+        FolderGoneError: The run folder was deleted.
+        NotSavedError: The disk is too full for the last state.
+        DiskError: The run folder cannot be written.
+        ValueError: The checkpoint, the data or the memory of this machine do not fit.
     """
     config, began = run.config, began or time.time()
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
@@ -116,218 +134,104 @@ def fit(
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = stack.enter_context(Interrupt(signals, several=team.count > 1))
-        if tracker.note:
-            screen.say(tracker.note, style="yellow")
+        watchdog = stack.enter_context(watchdog_of(run, team, folder, signals))
+        facts = {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None}
+        progress = Progress(program, tracker, screen, meter, ledger, start, start, state, facts)
+        progress.warn(tracker.note)
         screen.say(_opening(start, config.steps, None if step is None else step.compile_s))
-        if missed := window.missed(start):
-            screen.say(missed, style="yellow")
-        evaluate = Evaluator(program, prepared, tokenizer)
-        codes = None if tokenizer is None or config.code_eval_every is None else CodeEvaluation(program, tokenizer)
-        loop = _Loop(
-            program,
-            step,
-            loader,
-            checkpoints,
-            tracker,
-            screen,
-            interrupt,
-            meter,
-            ledger,
-            window,
-            stack.enter_context(watchdog_of(run, team, folder, signals)),
-            evaluate,
-            codes,
-            start,
-            state,
-            {"simulated": devices.simulated, "compile_s": None, "hbm_gib": None},
-        )
-        stack.callback(lambda: ledger.write(loop.step, loop.end))
+        progress.warn(window.missed(start))
+        evaluator, save = Evaluator(program, prepared, tokenizer), Save(checkpoints, loader)
+        callbacks = [RefuseDivergence(checkpoints), Profile(window), Evaluate(evaluator), save, Sample(evaluator)]
+        if tokenizer is not None and config.code_eval_every is not None:
+            callbacks.append(EvaluateCode(CodeEvaluation(program, tokenizer), lambda: interrupt.requested))
+        callbacks.append(Log())
+        stack.callback(lambda: ledger.write(progress.step, progress.end))
         ledger.prepared(start)
-        loop.run()
-        tracker.summary(summary := loop.summary())
-        if tracker.lost:
-            screen.say(tracker.lost, style="yellow")
-        if loop.unsaved:
-            raise NotSavedError(f"{loop.unsaved} {_next(checkpoints, folder)}")
-        if loop.finished:
+        _train_steps(progress, step, loader, callbacks, interrupt, watchdog)
+        progress.end = FINISHED if not progress.stopping else PREEMPTED if interrupt.preempted else STOPPED
+        tracker.summary(summary := progress.summary())
+        progress.warn(tracker.lost)
+        if save.unsaved:
+            raise NotSavedError(save.unsaved)
+        if progress.finished:
             checkpoints.done()
-    return Fitted(program, loop.state, summary, loop.stopping, loop.interrupt.preempted)
+    return Fitted(program, progress.state, summary, progress.stopping, interrupt.preempted)
 
 
-@dataclass
-class _Loop:
-    """The steps of a training from the one after `step`; `step` and `state` are those that are done."""
+def _train_steps(
+    progress: Progress,
+    compiled: CompiledStep | None,
+    loader: Loader[Any],
+    callbacks: Sequence[Callback],
+    interrupt: Interrupt,
+    watchdog: Watchdog,
+) -> None:
+    """Train to the last step, or until an interrupt. The metrics of a step are read while the next one runs."""
+    program, meter, unread = progress.program, progress.meter, None
 
-    program: StepProgram
-    compiled: CompiledStep | None
-    loader: Loader[Any]
-    checkpoints: Checkpoints
-    tracker: Tracker | Silent
-    screen: Screen
-    interrupt: Interrupt
-    meter: Meter
-    ledger: Ledger
-    window: Window
-    watchdog: Watchdog
-    evaluate: Evaluator
-    codes: CodeEvaluation | None
-    step: int
-    state: TrainState
-    facts: dict[str, Any]
-    """What is known of the run beside its steps, for its summary."""
-    evaluation: dict[str, float] = field(default_factory=dict)
-    unsaved: str | None = None
-    stopping: bool = False
-    """Whether the training is to be saved and ended after this step."""
-    end: str | None = None
-    """How the training ended; None until it did."""
+    def read(metrics: dict[str, jax.Array] | None) -> None:
+        if metrics is not None:
+            values = jax.device_get(metrics)
+            meter.finished()
+            interrupt.worth_saving = True
+            step_metrics = _step_metrics(values, progress)
+            for callback in callbacks:
+                callback.on_metrics(progress, step_metrics)
 
-    def run(self) -> None:
-        """Train to the last step, or until an interrupt; read the metrics of a step while the next one runs."""
-        config, start, unread = self.program.run.config, self.step, None
-        self.meter.start()
-        for step in range(start + 1, config.steps + 1):
-            assert self.compiled is not None
-            if self.window.opens(step):
-                with self.meter.paused():
-                    self._say(self.window.open(step, self.state))
-            self.watchdog.step(step)
-            with self.window.step(step):
-                with self.meter.waiting():
-                    batch = self.program.place(next(self.loader))
-                self.state, metrics = self.compiled.advance(self.state, batch)
-            self.meter.given(partial(jax.block_until_ready, metrics))
-            if step == start + 1:
-                self._tell_program(self.compiled)
-            self._read(unread, step - 1, start)
-            self.step, unread = step, metrics
-            self.stopping = self.interrupt.stops_at(step, also=self.screen.unread)
-            judge = _is_due(config.eval_every, step) and not self.stopping or step == config.steps
-            fast = _is_due(config.checkpoint.fast.every, step) and step != config.steps or self.stopping
-            durable = _is_due(config.checkpoint.every, step) or self.stopping or step == config.steps
-            traced = self.window.closes(step)
-            sample = _is_due(config.sample_every, step) and self.evaluate.writes and not self.stopping
-            code = self.codes if _is_due(config.code_eval_every, step) and not self.stopping else None
-            if judge or fast or durable or traced or sample or code:
-                self._read(unread, step, start)
-                unread = None
-                with self.watchdog.resting():
-                    if traced and not self.stopping:
-                        self._end_trace()
-                    self._save(fast=fast, durable=durable, judge=judge)
-                    if sample:
-                        self._sample()
-                    if code:
-                        self._try_code(code)
-            if self.stopping:
-                break
-        self._end_trace()  # of a window that is cut short: after the save, for which a preemption leaves little time
-        if self.finished and not self.evaluation:
-            self._judge()
-        with self.meter.paused("save"):
-            self._say(self.checkpoints.wait())
-            if self.checkpoints.last_saved != self.step:  # once more: there may be room by now
-                failed = self.checkpoints.save(self.step, self.state, self.loader.state())
-                self.unsaved = failed or self.checkpoints.wait()
-        self.end = FINISHED if not self.stopping else PREEMPTED if self.interrupt.preempted else STOPPED
-
-    @property
-    def finished(self) -> bool:
-        """Whether every step that was asked for is done."""
-        return self.step >= self.program.run.config.steps
-
-    def summary(self) -> dict[str, Any]:
-        """Return what the steps came to."""
-        status = "ok" if self.finished else None
-        ending = {"steps": self.step, "finished": self.finished, "stage": "train", "status": status}
-        return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | ending
-
-    def _tell_program(self, compiled: CompiledStep) -> None:
-        """Record what is known of the compiled step while the devices do the first one: of a run that is killed too."""
-        with self.meter.paused("setup"):
-            self.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
-            if not isinstance(self.tracker, Silent):
-                if (traffic := compiled.traffic(self.program.mesh, self._say)) is not None:
-                    self.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_mesh_axes}
-                self.tracker.summary(self.facts)
-
-    def _read(self, metrics: dict[str, Any] | None, step: int, start: int) -> None:
-        """Wait for a step's metrics, check them, and record them."""
-        if metrics is None:
-            return
-        config = self.program.run.config
-        values = jax.device_get(metrics)
-        self.meter.finished()
-        self.interrupt.worth_saving = True
-        refuse_divergence(self.program, values, step, self.checkpoints.last_saved)
-        record = _record(values, self.meter, config.log_every)
-        log = step % config.log_every == 0 or step in (1, start + 1, config.steps)
-        self.ledger.at(step)
-        if log:
-            self._say(self.tracker.log(record | {"goodput": self.ledger.goodput().share}, step))
-            self._say(self.checkpoints.poll())
-            if self.tracker.gone:
-                raise FolderGoneError(
-                    f"step {step}: the run folder {self.tracker.folder} is gone, deleted or with its disk. "
-                    "Stopped, for nothing from here on could be saved."
-                )
-        self.screen.step(step, record, line=log)
-
-    def _save(self, *, fast: bool, durable: bool, judge: bool) -> None:
-        """Evaluate where that is due, and begin to save: fast first, for a preemption may leave no time for more.
-
-        A failure, of this save or the one before, is said, and the next save tries again.
-        """
-        if judge:
-            self._judge()
-        metrics = self.evaluation if judge else None
-        if fast or durable:
-            self.ledger.write(self.step)  # how much is lost if the run goes on from here
-        with self.meter.paused("save"):
-            if fast:
-                self._say(self.checkpoints.save_fast(self.step, self.state, self.loader.state()))
-            if durable:
-                self._say(self.checkpoints.save(self.step, self.state, self.loader.state(), metrics))
-
-    def _end_trace(self) -> None:
-        with self.meter.paused():
-            if line := self.window.close():
-                self.screen.say(line)
-
-    def _say(self, trouble: str | None) -> None:
-        if trouble:
-            self.screen.say(trouble, style="yellow")
-
-    def _judge(self) -> None:
-        with self.meter.paused("evaluation"):
-            self.evaluation.update(self.evaluate(self.state.averaged, self.program.run.config.eval_batches))
-        self._say(self.tracker.log(self.evaluation, self.step))
-        self.screen.say(f"step {self.step}: {self.program.task.describe(self.evaluation)}")
-
-    def _sample(self) -> None:
-        with self.meter.paused("evaluation"):
-            text = self.evaluate.sample(self.state.averaged)
-        self._say(self.tracker.log({"sample": text}, self.step))
-        self.screen.say(f"step {self.step}, sample: {escape(text)}")
-
-    def _try_code(self, code: CodeEvaluation) -> None:
-        with self.meter.paused("evaluation"):
-            rates, line = code(self.state.averaged, self.step, self.tracker.folder, lambda: self.interrupt.requested)
-        self.facts |= rates
-        self._say(self.tracker.log(rates, self.step) if rates else None)
-        self.screen.say(line)
+    meter.start()
+    for step in range(progress.start + 1, program.run.config.steps + 1):
+        assert compiled is not None
+        for callback in callbacks:
+            callback.before_step(progress, step)
+        watchdog.step(step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            with meter.waiting():
+                batch = program.place(next(loader))
+            progress.state, metrics = compiled.advance(progress.state, batch)
+        meter.dispatched(partial(jax.block_until_ready, metrics))
+        if step == progress.start + 1:
+            _record_program(progress, compiled)
+        read(unread)
+        progress.step, unread = step, metrics
+        progress.stopping = interrupt.stops_at(step, also=progress.screen.unread)
+        if due := [callback for callback in callbacks if callback.is_due(progress)]:
+            read(unread)
+            unread = None
+            with watchdog.resting():
+                for callback in due:
+                    callback.on_step(progress)
+        if progress.stopping:
+            break
+    for callback in callbacks:
+        callback.on_end(progress)
 
 
-def _is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
+def _step_metrics(values: dict[str, Any], progress: Progress) -> StepMetrics:
+    """Return the metrics of the last step that the devices were given."""
+    config, step = progress.program.run.config, progress.step
+    first = ("loss", "grad_norm", "learning_rate", "tokens")
+    others = sorted(name for name, value in values.items() if name not in first and np.ndim(value) == 0)
+    record = {name: float(values[name]) for name in (*first, *others)} | progress.meter.rates(config.log_every)
+    logged = step % config.log_every == 0 or step in (1, progress.start + 1, config.steps)
+    return StepMetrics(step, values, record, logged)
+
+
+def _record_program(progress: Progress, compiled: CompiledStep) -> None:
+    """Record facts about the compiled step while the devices run the first one, so that a killed run has them too."""
+    with progress.meter.paused("setup"):
+        progress.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
+        if not isinstance(progress.tracker, Silent):
+            if (traffic := compiled.traffic(progress.program.mesh, progress.warn)) is not None:
+                progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_mesh_axes}
+            progress.tracker.summary(progress.facts)
 
 
 def _begin(
     program: StepProgram, checkpoints: Checkpoints, loader: Loader[Any], folder: Path, console: Console
 ) -> tuple[int, TrainState]:
-    """Return (finished steps, state): those of the newest checkpoint with its data position, or a fresh start.
+    """Return the finished steps and the state: of the newest checkpoint with its data position, or a fresh start.
 
-    Prints to which step a continued run goes on, its settings that differ from before, and how its rate jumps.
+    Prints the step that a continued run starts from, the settings that changed, and any jump of its learning rate.
     """
     run, changed = program.run, changed_settings(program.run, folder)
     restored = checkpoints.newest(program.abstract_state, changed=changed)
@@ -347,15 +251,6 @@ def _begin(
     return step, state
 
 
-def _next(checkpoints: Checkpoints, folder: Path) -> str:
-    """Return how a training goes on whose last state was not saved."""
-    if checkpoints.fast is not None and (fast := checkpoints.fast.last_saved) is not None:
-        return f"The fast checkpoint of step {fast} is kept in {checkpoints.fast.path}: start again with room."
-    if checkpoints.last_saved is None:
-        return "Train again where there is room: runs=DIR."
-    return f"Then go on from there: {command_name()} resume={shlex.quote(str(folder))}"
-
-
 def _opening(start: int, steps: int, compile_s: float | None) -> str:
     if compile_s is None:
         return f"complete: {start} steps are done and steps={steps} are asked for; steps={2 * start} goes on"
@@ -369,8 +264,8 @@ def _meter(run: Run, devices: Devices) -> Meter:
     return Meter(tokens, chips, run.step_flops, None if peak is None else peak * chips)
 
 
-def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
-    """Return the fields by which runs are compared: what was asked, the layout, the devices, and MFU's denominator."""
+def _layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
+    """Return the fields by which runs are compared: request, layout, devices, and the denominator of the MFU."""
     chip = devices.chip
     return encode(run.about()) | {
         "stage": "train",
@@ -385,12 +280,5 @@ def layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
 
 def _tracker(run: Run, devices: Devices, folder: Path, start: int) -> Tracker:
     group = f"{run.model.name}-{run.config.target.name}"
-    fields = config_of(layout_fields(run, devices), run.record())
+    fields = config_of(_layout_fields(run, devices), run.record())
     return Tracker(run.config.tracking, folder, run_name=folder.name, fields=fields, group=group, start=start)
-
-
-def _record(values: dict[str, Any], meter: Meter, window: int) -> dict[str, Any]:
-    """Return one step's metrics as plain numbers, with the rates over the last `window` steps."""
-    known = ("loss", "grad_norm", "learning_rate", "tokens")
-    own = sorted(name for name, value in values.items() if name not in known and np.ndim(value) == 0)
-    return {name: float(values[name]) for name in (*known, *own)} | meter.rates(window)

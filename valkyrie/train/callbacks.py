@@ -1,0 +1,309 @@
+"""Everything that happens between the steps of a training: one callback each, called in the order of a list."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.markup import escape
+
+from valkyrie.checkpoint import Checkpoints
+from valkyrie.data.batches import Loader
+from valkyrie.runs.folder import command_name
+from valkyrie.runs.goodput import Ledger
+from valkyrie.runs.tracking import Silent, Tracker
+from valkyrie.train.code import CodeEvaluation
+from valkyrie.train.evaluate import Evaluator
+from valkyrie.train.meter import Meter
+from valkyrie.train.profile import Window
+from valkyrie.train.program import StepProgram
+from valkyrie.train.screen import Screen
+from valkyrie.train.state import TrainState
+
+
+class DivergedError(RuntimeError):
+    """The loss or a gradient is no longer finite; the message names the step and the first such parameter."""
+
+
+class FolderGoneError(RuntimeError):
+    """The run folder was deleted while its run trains, or its disk is gone."""
+
+
+@dataclass
+class Progress:
+    """A training in progress, as its callbacks see it.
+
+    Args:
+        start: Last step of the checkpoint that this start continues from, 0 for a new run.
+        step: Last step that the devices were given.
+        state: State after that step.
+        facts: Entries of the summary that are not about steps.
+        evaluation: Newest value of every metric of the evaluation.
+        evaluated: Step of the last evaluation, or None.
+        stopping: The training is saved and ends after this step.
+        end: How the training ended, or None until it did.
+    """
+
+    program: StepProgram
+    tracker: Tracker | Silent
+    screen: Screen
+    meter: Meter
+    ledger: Ledger
+    start: int
+    step: int
+    state: TrainState
+    facts: dict[str, Any]
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluated: int | None = None
+    stopping: bool = False
+    end: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every requested step is done."""
+        return self.step >= self.program.run.config.steps
+
+    def is_multiple_of(self, every: int | None) -> bool:
+        """Return whether the step is a multiple of `every`, which may be None for never."""
+        return every is not None and self.step % every == 0
+
+    def warn(self, trouble: str | None) -> None:
+        """Print a warning, if there is one."""
+        if trouble:
+            self.screen.say(trouble, style="yellow")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Record values of this step in addition to its metrics."""
+        self.warn(self.tracker.log(record, self.step))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of the steps so far."""
+        ending = {
+            "steps": self.step,
+            "finished": self.finished,
+            "stage": "train",
+            "status": "ok" if self.finished else None,
+        }
+        return self.meter.summary() | self.evaluation | self.ledger.goodput().summary() | self.facts | ending
+
+
+class StepMetrics(NamedTuple):
+    """Metrics of a finished step.
+
+    Args:
+        values: What the step returned, on the host.
+        record: The scalars among them, and the rates.
+        logged: The step is one of those that are logged and printed.
+    """
+
+    step: int
+    values: dict[str, Any]
+    record: dict[str, float | None]
+    logged: bool
+
+
+class Callback:
+    """Something that happens beside the steps of a training. A method that a subclass leaves out does nothing."""
+
+    def before_step(self, progress: Progress, step: int) -> None:
+        """Called before the devices are given a step."""
+
+    def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
+        """Called with the metrics of every step, usually while the devices work on the next one."""
+
+    def is_due(self, progress: Progress) -> bool:
+        """Return whether `on_step` is to be called after this step. The devices then wait, so it should be rare."""
+        return False
+
+    def on_step(self, progress: Progress) -> None:
+        """Called after a step for which `is_due` was true, when it has finished and its metrics are logged."""
+
+    def on_end(self, progress: Progress) -> None:
+        """Called after the last step, or when the training is stopped."""
+
+
+@dataclass
+class RefuseDivergence(Callback):
+    """Raises DivergedError when the loss or the gradient norm of a step is not finite."""
+
+    checkpoints: Checkpoints
+
+    def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
+        values, names = metrics.values, progress.program.parameter_names
+        if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
+            return
+        bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+        where = (
+            f"the first parameter whose gradient is not finite is {names[bad[0]]} ({len(bad)} of {len(names)} are not)"
+            if bad.size
+            else "every gradient is finite"
+        )
+        saved = self.checkpoints.last_saved
+        last = "no checkpoint was saved before it" if saved is None else f"the last good checkpoint is of step {saved}"
+        raise DivergedError(
+            f"step {metrics.step}: loss is {float(values['loss'])} and the gradient norm "
+            f"{float(values['grad_norm'])}; {where}; {last}. Lower optimizer.learning_rate, or find the operation "
+            "with debug=nans."
+        )
+
+
+@dataclass
+class Profile(Callback):
+    """Traces a window of steps with JAX's profiler."""
+
+    window: Window
+
+    def before_step(self, progress: Progress, step: int) -> None:
+        if self.window.opens(step):
+            with progress.meter.paused():
+                progress.warn(self.window.open(step, progress.state))
+
+    def is_due(self, progress: Progress) -> bool:
+        return self.window.closes(progress.step) and not progress.stopping
+
+    def on_step(self, progress: Progress) -> None:
+        with progress.meter.paused():
+            if line := self.window.close():
+                progress.screen.say(line)
+
+    def on_end(self, progress: Progress) -> None:
+        self.on_step(progress)  # a trace that was cut short, after the save: a preemption may leave time for one
+
+
+@dataclass
+class Evaluate(Callback):
+    """Evaluates the model every `eval_every` steps, and after the last step."""
+
+    evaluator: Evaluator
+
+    def is_due(self, progress: Progress) -> bool:
+        every = progress.program.run.config.eval_every
+        return progress.finished or progress.is_multiple_of(every) and not progress.stopping
+
+    def on_step(self, progress: Progress) -> None:
+        with progress.meter.paused("evaluation"):
+            batches = progress.program.run.config.eval_batches
+            progress.evaluation.update(self.evaluator(progress.state.averaged, batches))
+        progress.evaluated = progress.step
+        progress.log(progress.evaluation)
+        progress.screen.say(f"step {progress.step}: {progress.program.task.describe(progress.evaluation)}")
+
+    def on_end(self, progress: Progress) -> None:
+        if progress.finished and not progress.evaluation:  # every step was done when it started
+            self.on_step(progress)
+
+
+@dataclass
+class Save(Callback):
+    """Saves checkpoints. A save that fails is reported, and the next one tries again.
+
+    Raises FolderGoneError when the run folder was deleted.
+    """
+
+    checkpoints: Checkpoints
+    loader: Loader[Any]
+    unsaved: str | None = None
+    """Why the last state could not be saved, and how to continue; None if it was."""
+
+    def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
+        if not metrics.logged:
+            return
+        progress.warn(self.checkpoints.poll())
+        if progress.tracker.gone:
+            raise FolderGoneError(
+                f"step {metrics.step}: the run folder {progress.tracker.folder} is gone, deleted or with its disk. "
+                "Stopped, for nothing from here on could be saved."
+            )
+
+    def is_due(self, progress: Progress) -> bool:
+        return self._fast_due(progress) or self._durable_due(progress)
+
+    def on_step(self, progress: Progress) -> None:
+        # The fast one first: a preemption may leave no time for the other.
+        step, state, position = progress.step, progress.state, self.loader.state()
+        metrics = progress.evaluation if progress.evaluated == step else None
+        progress.ledger.write(step)  # what is lost if the run continues from here
+        with progress.meter.paused("save"):
+            if self._fast_due(progress):
+                progress.warn(self.checkpoints.save_fast(step, state, position))
+            if self._durable_due(progress):
+                progress.warn(self.checkpoints.save(step, state, position, metrics))
+
+    def on_end(self, progress: Progress) -> None:
+        with progress.meter.paused("save"):
+            progress.warn(self.checkpoints.wait())
+            # A failed save is tried once more: there may be room by now.
+            if self.checkpoints.last_saved != progress.step:
+                failed = self.checkpoints.save(progress.step, progress.state, self.loader.state())
+                if failed := failed or self.checkpoints.wait():
+                    self.unsaved = f"{failed} {self._advice(progress.tracker.folder)}"
+
+    def _fast_due(self, progress: Progress) -> bool:
+        every = progress.program.run.config.checkpoint.fast.every
+        return progress.stopping or progress.is_multiple_of(every) and not progress.finished
+
+    def _durable_due(self, progress: Progress) -> bool:
+        every = progress.program.run.config.checkpoint.every
+        return progress.stopping or progress.finished or progress.is_multiple_of(every)
+
+    def _advice(self, folder: Path) -> str:
+        """Return how to continue a training whose last state was not saved."""
+        fast = self.checkpoints.fast
+        if fast is not None and fast.last_saved is not None:
+            return f"The fast checkpoint of step {fast.last_saved} is kept in {fast.path}: start again with room."
+        if self.checkpoints.last_saved is None:
+            return "Train again where there is room: runs=DIR."
+        return f"Then go on from there: {command_name()} resume={shlex.quote(str(folder))}"
+
+
+@dataclass
+class Sample(Callback):
+    """Prints and logs a sample of the model's text every `sample_every` steps."""
+
+    evaluator: Evaluator
+
+    def is_due(self, progress: Progress) -> bool:
+        every = progress.program.run.config.sample_every
+        return self.evaluator.writes and progress.is_multiple_of(every) and not progress.stopping
+
+    def on_step(self, progress: Progress) -> None:
+        with progress.meter.paused("evaluation"):
+            text = self.evaluator.sample(progress.state.averaged)
+        progress.log({"sample": text})
+        progress.screen.say(f"step {progress.step}, sample: {escape(text)}")
+
+
+@dataclass
+class EvaluateCode(Callback):
+    """Runs code that the model writes every `code_eval_every` steps, until `stopped` returns true."""
+
+    evaluation: CodeEvaluation
+    stopped: Callable[[], bool]
+
+    def is_due(self, progress: Progress) -> bool:
+        return progress.is_multiple_of(progress.program.run.config.code_eval_every) and not progress.stopping
+
+    def on_step(self, progress: Progress) -> None:
+        with progress.meter.paused("evaluation"):
+            folder = progress.tracker.folder
+            rates, line = self.evaluation(progress.state.averaged, progress.step, folder, self.stopped)
+        progress.facts |= rates
+        if rates:
+            progress.log(rates)
+        progress.screen.say(line)
+
+
+class Log(Callback):
+    """Writes the metrics of steps to the tracker and the screen, and the time they took to the ledger."""
+
+    def on_metrics(self, progress: Progress, metrics: StepMetrics) -> None:
+        progress.ledger.at(metrics.step)
+        if metrics.logged:
+            record = metrics.record | {"goodput": progress.ledger.goodput().share}
+            progress.warn(progress.tracker.log(record, metrics.step))
+        progress.screen.step(metrics.step, metrics.record, line=metrics.logged)
