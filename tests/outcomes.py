@@ -6,25 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.search.compile.prediction import (
-    Alternatives,
-    CompiledStep,
-    CompileOutcome,
-    CompileStatus,
-    StepMemory,
-)
+from valkyrie.hardware.chips import known_chips
+from valkyrie.search.compile.prediction import Alternatives, CompiledStep, CompileOutcome, CompileStatus
+from valkyrie.search.compile.summary import memory_report
+from valkyrie.train.memory import ExpectedMemory
 
 PROGRAM = ProgramMemory(arguments=960, outputs=900, aliased=900, temporary=4140, code=80, peak=5100, host=70)
+STATE = ExpectedMemory(parameters=300, gradients=300, optimizer=600, average=0, activations=0)
+MEMORY = memory_report(known_chips()["v4"], PROGRAM, STATE)
 STEP = CompiledStep(
     program="program",
     module_sha256="digest",
     lower_s=1.0,
     compile_s=2.0,
     options=(),
-    memory=StepMemory(parameters=300, optimizer=600, gradients=300, program=PROGRAM),
+    memory=MEMORY,
     parameters=75,
     alternatives=Alternatives(),
-    device_kind="TPU v4",
     placement=("x=4 on torus b", "mesh.placement=[x,y,z]"),
     positions=(),
     axes={},
@@ -33,5 +31,7 @@ STEP = CompiledStep(
 
 def fitting_outcome(peak: int | None = None, **fields: Any) -> CompileOutcome:
     """Return the outcome of a layout that fits, with other fields of its step."""
-    memory = STEP.memory if peak is None else replace(STEP.memory, program=replace(PROGRAM, peak=peak))
-    return CompileOutcome(CompileStatus.ok, step=replace(STEP, memory=memory, **fields))
+    step = replace(STEP, **fields)
+    if peak is not None:
+        step = replace(step, memory=replace(MEMORY, peak=peak, headroom=(MEMORY.usable or 0) - peak))
+    return CompileOutcome(CompileStatus.ok, step=step)

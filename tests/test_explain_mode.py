@@ -17,7 +17,6 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms.tpu import Tpu
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import write_record
-from valkyrie.search.compile.implementations import computed
 from valkyrie.search.compile.prediction import (
     CompileStatus,
     MemoryReport,
@@ -27,6 +26,7 @@ from valkyrie.search.compile.prediction import (
     RematReport,
     StepInterval,
 )
+from valkyrie.search.compile.summary import model_settings
 from valkyrie.search.explain import mode as explain_mode
 from valkyrie.search.explain.difference import difference
 
@@ -68,13 +68,13 @@ def changed(one: Prediction, about: dict[str, Any] | None = None, **step: Any) -
 
 def test_parts_sum_up_to_the_steps_and_their_differences() -> None:
     made = difference(prediction(exposed_x=0.05), prediction("2d_tp", exposed_x=0.5, exposed_y=0.7, kernel=0.1))
-    assert sum(part.first for part in made.parts) == pytest.approx(made.steps.first)
-    assert sum(part.more for part in made.parts) == pytest.approx(made.steps.more)
-    assert [abs(part.more) for part in made.parts] == sorted((abs(part.more) for part in made.parts), reverse=True)
-    named = {part.name: (part.first, part.second) for part in made.parts}
+    assert sum(part.first for part in made.seconds) == pytest.approx(made.step_s[0])
+    assert sum(part.more for part in made.seconds) == pytest.approx(made.step_s[1] - made.step_s[0])
+    assert [abs(part.more) for part in made.seconds] == sorted((abs(part.more) for part in made.seconds), reverse=True)
+    named = {part.name: (part.first, part.second) for part in made.seconds}
     assert named["waiting for communication over x (FSDP)"] == (0.05, 0.0)
     assert named["waiting for communication over x (MP1)"] == (0.0, 0.5), "one mesh axis with two roles is two parts"
-    (use,) = made.dearest[0]
+    (use,) = made.collectives[0]
     assert (use.calls, use.bytes, use.waited_s) == (24.0, 2e9, pytest.approx(0.05)), "both passes are one"
 
 
@@ -110,7 +110,7 @@ def test_steps_within_what_predictions_have_been_off() -> None:
 
 def test_other_batches_are_compared_for_as_many_tokens() -> None:
     made = difference(prediction(), changed(prediction(kernel=0.4), {"batch": 16}))
-    assert made.steps.second == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
+    assert made.step_s[1] == pytest.approx(0.4) and made.names == ("8x1-fsdp batch=8", "8x1-fsdp batch=16")
     assert "Seconds and bytes of B are those for 512 tokens, a step of A." in made.sentences[0]
 
 
@@ -141,7 +141,7 @@ def test_what_has_one_name_is_told_apart_by_how_it_was_asked_for() -> None:
     made = difference(prediction(), prediction(kernel=0.1), asked)
     assert made.names == ("8x1-fsdp model.s5.scan=kernel", "8x1-fsdp model.s5.scan=blocked")
     one, other = (replace(prediction(), module_sha256=digest) for digest in "ab")
-    assert difference(one, other, asked).steps.more == 0
+    assert len({*difference(one, other, asked).step_s}) == 1
     with pytest.raises(ValueError, match="^A and B are the same program, 8x1-fsdp: name another one in second=.$"):
         difference(one, one, asked)
 
@@ -247,7 +247,7 @@ def test_other_implementations_are_of_one_model(
 ) -> None:
     def compiled(run: Run, console: Any) -> tuple[None, Prediction, None]:
         one = prediction(kernel=0.1 if "blocked" in run.values()["model.s5.scan"] else 0.0)
-        return None, replace(one, model=computed(run)), None
+        return None, replace(one, model=model_settings(run)), None
 
     monkeypatch.setattr(explain_mode, "compile_and_summarise", compiled)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)

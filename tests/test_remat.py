@@ -34,8 +34,9 @@ from valkyrie.models import activation_names
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.remat import RematConfig, remat_named
 from valkyrie.parts import PartKind
+from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import CompileStatus, HintCode, MemoryReport, PredictedStep, Prediction
-from valkyrie.search.compile.recomputed import keep_next, recomputation
+from valkyrie.search.compile.summary import remat_report
 from valkyrie.train.kept import by_policy, kept_bytes, made_again
 from valkyrie.train.program import StepProgram
 
@@ -155,18 +156,19 @@ def test_the_dearest_activation_with_room_is_the_next_to_keep():
     run = small_run("valkyrie_tiny", "remat=full", "remat.save=[out]")
     forward = Cost(PartKind.matmul, (), "jit(step)/while/body/up/dot_general", "", 24.0, 0.5)
     costs = [again("up", 0.02), again("up/x", 0.01), again("driven", 0.05), again("states", 0.01), again("out", 0.3)]
-    found = recomputation(run, [forward, *costs])
+    found = remat_report(run, [forward, *costs])
     assert [(e.name, round(e.seconds, 9)) for e in found.again[:2]] == [("states", 0.06), ("driven", 0.05)]
     assert (found.save, found.offload, {*found.device}) == (("out",), (), {"block_input", "out"})
     memory, step = MemoryReport(headroom=2**30), PredictedStep(1.0)
     prediction = Prediction({}, CompileStatus.ok, memory=memory, step=step, remat=found)
-    (hint,) = keep_next(prediction)
+    (hint,) = hints(prediction)
     assert (hint.code, hint.changes) == (HintCode.save_activation, ("remat.save=[out,states]",))
     assert hint.share == pytest.approx(0.06)
-    (hint,) = keep_next(replace(prediction, memory=MemoryReport(headroom=0)))
+    (hint,) = hints(replace(prediction, memory=MemoryReport(headroom=0)))
     assert hint.changes == ("remat.offload=[states]",)
-    assert keep_next(replace(prediction, step=PredictedStep(100.0))) == [], "it is worth nothing"
-    assert keep_next(replace(prediction, remat=recomputation(run, [forward]))) == [], "nothing is made again"
+    long_step, nothing_again = replace(prediction, step=PredictedStep(100.0)), remat_report(run, [forward])
+    for other in (long_step, replace(prediction, remat=nothing_again)):
+        assert [hint.code for hint in hints(other)] == [HintCode.largest_part]
 
 
 def test_every_policy_has_its_bytes():

@@ -14,24 +14,24 @@ from helpers import compose_run
 from outcomes import fitting_outcome
 from valkyrie.compiled.collectives import CollectiveUse
 from valkyrie.config.run import Run
+from valkyrie.foreign_errors import Allocation
 from valkyrie.machine.replay import Cost, Replay
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.records import decode, encode
 from valkyrie.search.compile.alternatives import other_partitions
 from valkyrie.search.compile.hints import hints
 from valkyrie.search.compile.prediction import (
-    Allocation,
     Alternatives,
     CompileOutcome,
     CompileStatus,
     FullerRemat,
     Hint,
     HintCode,
+    MemoryReport,
     PredictedStep,
     Prediction,
     RematReport,
     Saving,
-    Shortage,
     StepInterval,
     read_prediction,
 )
@@ -227,7 +227,8 @@ def test_communication_that_is_all_waited_for_is_0_percent_hidden(run: Run):
 def test_the_verdict_of_a_layout_that_does_not_fit(run: Run):
     gib = 2**30
     largest = (Allocation(12 * gib, "bf16[24,64]", "jit(step)/while/body/f/dot"),)
-    shortage = Shortage(int(37.9 * gib), int(30.8 * gib), largest, (Saving("remat=full", 9 * gib),))
+    savings = (Saving("remat=full", 9 * gib),)
+    shortage = MemoryReport(needed=int(37.9 * gib), usable=int(30.8 * gib), largest=largest, savings=savings)
     found = predict(run, None, CompileOutcome(CompileStatus.does_not_fit, "", shortage=shortage))
     assert (
         "does not fit: needs 37.9 GiB of 30.8 GiB usable; largest: bf16[24,64] 12.0 GiB (f/dot); "

@@ -22,7 +22,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.models.s5 import S5
 from valkyrie.models.stack import Stack
 from valkyrie.ops.choices import ScanImpl
-from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, Shortage
+from valkyrie.search.compile.prediction import CompileOutcome, CompileStatus, MemoryReport
 from valkyrie.search.compile.runner import Compiled
 from valkyrie.search.tune.compiler_options import CompilerOption, all_options, options_for
 from valkyrie.search.tune.mode import bought, fragment, row, training_command
@@ -228,7 +228,9 @@ def test_options_that_only_work_together_are_set_together(compiles: Callable[...
 def test_what_has_no_step_is_a_row_with_its_reason_and_is_not_tried_again(compiles: Callable[..., Compiler]):
     gone = {
         "xla_a": CompileOutcome(CompileStatus.refused, "no option of this name."),
-        "xla_b": CompileOutcome(CompileStatus.does_not_fit, "x", shortage=Shortage(40 * 2**30, 30 * 2**30)),
+        "xla_b": CompileOutcome(
+            CompileStatus.does_not_fit, "x", shortage=MemoryReport(needed=40 * 2**30, usable=30 * 2**30)
+        ),
     }
 
     def steps(o: Mapping[str, str | None]) -> Outcome:
@@ -315,7 +317,7 @@ def test_a_target_without_a_tpu_compiler_is_refused(capfd: pytest.CaptureFixture
     ("outcome", "why"),
     [
         (
-            CompileOutcome(CompileStatus.does_not_fit, shortage=Shortage(2**35, 2**34)),
+            CompileOutcome(CompileStatus.does_not_fit, shortage=MemoryReport(needed=2**35, usable=2**34)),
             "it does not fit, it needs 32.0 GiB of 16.0 ",
         ),
         (

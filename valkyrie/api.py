@@ -237,11 +237,11 @@ def predict(
     if isinstance(program, Run):
         _refuse_with_a_run(arguments, named, slice=slice, mesh=mesh, places=places, options=options, name=name)
         return _predict_run(program, quiet)
-    from valkyrie.search.compile.predict import Work, predict_file, predict_function
+    from valkyrie.search.compile.predict import ProgramWork, predict_file, predict_function
 
     if not isinstance(slice, TargetConfig):
         raise ValueError('name the slice to predict for: valkyrie.predict(..., slice=valkyrie.slice("v5p-128")).')
-    target, work = Slice.of(slice), Work(name, tokens, flops)
+    target, work = Slice.of(slice), ProgramWork(name, tokens, flops)
     if isinstance(program, str | Path):
         axes = mesh if mesh is None or isinstance(mesh, Mapping) else dict(mesh.shape)
         if not axes:

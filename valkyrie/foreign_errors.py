@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 # OmegaConf 2.3: the first line of ValidationError and the like.
 
@@ -96,30 +95,36 @@ def allocated_bytes(message: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def parse_out_of_memory(text: str) -> dict[str, Any]:
-    """Return the bytes a refused program needs, the bytes it may have, and its largest allocations as XLA names them.
+@dataclass(frozen=True)
+class Allocation:
+    """A large array of a program; `shape` as XLA writes it, or what the bytes are for."""
 
-    Keys: `needed`, `usable` (None when the compiler does not say), `largest` (list of {bytes, shape, op_name}).
-    """
-    found = re.search(rf"({_SIZE})\)? exceeds available \w+ \({_SIZE}\)", text)
-    used = re.search(rf"Used {_SIZE} of {_SIZE}", text)
-    needed = usable = None
-    if used:
-        needed, usable = _bytes(used[1], used[2]), _bytes(used[3], used[4])
-    elif found:
-        needed, usable = _bytes(found[2], found[3]), _bytes(found[4], found[5])
+    bytes: int
+    shape: str | None
+    op_name: str | None = None
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Bytes that a refused program needs and may use, both None if XLA does not say, and its largest allocations."""
+
+    needed: int | None
+    usable: int | None
+    largest: tuple[Allocation, ...]
+
+
+def parse_out_of_memory(text: str) -> OutOfMemory:
+    """Parse the compiler's refusal of a program that needs more memory than there is."""
+    sizes = re.search(rf"Used {_SIZE} of {_SIZE}", text)
+    sizes = sizes or re.search(rf"{_SIZE}\)? exceeds available \w+ \({_SIZE}\)", text)
+    needed, usable = (_bytes(sizes[1], sizes[2]), _bytes(sizes[3], sizes[4])) if sizes else (None, None)
     largest = []
     for entry in re.finditer(rf"^\s*\d+\. Size: {_SIZE}(.*?)(?=^\s*\d+\. Size:|\Z)", text, re.MULTILINE | re.DOTALL):
         name = re.search(r"op_name=\"([^\"]*)\"", entry[3])
         shape = re.search(r"Shape: (\S+?)(?:\{|\s)", entry[3])
-        largest.append(
-            {
-                "bytes": _bytes(entry[1], entry[2]),
-                "shape": shape[1] if shape else None,
-                "op_name": name[1] if name else None,
-            }
-        )
-    return {"needed": needed, "usable": usable, "largest": largest, "reason": first_lines(text)}
+        size = _bytes(entry[1], entry[2])
+        largest.append(Allocation(size, shape[1] if shape else None, name[1] if name else None))
+    return OutOfMemory(needed, usable, tuple(largest))
 
 
 @dataclass(frozen=True)

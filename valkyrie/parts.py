@@ -40,6 +40,12 @@ def seconds_in(parts: Iterable[StepPart], *kinds: PartKind) -> float:
     return sum((part.seconds for part in parts if part.kind in kinds), 0.0)
 
 
+def describe_part(kind: PartKind, over: str) -> str:
+    """Return a part as it is printed: `matmul`, `waiting for communication over x,y` with `over="x,y"`."""
+    name = "waiting for communication" if kind is PartKind.exposed else kind.value
+    return f"{name} over {over}" if kind.by_axes else name
+
+
 def write_category(kind: PartKind, mesh_axes: tuple[str, ...] = ()) -> str:
     """Return the category of a part in a timeline file: `matmul`, `exposed x,y`."""
     return f"{kind.value} {','.join(mesh_axes)}" if kind.by_axes else kind.value

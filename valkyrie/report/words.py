@@ -133,7 +133,7 @@ def compared(rows: Sequence[Row]) -> dict[str, Any]:
     for i, j in itertools.permutations(list(predicted)[:EXPLAINED], 2):
         if works[i] == works[j]:
             with contextlib.suppress(ValueError):  # the same layout twice
-                why[f"{i},{j}"] = difference(predicted[i], predicted[j]).sentences
+                why[f"{i},{j}"] = list(difference(predicted[i], predicted[j]).sentences)
     return {"sides": {i: encode(sides(one)) | {"work": works[i]} for i, one in predicted.items()}, "why": why}
 
 

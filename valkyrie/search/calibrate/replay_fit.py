@@ -12,7 +12,7 @@ import numpy as np
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ReplayConfig
 from valkyrie.search.compile.cache import program_settings
-from valkyrie.search.compile.trust import ENOUGH, correction_of, of_families
+from valkyrie.search.compile.trust import ENOUGH, correction_of, median_by_family
 from valkyrie.sweep.rows import Row
 
 DIGITS = 4
@@ -96,11 +96,11 @@ def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]
 def _fit_of(steps: list[Replayed], before: list[float]) -> ReplayFit | None:
     """Return the factor of these steps, and what each took of a prediction by the other families."""
     families = {step.family for step in steps}
-    factor = of_families([(step.family, step.ratio) for step in steps])
+    factor = median_by_family([(step.family, step.ratio) for step in steps])
     if factor is None:
         return None
     fitted = ReplayConfig(rounded(factor), rows=len(steps), models=len(families))
-    others = {f: of_families([(step.family, step.ratio) for step in steps if step.family != f]) for f in families}
+    others = {f: median_by_family([(step.family, step.ratio) for step in steps if step.family != f]) for f in families}
     by = [(step.ratio, others[step.family]) for step in steps]
     left_out = np.array([ratio / other for ratio, other in by if other is not None])
     if len(left_out) >= ENOUGH:

@@ -28,7 +28,7 @@ from valkyrie.hardware.target import TargetConfig
 from valkyrie.paths import cache_root, source_digest
 from valkyrie.records import RecordError, read_record
 from valkyrie.runs.folder import versions
-from valkyrie.search.compile.prediction import CompileOutcome, Shortage
+from valkyrie.search.compile.prediction import CompileOutcome, MemoryReport
 from valkyrie.train.options import Option
 
 OUTCOME, PROGRAM = "outcome.json", "program.json"
@@ -54,7 +54,7 @@ class ProgramRecord:
     options: tuple[Option, ...]
     memory: ProgramMemory | None = None
     module_sha256: str | None = None
-    shortage: Shortage | None = None
+    shortage: MemoryReport | None = None
     reason: str | None = None
     schema: int = 1
 

@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from valkyrie.config.modes import MODULE, TEXT
 from valkyrie.config.run import Run
-from valkyrie.foreign_errors import first_lines, is_out_of_memory, parse_out_of_memory, parse_scratch_memory
+from valkyrie.foreign_errors import (
+    Allocation,
+    first_lines,
+    is_out_of_memory,
+    parse_out_of_memory,
+    parse_scratch_memory,
+)
 from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.paths import write_whole
@@ -28,12 +34,11 @@ from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord, program_key, programs_folder, read_program
 from valkyrie.search.compile.prediction import (
-    Allocation,
     Alternatives,
     CompiledStep,
     CompileOutcome,
     CompileStatus,
-    Shortage,
+    MemoryReport,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +111,7 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
     if usable is not None and needed > usable:  # the user's limit is below the compiler's own
         needs, limit = (f"{size / 2**30:.2f} GiB" for size in (needed, usable))
         reason = f"its peak of {needs} exceeds the {limit} of target.chip.usable_hbm_gib"
-        return _too_large(run, Shortage(needed, usable), reason)
+        return _too_large(run, MemoryReport(needed=needed, usable=usable), reason)
     step = CompiledStep(
         program=key,
         module_sha256=record.module_sha256,
@@ -116,7 +121,6 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
         memory=step_memory(program, record.memory),
         parameters=run.model.parameter_count(),
         alternatives=Alternatives(fuller_layouts(run), other_partitions(run)),
-        device_kind=kind,
         placement=_placement(run, mesh),
         positions=positions,
         axes={str(name): int(size) for name, size in mesh.shape.items()},
@@ -228,13 +232,13 @@ def _placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def parse_shortage(text: str) -> Shortage:
+def parse_shortage(text: str) -> MemoryReport:
     """Parse a compiler's refusal of a program that needs more memory than there is."""
     found = parse_out_of_memory(text)
-    return Shortage(found["needed"], found["usable"], tuple(Allocation(**entry) for entry in found["largest"]))
+    return MemoryReport(needed=found.needed, usable=found.usable, largest=found.largest)
 
 
-def _too_large(run: Run, shortage: Shortage, reason: str | None) -> CompileOutcome:
+def _too_large(run: Run, shortage: MemoryReport, reason: str | None) -> CompileOutcome:
     """Return the outcome of a program that needs more memory than there is, with the layouts that need less."""
     from valkyrie.search.compile.alternatives import cheaper_layouts
 
@@ -243,7 +247,7 @@ def _too_large(run: Run, shortage: Shortage, reason: str | None) -> CompileOutco
     return CompileOutcome(CompileStatus.does_not_fit, reason, shortage=full)
 
 
-def _largest(run: Run, shortage: Shortage) -> tuple[Allocation, ...]:
+def _largest(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
     """Return the largest allocations, by the shapes of the run if the compiler does not name them.
 
     The bytes that the compiler needs "for HLO temporaries" include the arguments (experiments/LOG.md).

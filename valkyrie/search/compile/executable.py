@@ -1,4 +1,4 @@
-"""What is read from a program that XLA has compiled: its memory on one device, its module, and where it runs."""
+"""Reads a program that XLA compiled: its memory on one device, its module, and the positions of its devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.hardware.platforms import at_rest, platform_of
 from valkyrie.hardware.position import Position
-from valkyrie.search.compile.prediction import StepMemory
+from valkyrie.search.compile.prediction import MemoryReport
+from valkyrie.search.compile.summary import memory_report
 from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram, serialised_module
 
@@ -22,14 +23,13 @@ from valkyrie.train.program import StepProgram, serialised_module
 class CompiledProgram:
     """A compiled program: its optimised module, its memory, and the positions of the devices of its mesh, flattened.
 
-    `axes` are the mesh's names and sizes, in order.
+    `axes` are names and sizes of the mesh's axes, in order.
     """
 
     module: bytes
     memory: ProgramMemory
     positions: tuple[Position, ...]
     axes: dict[str, int]
-    device_kind: str
 
 
 def compiled_program(
@@ -41,14 +41,13 @@ def compiled_program(
         memory=program_memory(compiled, mesh.devices.flat[0].platform, peak),
         positions=device_positions(mesh),
         axes={str(name): int(size) for name, size in mesh.shape.items()},
-        device_kind=mesh.devices.flat[0].device_kind,
     )
 
 
 def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> ProgramMemory:
     """Return the memory that XLA counts for a program on one device of a platform.
 
-    `peak` replaces XLA's own number where that includes host memory (`peak_beside_host`).
+    `peak` replaces XLA's own number if that includes host memory (`peak_beside_host`).
     """
     sizes = compiled.memory_analysis()
     assert sizes is not None, "every backend that compiles for a mesh counts its memory"
@@ -66,10 +65,10 @@ def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | Non
     )
 
 
-def step_memory(program: StepProgram, memory: ProgramMemory) -> StepMemory:
-    """Return the memory of a compiled training step, with what follows from the shapes of its state."""
-    expected = expected_memory(program.run, program.abstract_state)
-    return StepMemory(expected.parameters + expected.average, expected.optimizer, expected.gradients, memory)
+def step_memory(program: StepProgram, memory: ProgramMemory) -> MemoryReport:
+    """Return the memory of a compiled training step, split by the shapes of its state."""
+    run = program.run
+    return memory_report(run.config.target.chip, memory, expected_memory(run, program.abstract_state))
 
 
 def device_positions(mesh: jax.sharding.Mesh) -> tuple[Position, ...]:
@@ -89,7 +88,7 @@ def device_position(device: Any) -> Position:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Compile anew: what was compiled for absent devices cannot be read back from JAX's cache on disk."""
+    """Disable JAX's cache on disk, from which programs for absent devices cannot be read back."""
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

@@ -1,6 +1,6 @@
-"""Predicts any JAX program on a slice: a jitted function that is compiled here, or a module that somebody dumped.
+"""Predicts any JAX program on a slice: a jitted function, which is compiled here, or a dumped module.
 
-It uses what `mode=compile` uses for our own step: what is read of the compiled program, the replay, and the summary.
+Uses the replay and the summary that `mode=compile` uses for a run's step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.compiled.dumped import read_dumped, refuse_other_chip, slow_products
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.compiled.memory import ProgramMemory
-from valkyrie.foreign_errors import first_lines, is_out_of_memory
+from valkyrie.foreign_errors import Allocation, first_lines, is_out_of_memory
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.parallel.slice import Slice
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.hints import program_hints
-from valkyrie.search.compile.prediction import Allocation, CompileStatus, MemoryReport, Prediction
+from valkyrie.search.compile.prediction import CompileStatus, MemoryReport, Prediction
 from valkyrie.search.compile.replayed import corrected, replay_on
-from valkyrie.search.compile.summary import reserved_memory, speed_on, with_parts
+from valkyrie.search.compile.summary import memory_report, program_step, with_parts
 from valkyrie.train.options import YOU, Option, option_text, refusals_in_plain_words
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
 
 LOW_RATE = 0.35
-"""Where the fastest large product of a dumped module stays below this share of peak, its chip may be another."""
+"""Share of peak; a dumped module whose fastest large product is slower may be for another chip."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a program cannot say of itself: a name, and the tokens and FLOPs of its model in one step of all devices."""
+class ProgramWork:
+    """Name of a program, and the tokens and FLOPs of its model in one step of all devices; None if unknown."""
 
     name: str | None = None
     tokens: float | int | None = None
@@ -59,41 +59,40 @@ def predict_function(
     *,
     mesh: jax.sharding.Mesh | None = None,
     options: Mapping[str, Any] | None = None,
-    work: Work | None = None,
+    work: ProgramWork | None = None,
 ) -> Predicted:
-    """Return what a step of a jitted function, or of one lowered or compiled already, takes on a slice.
+    """Predict a step of a jitted function, or of one that is lowered or compiled already, on a slice.
 
-    ValueError where it is none, lies on devices of another kind, number or torus than the slice's, or the compiler
-    does not take an option; what tracing and compiling raise otherwise is raised as it came.
+    Raises ValueError if it is none of these, its devices are not those of the slice, or the compiler refuses an option.
+    Other errors of tracing and compiling pass through.
     """
     import jax
 
-    from valkyrie.search.compile.child import peak_beside_host, within_memory
+    from valkyrie.search.compile.child import parse_shortage, peak_beside_host, within_memory
     from valkyrie.search.compile.executable import compiled_program, without_cache
 
     lowered, compiled = _stage(function, arguments, named, options)
     mesh = mesh or _mesh_of([arguments, dict(named)])
     if mesh is not None:
         _refuse_other_devices(mesh, target)
-    told = [
-        Option(name, text, YOU) for name, value in (options or {}).items() if (text := option_text(value)) is not None
-    ]
-    work, peak, platform = work or Work(), None, platform_of(target.platform)
+    texts = {name: text for name, value in (options or {}).items() if (text := option_text(value)) is not None}
+    used = [Option(name, text, YOU) for name, text in texts.items()]
+    work, peak, platform = work or ProgramWork(), None, platform_of(target.platform)
     if compiled is None:
 
         def compile(compiler_options: dict[str, str] | None = None) -> Any:
-            asked = {option.name: option.value for option in told}
-            return lowered.compile(compiler_options=compiler_options or asked or None)
+            return lowered.compile(compiler_options=compiler_options or texts or None)
 
         try:
             with refusals_in_plain_words(), without_cache():
-                compiled, told = within_memory(told, compile, platform)
-                peak = peak_beside_host(compiled, compile, told, platform)
+                compiled, used = within_memory(used, compile, platform)
+                peak = peak_beside_host(compiled, compile, used, platform)
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(str(error)) or mesh is None:
                 raise
-            about = _about(work.name or _name(function), target, dict(mesh.shape))
-            return Predicted(_refused_for_memory(about, str(error)), None)
+            about, text = _about(work.name or _name(function), target, dict(mesh.shape)), str(error)
+            status, memory = CompileStatus.does_not_fit, parse_shortage(text)
+            return Predicted(Prediction(about, status, first_lines(text), versions(), memory=memory), None)
     if mesh is None:
         mesh = _mesh_of([compiled.input_shardings, compiled.output_shardings])
         if mesh is None:
@@ -105,8 +104,7 @@ def predict_function(
     built = compiled_program(compiled, mesh, peak)
     module = parse(built.module)
     about = _about(work.name or _name(function) or module.name.removeprefix("jit_"), target, built.axes)
-    memory = program_report(target, built.memory)
-    return _predicted(about, module, target, built.axes, built.positions, memory, work, told)
+    return _predict_module(about, module, target, built.axes, built.positions, built.memory, work, used)
 
 
 def predict_file(
@@ -115,14 +113,20 @@ def predict_file(
     axes: Mapping[str, int],
     *,
     places: Sequence[Position] | None = None,
-    work: Work | None = None,
+    work: ProgramWork | None = None,
 ) -> Predicted:
-    """Return what a step of a dumped module takes on a slice; `axes` are the names and sizes of its mesh, in order.
+    """Predict a step of a dumped module on a slice.
 
-    `places` are the positions of the mesh's devices, flattened; by default those of `Slice.mesh`. Raises
-    ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices.
+    Raises ValueError for a module that cannot be replayed, or was compiled for another chip or number of devices.
+
+    Args:
+        path: File of the module.
+        target: The slice.
+        axes: Names and sizes of the axes of the module's mesh, in order.
+        places: Positions of the mesh's devices, flattened. By default those of `Slice.mesh`.
+        work: What the module does not contain.
     """
-    dumped, work = read_dumped(path), work or Work()
+    dumped, work = read_dumped(path), work or ProgramWork()
     chip = target.chip
     positions = target.places(list(axes.values()), list(axes))
     assert chip is not None and chip.clock_ghz is not None
@@ -132,9 +136,9 @@ def predict_file(
                 f"the {len(places)} places are not those of the devices of {target.describe()}, each once."
             )
         positions = tuple(places)
-    devices, of_a_slice = len(positions), len(positions) // target.slices
+    devices, per_slice = len(positions), len(positions) // target.slices
     compiled_for = dumped.devices or dumped.module.partitions
-    if compiled_for not in (devices, of_a_slice) if dumped.devices else compiled_for > devices:
+    if compiled_for not in (devices, per_slice) if dumped.devices else compiled_for > devices:
         resized = target.resized(compiled_for)
         instead = f" {compiled_for} devices are {resized.name}." if resized else ""
         raise ValueError(
@@ -142,12 +146,12 @@ def predict_file(
         )
     if dumped.devices is None:
         dumped.module.partitions = devices
-    in_a_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
-    refuse_other_chip(dumped.module, chip.name, chip.cores > 1, in_a_cycle, str(path))
-    memory = program_report(target, dumped.memory or dumped.argument_bytes)
+    flops_per_cycle = chip.peak_tflops.get("bfloat16", 0.0) * 1e3 / chip.clock_ghz / chip.devices
+    refuse_other_chip(dumped.module, chip.name, chip.cores > 1, flops_per_cycle, str(path))
+    memory = dumped.memory or dumped.argument_bytes
     about = _about(work.name or dumped.module.name.removeprefix("jit_"), target, axes)
-    predicted = _predicted(about, dumped.module, target, axes, positions, memory, work, [])
-    rate = slow_products(dumped.module, in_a_cycle)
+    predicted = _predict_module(about, dumped.module, target, axes, positions, memory, work)
+    rate = slow_products(dumped.module, flops_per_cycle)
     if rate is not None and rate < LOW_RATE:
         note = (
             f"the fastest product reaches {100 * rate:.0f}% of the peak of {chip.name}: check that the module was "
@@ -158,69 +162,43 @@ def predict_file(
     return predicted
 
 
-def _predicted(
+def _predict_module(
     about: dict[str, Any],
     module: Module,
     target: Slice,
     axes: Mapping[str, int],
     positions: Sequence[Position],
-    memory: MemoryReport,
-    work: Work,
-    options: Sequence[Option],
+    memory: ProgramMemory | int,
+    work: ProgramWork,
+    options: Sequence[Option] = (),
 ) -> Predicted:
+    """Replay and summarise a module; `memory` are the bytes of its arguments if no more is known."""
     assert target.chip is not None
     replay = corrected(replay_on(target, module, dict(axes), positions), target)
-    too_large = memory.headroom is not None and memory.headroom < 0
+    report = _memory_report(target, memory)
+    too_large = report.headroom is not None and report.headroom < 0
     prediction = Prediction(
         about=about,
         status=CompileStatus.does_not_fit if too_large else CompileStatus.ok,
         reason="needs more memory than the compiler leaves to a program" if too_large else None,
         versions=versions(),
         positions=tuple(positions),
-        memory=memory,
+        memory=report,
         options=tuple(options),
-        step=speed_on(target.chip, len(positions), replay, work.tokens, work.flops),
+        step=program_step(target.chip, len(positions), replay, work.tokens, work.flops),
     )
     prediction = with_parts(prediction, replay, replay.collectives)
     return Predicted(replace(prediction, hints=program_hints(prediction)), replay)
 
 
-def program_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
-    """Return the memory of one device at the peak of any program's step.
-
-    `memory` are the bytes of its arguments if no more is known: `peak` is then None.
-    """
-    usable = usable_hbm(target.chip)
+def _memory_report(target: Slice, memory: ProgramMemory | int) -> MemoryReport:
     if isinstance(memory, int):
+        usable = usable_hbm(target.chip)
         short = usable - memory if usable is not None and memory > usable else None
         return MemoryReport(usable=usable, headroom=short, split={"arguments": memory}, needed=memory)
-    split = {
-        "arguments": memory.arguments,
-        "outputs that take no argument's place": memory.outputs - memory.aliased,
-        "temporaries": memory.temporary,
-        "program": memory.peak - memory.at_rest - memory.temporary,
-    }
-    largest = [Allocation(size, name) for name, size in split.items() if size > 0]
-    return MemoryReport(
-        peak=memory.peak,
-        usable=usable,
-        headroom=None if usable is None else usable - memory.peak,
-        split=split,
-        reserved=reserved_memory(target.chip),
-        code=memory.code,
-        host=memory.host,
-        needed=memory.peak,
-        largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)),
-    )
-
-
-def _refused_for_memory(about: dict[str, Any], text: str) -> Prediction:
-    from valkyrie.search.compile.child import parse_shortage
-
-    short = parse_shortage(text)
-    memory = MemoryReport(needed=short.needed, usable=short.usable, largest=short.largest)
-    status = CompileStatus.does_not_fit
-    return Prediction(about, status, first_lines(text), versions=versions(), memory=memory)
+    report = memory_report(target.chip, memory)
+    largest = [Allocation(size, name) for name, size in report.split.items() if size > 0]
+    return replace(report, needed=memory.peak, largest=tuple(sorted(largest, key=lambda entry: -entry.bytes)))
 
 
 def _about(name: str, target: Slice, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -236,7 +214,7 @@ def _about(name: str, target: Slice, axes: Mapping[str, int]) -> dict[str, Any]:
 def _stage(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], options: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
-    """Return the function lowered and not compiled, or compiled: (lowered, None) or (None, compiled)."""
+    """Return `(lowered, None)`, or `(None, compiled)` of a function that is compiled already."""
     import jax
 
     if isinstance(function, jax.stages.Compiled):
@@ -250,8 +228,7 @@ def _stage(
             f"predict takes a jitted function, and {type(function).__name__} is none: wrap it, jax.jit(step, "
             "in_shardings=...), or give what its .lower(...) or .compile() returned, or a Run."
         )
-    lowered = function.lower(*arguments, **named)
-    return lowered, None
+    return function.lower(*arguments, **named), None
 
 
 def _name(function: Any) -> str:
@@ -259,7 +236,7 @@ def _name(function: Any) -> str:
 
 
 def _mesh_of(tree: Any) -> jax.sharding.Mesh | None:
-    """Return the mesh of devices that the first sharded array of a tree lies on; a tree of shardings is one too."""
+    """Return the mesh of the first sharded array or sharding in a tree, or None."""
     import jax
 
     def is_sharding(leaf: Any) -> bool:
@@ -274,7 +251,7 @@ def _mesh_of(tree: Any) -> jax.sharding.Mesh | None:
 
 
 def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
-    """Raise ValueError where a mesh does not have the devices of a slice: their kind, number and torus."""
+    """Raise ValueError if kind, number or torus of a mesh's devices are not those of the slice."""
     from valkyrie.search.compile.executable import device_positions
 
     chip, devices = target.chip, list(mesh.devices.flat)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.compiled.communication import Communication
-from valkyrie.compiled.memory import ProgramMemory
+from valkyrie.foreign_errors import Allocation
 from valkyrie.hardware.position import Position
 from valkyrie.parallel.partition import Role
 from valkyrie.parts import PartKind, StepPart
@@ -42,15 +42,6 @@ class CompileTimes:
     lower_s: float | None = None
     compile_s: float | None = None
     cached: bool | None = None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A large array of a program; `shape` as XLA writes it, or what the bytes are for."""
-
-    bytes: int
-    shape: str | None
-    op_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -267,60 +258,69 @@ class Hint:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A compiled layout, or another compiled program: whether it fits, its step time, and why.
+class LayoutResult:
+    """What a prediction and a measurement have in common.
 
     Args:
         about: The layout as `Run.about()` describes it; of another program its name, slice and mesh axes.
-        status: Result of the compile.
+        status: Result of the compile or measurement.
         reason: Why the status is not `ok`.
-        model: Settings that decide what the model computes.
-        module_sha256: Digest of the optimised module.
         versions: Versions of the packages that decide the numbers.
         compile: How long compiling took.
+        options: Compiler options.
+        memory: Memory of one device.
+        communication: What the device sends.
+    """
+
+    about: dict[str, Any]
+    status: CompileStatus
+    reason: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    compile: CompileTimes = CompileTimes()
+    options: tuple[Option, ...] = ()
+    memory: MemoryReport | None = None
+    communication: Communication | None = None
+    schema: int = SCHEMA
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prediction(LayoutResult):
+    """A compiled layout, or another compiled program: whether it fits, its step time, and why.
+
+    Args:
+        model: Settings that decide what the model computes.
+        module_sha256: Digest of the optimised module.
         placement: A line for each mesh axis about its place on the torus.
         positions: Positions of the mesh's devices, flattened.
         parameters: Number of parameters of the model.
-        memory: Memory of one device.
         alternatives: What to try instead.
-        options: Compiler options.
         reduction: Dtype in which gradients are summed.
         step: Predicted time, or None for a target without a schedule, such as a CPU.
         parts: Where the time of the step goes.
         costs: The slowest operations.
         lines: The slowest lines of the program's source.
-        communication: What the device sends.
         remat: What is saved and recomputed for the backward pass.
         notes: Assumptions of the replay.
         hints: Advice.
         work: Digest of what is computed, whatever the layout.
     """
 
-    about: dict[str, Any]
-    status: CompileStatus
-    reason: str | None = None
     model: dict[str, str] = field(default_factory=dict)
     module_sha256: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    compile: CompileTimes = CompileTimes()
     placement: tuple[str, ...] = ()
     positions: tuple[Position, ...] = ()
     parameters: int | None = None
-    memory: MemoryReport | None = None
     alternatives: Alternatives = Alternatives()
-    options: tuple[Option, ...] = ()
     reduction: str | None = None
     step: PredictedStep | None = None
     parts: tuple[StepPart, ...] = ()
     costs: tuple[OperationCost, ...] = ()
     lines: tuple[SourceLine, ...] = ()
-    communication: Communication | None = None
     remat: RematReport | None = None
     notes: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
     work: str | None = None
-    schema: int = SCHEMA
-    unknown: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -346,38 +346,24 @@ class CollectiveTrace:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(LayoutResult):
     """A layout whose step was timed on devices.
 
     Args:
-        about: The layout as `Run.about()` describes it.
-        status: `ok` or `does_not_fit`.
-        reason: Why the status is not `ok`.
         simulated: Whether the devices are simulated, so that no time is real.
         devices: The devices, such as `8 x TPU v4`.
         data: Dataset that fed the step, or `random`.
+        step: Measured time.
         trace: Time in collectives.
         loss: Loss of the last step.
-
-    The other fields are those of `Prediction`.
     """
 
-    about: dict[str, Any]
-    status: CompileStatus
-    reason: str | None = None
-    versions: dict[str, str] = field(default_factory=dict)
     simulated: bool = False
     devices: str | None = None
     data: str | None = None
-    compile: CompileTimes = CompileTimes()
-    options: tuple[Option, ...] = ()
-    memory: MemoryReport | None = None
     step: MeasuredStep | None = None
-    communication: Communication | None = None
     trace: CollectiveTrace | None = None
     loss: float | None = None
-    schema: int = SCHEMA
-    unknown: dict[str, Any] = field(default_factory=dict)
 
 
 def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
@@ -398,31 +384,11 @@ def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple
 
 
 @dataclass(frozen=True)
-class StepMemory:
-    """Memory of a compiled training step: XLA's numbers, and what follows from the shapes of the state."""
-
-    parameters: int
-    optimizer: int
-    gradients: int
-    program: ProgramMemory
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """A program that does not fit: bytes needed and usable, None if the compiler does not report them."""
-
-    needed: int | None
-    usable: int | None
-    largest: tuple[Allocation, ...] = ()
-    savings: tuple[Saving, ...] = ()
-
-
-@dataclass(frozen=True)
 class CompiledStep:
     """A training step that was compiled and fits.
 
-    `program` is the digest under which the cache keeps the optimised module. `axes` are the mesh's names and sizes, and
-    `positions` those of its devices, flattened. The other fields are those of `Prediction`.
+    `program` is the digest under which the cache keeps the optimised module, `axes` are names and sizes of the mesh's
+    axes. The other fields are those of `Prediction`.
     """
 
     program: str
@@ -430,10 +396,9 @@ class CompiledStep:
     lower_s: float
     compile_s: float
     options: tuple[Option, ...]
-    memory: StepMemory
+    memory: MemoryReport
     parameters: int
     alternatives: Alternatives
-    device_kind: str
     placement: tuple[str, ...]
     positions: tuple[Position, ...]
     axes: dict[str, int]
@@ -446,7 +411,7 @@ class CompileOutcome:
     status: CompileStatus
     reason: str | None = None
     step: CompiledStep | None = None
-    shortage: Shortage | None = None
+    shortage: MemoryReport | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

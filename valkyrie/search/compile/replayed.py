@@ -1,4 +1,4 @@
-"""From a compiled module to its replay, which is kept beside it as JSON while nothing that decides it changes."""
+"""Replays a compiled module, and caches the replay as JSON in the folder of the program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
@@ -35,8 +34,9 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
     if replay_module is None:
         return None, traffic(parse(compiled.module.read_bytes()), step.axes)
     file = compiled.program / f"replay-{_digest(target)}.json"
-    result = _read(file)
-    if result is None:
+    try:
+        result = read_record(Replay, file)
+    except (OSError, RecordError):  # missing or damaged
         result = replay_module(target, parse(compiled.module.read_bytes()), step.axes, step.positions)
         write_whole(file, json.dumps(encode(result)))  # compact: a timeline has thousands of spans
     result = corrected(result, target)
@@ -44,19 +44,19 @@ def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[Collecti
 
 
 def corrected(raw: Replay, target: TargetConfig) -> Replay:
-    """Return a replay with all its times as one's own or published runs on the chip, and on as many slices, took."""
+    """Return a replay with all times multiplied by the correction for the target's chip and number of slices."""
     assert target.chip is not None
-    found = correction_of(target)
-    by, notes = found.factor, list(raw.notes)
+    correction = correction_of(target)
+    by, notes = correction.factor, list(raw.notes)
     if target.chip.replay.factor is not None:
-        notes.append(f"all times are the replay's x {found.of_chip:.3f}, as target.chip.replay.factor says")
-    elif found.families:
+        notes.append(f"all times are the replay's x {correction.of_chip:.3f}, as target.chip.replay.factor says")
+    elif correction.families:
         notes.append(
-            f"all times are the replay's x {found.of_chip:.3f}: so much {found.rows} published runs of "
-            f"{found.families} recipe{'s' * (found.families > 1)} on {target.chip.name} took of theirs"
+            f"all times are the replay's x {correction.of_chip:.3f}: so much {correction.rows} published runs of "
+            f"{correction.families} recipe{'s' * (correction.families > 1)} on {target.chip.name} took of theirs"
         )
     if target.slices > 1:
-        more = 100 * (found.of_slices - 1)
+        more = 100 * (correction.of_slices - 1)
         notes.append(f"and {more:.1f}% more: so much published runs lost to {target.slices} slices instead of one")
     return replace(
         raw,
@@ -84,14 +84,6 @@ REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequen
     "libtpu": replay_on,
 }
 """What replays a compiled module, by the platform's `replay`."""
-
-
-def _read(file: Path) -> Replay | None:
-    """Read a replay; None if it is not there or damaged, and is then computed again."""
-    try:
-        return read_record(Replay, file)
-    except (OSError, RecordError):
-        return None
 
 
 def _digest(target: TargetConfig) -> str:

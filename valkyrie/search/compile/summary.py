@@ -1,67 +1,74 @@
-"""The prediction of a compiled layout: fits or not, step time, and why. `compile.json` is this record."""
+"""Makes the prediction of a compiled layout, which `compile.json` stores: fits or not, step time, and why."""
 
 from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.compiled.communication import sum_communication
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
+from valkyrie.models.stack import Stack
 from valkyrie.parts import PartKind, seconds_in
 from valkyrie.records import encode
 from valkyrie.runs.folder import versions
-from valkyrie.search.compile.implementations import computed
 from valkyrie.search.compile.prediction import (
     CompileTimes,
     MemoryReport,
     OperationCost,
     PredictedStep,
     Prediction,
+    Recomputed,
+    RematReport,
     SourceLine,
-    StepMemory,
 )
-from valkyrie.search.compile.recomputed import recomputation
 from valkyrie.search.compile.runner import Compiled
 from valkyrie.search.compile.trust import trust
+from valkyrie.train.kept import kept_bytes, made_again
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:
     from valkyrie.compiled.collectives import CollectiveUse
+    from valkyrie.compiled.memory import ProgramMemory
     from valkyrie.hardware.target import ChipConfig
     from valkyrie.machine.replay import Cost, Replay
+    from valkyrie.train.memory import ExpectedMemory
 
-TOP_COSTS = 10
-"""How many of a step's slowest operations, and of the slowest lines of its source, are listed."""
-LINE = 60
-"""Letters of a line of the source that are shown."""
-
-_EVERYWHERE = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
+_LISTED = 10
+"""Number of operations and of source lines that are listed, the slowest first."""
+_LINE_LENGTH = 60
+"""Characters of a source line that are shown."""
+_AROUND_EVERYTHING = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
+_RECOMPUTED = "rematted_computation"
+"""JAX's name for what `jax.checkpoint` recomputes, in the names of operations."""
+_HOW = frozenset({"model.s5.scan_block", "model.loss_chunk"})
+"""Settings that decide how a model is computed, in addition to the choices of `implementation_settings`."""
 
 
 def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
     """Return the prediction of a compiled layout, without hints.
 
-    `replay` is None if no time can be predicted (a CPU target, a layout that was not compiled); `uses` are the
-    collectives of its program, with times only if there is a replay.
+    Args:
+        run: The run.
+        compiled: Result of its compile.
+        replay: Replay of its step. None for a CPU target and a layout that was not compiled; no time is then predicted.
+        uses: Collectives of its program, with times only if there is a replay.
     """
     outcome, step = compiled.outcome, compiled.outcome.step
     prediction = Prediction(
         about=encode(run.about()),
         status=outcome.status,
         reason=outcome.reason,
-        model=computed(run),
+        model=model_settings(run),
         versions=versions(),
         compile=CompileTimes(cached=compiled.cached),
+        memory=outcome.shortage,
     )
-    if outcome.shortage is not None:
-        short = outcome.shortage
-        memory = MemoryReport(needed=short.needed, usable=short.usable, largest=short.largest, savings=short.savings)
-        return replace(prediction, memory=memory)
     if step is None:
         return prediction
     prediction = replace(
@@ -71,21 +78,21 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
         placement=step.placement,
         positions=step.positions,
         parameters=step.parameters,
-        memory=memory_report(run, step.memory),
+        memory=step.memory,
         alternatives=step.alternatives,
         options=step.options,
         reduction=run.config.precision.reduction.value,
-        step=None if replay is None else speed(run, replay),
-        remat=recomputation(run, [] if replay is None else replay.costs),
+        step=None if replay is None else predicted_step(run, replay),
+        remat=remat_report(run, [] if replay is None else replay.costs),
     )
     return with_parts(prediction, replay, uses)
 
 
 def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
-    """Return a prediction with what a step of any program sends and, with a replay, where its time goes."""
+    """Return a prediction with what a step of any program sends and, if it was replayed, where its time goes."""
     if replay is None:
         return replace(prediction, communication=sum_communication(uses))
-    costs = sorted(replay.costs, key=lambda c: -c.seconds)[:TOP_COSTS]
+    costs = sorted(replay.costs, key=lambda cost: -cost.seconds)[:_LISTED]
     return replace(
         prediction,
         communication=sum_communication(uses, replay.sending_s),
@@ -103,60 +110,92 @@ def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
     for cost in costs:
         seconds[cost.source] += cost.seconds
         waiting[cost.source] += cost.seconds if cost.kind is PartKind.exposed else 0.0
-    slowest = sorted((line for line in seconds if line), key=lambda line: -seconds[line])[:TOP_COSTS]
-    return tuple(SourceLine(line, seconds[line], waiting[line], _text_of(line)) for line in slowest)
+    slowest = sorted((line for line in seconds if line), key=lambda line: -seconds[line])[:_LISTED]
+    return tuple(SourceLine(line, seconds[line], waiting[line], _read_line(line)) for line in slowest)
 
 
-def _text_of(line: str) -> str | None:
+def _read_line(line: str) -> str | None:
     file, _, number = line.rpartition(":")
-    return linecache.getline(file, int(number)).strip()[:LINE] or None if number.isdecimal() else None
+    return linecache.getline(file, int(number)).strip()[:_LINE_LENGTH] or None if number.isdecimal() else None
 
 
-def memory_report(run: Run, memory: StepMemory) -> MemoryReport:
-    """Return the memory of one device at the peak of a step: XLA's total, split by the shapes of the state.
+def model_settings(run: Run) -> dict[str, str]:
+    """Return the settings that decide what a model computes, by key, without those that decide how."""
+    how = {f"model.{block}.{name}" for block, name, _ in implementation_settings(run)} | _HOW
+    return {key: value for key, value in run.values().items() if key.startswith("model.") and key not in how}
 
-    Parameters and optimizer state are arguments of known shape, and gradients are temporaries of known shape. The rest
-    of the temporaries are activations and working space.
+
+def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
+    """Yield block, name and value of the settings that choose an implementation, which may be `auto`."""
+    model = run.model
+    for block_name, block in (model.blocks | model.feed_forwards).items() if isinstance(model, Stack) else ():
+        for name in (field.name for field in fields(block)):
+            value = getattr(block, name)
+            if isinstance(value, Enum) and "auto" in [choice.value for choice in type(value)]:
+                yield block_name, name, value
+
+
+def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
+    """Return what a run saves for its backward pass and what it recomputes, by the costs of a replay.
+
+    The seconds of an activation are those of the recomputed operations with its name.
     """
-    chip, program = run.config.target.chip, memory.program
-    usable, peak = usable_hbm(chip), program.peak
-    gradients = min(memory.gradients, program.temporary)
-    split = {
-        "parameters": memory.parameters,
-        "optimizer": memory.optimizer,
-        "gradients": gradients,
-        "activations and temporaries": program.temporary - gradients,
-        "batch and results": peak - memory.parameters - memory.optimizer - program.temporary,
-    }
+    kept, remat = kept_bytes(run), run.config.remat
+    paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
+    again = [
+        Recomputed(name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *serving))), 0.0))
+        for name, (size, serving) in made_again(run).items()
+    ]
+    again.sort(key=lambda entry: -entry.seconds)
+    return RematReport(tuple(remat.save), tuple(remat.offload), kept.device, kept.host, tuple(again))
+
+
+def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: ExpectedMemory | None = None) -> MemoryReport:
+    """Return the memory of one device at the peak of a step, as XLA counts it.
+
+    `state` splits the arguments and temporaries of a training step by the known shapes of its parameters, optimizer
+    state and gradients; the other temporaries are activations and working space.
+    """
+    usable, peak = usable_hbm(chip), memory.peak
+    if state is None:
+        split = {
+            "arguments": memory.arguments,
+            "outputs that take no argument's place": memory.outputs - memory.aliased,
+            "temporaries": memory.temporary,
+            "program": peak - memory.at_rest - memory.temporary,
+        }
+    else:
+        parameters, gradients = state.parameters + state.average, min(state.gradients, memory.temporary)
+        split = {
+            "parameters": parameters,
+            "optimizer": state.optimizer,
+            "gradients": gradients,
+            "activations and temporaries": memory.temporary - gradients,
+            "batch and results": peak - parameters - state.optimizer - memory.temporary,
+        }
+    reserved = None
+    if chip is not None and chip.hbm_gib is not None and usable is not None:
+        reserved = max(int(chip.hbm_gib * GIB / chip.devices) - usable, 0)
     return MemoryReport(
         peak=peak,
         usable=usable,
         headroom=None if usable is None else usable - peak,
         split=split,
-        reserved=reserved_memory(chip),
-        code=program.code,
-        host=program.host,
+        reserved=reserved,
+        code=memory.code,
+        host=memory.host,
     )
 
 
-def reserved_memory(chip: ChipConfig | None) -> int | None:
-    """Return the bytes of a device that the runtime keeps for itself, or None if unknown."""
-    usable = usable_hbm(chip)
-    if chip is None or chip.hbm_gib is None or usable is None:
-        return None
-    return max(int(chip.hbm_gib * GIB / chip.devices) - usable, 0)
-
-
-def speed(run: Run, replay: Replay) -> PredictedStep:
+def predicted_step(run: Run, replay: Replay) -> PredictedStep:
     """Return the predicted time of a run's step: throughput, MFU with its denominator, tokens per dollar."""
     config, chip = run.config, run.config.target.chip
     assert chip is not None
-    compute = config.precision.compute.value
     tokens = config.batch * config.seq
-    return speed_on(chip, config.mesh.size, replay, tokens, run.step_flops, compute)
+    return program_step(chip, config.mesh.size, replay, tokens, run.step_flops, config.precision.compute.value)
 
 
-def speed_on(
+def program_step(
     chip: ChipConfig,
     devices: int,
     replay: Replay,
@@ -164,9 +203,9 @@ def speed_on(
     model_flops: float | int | None = None,
     compute: str = "bfloat16",
 ) -> PredictedStep:
-    """Return the predicted time of a step of any program; None for what needs `tokens` or `model_flops`.
+    """Return the predicted time of a step of any program.
 
-    Both are of one step of all devices.
+    `tokens` and `model_flops` are those of one step of all devices; rates that need them are None without.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None
@@ -191,13 +230,13 @@ def speed_on(
 
 
 def short_cause(op_name: str | None) -> str:
-    """Return the part of an operation's name that tells it from others, without the functions around all of them."""
-    parts = [part for part in (op_name or "unnamed").split("/") if part not in _EVERYWHERE]
+    """Return the last parts of an operation's name, without the functions around all of them."""
+    parts = [part for part in (op_name or "unnamed").split("/") if part not in _AROUND_EVERYTHING]
     return "/".join(parts[-3:])
 
 
 def short_source(source: str | None) -> str:
-    """Return `models/layers.py:57` for a line of this package, others from the folder or the packages they lie in."""
+    """Return a source line with a path relative to this package, `site-packages` or the working directory."""
     if not source:
         return ""
     ours = source.rsplit("valkyrie/", 1)[-1]

@@ -88,11 +88,11 @@ def correction(rows: Sequence[Published], chip: str, slices: int, without: str |
     loss = _loss(others)
     on_chip = [row for row in others if row.chip == chip]
     families = {row.family for row in on_chip}
-    of_chip = of_families([(row.family, row.ratio / _doublings(loss, row.slices)) for row in on_chip])
+    of_chip = median_by_family([(row.family, row.ratio / _doublings(loss, row.slices)) for row in on_chip])
     return Correction(1.0 if of_chip is None else of_chip, _doublings(loss, slices), len(on_chip), len(families))
 
 
-def of_families(ratios: Sequence[tuple[str, float]]) -> float | None:
+def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
     """Return the median of the families' medians, by logarithm; None of nothing. Each ratio stands by its family."""
     each = [_median(ratio for family, ratio in ratios if family == f) for f in sorted({f for f, _ in ratios})]
     return _median(each) if each else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from valkyrie.axes import read_axes
@@ -21,40 +21,35 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
         new["schema"] = 2
     if (seconds := new.pop("seconds", None)) is not None:
         new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
-    if "costs" in new:
-        new["costs"] = [upgrade_part(cost["category"]) | cost if "category" in cost else cost for cost in new["costs"]]
-    if "positions" in new:
-        new["positions"] = [
-            encode(Position.parse(position)) if isinstance(position, str) else position for position in new["positions"]
-        ]
-    if "hints" in new:
-        new["hints"] = [{"code": None, "text": hint} if isinstance(hint, str) else hint for hint in new["hints"]]
+    for key, convert in _CONVERT.items():
+        if key in new:
+            new[key] = [convert(value) for value in new[key]]
     if "larger" in new or "partitions" in new:
         partitions = [{"axis_roles": {}} | partition for partition in new.pop("partitions", [])]
         new["alternatives"] = {"remats": new.pop("larger", []), "partitions": partitions}
     sent = new.get("communication")
-    if isinstance(sent, dict) and not isinstance(sent.get("bytes_by_mesh_axes", []), list):
-        new["communication"] = _communication(sent)
+    if isinstance(sent, dict) and isinstance(sizes := sent.get("bytes_by_mesh_axes"), dict):
+        by_axes = [{"mesh_axes": read_axes(axes), "bytes": size} for axes, size in sizes.items()]
+        new["communication"] = sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}
         if "collective_note" in sent or "collective_s" in sent:
-            new["trace"] = _trace(sent)
+            # Without the seconds of the traced steps, overlapping collectives were counted twice.
+            times = (
+                None
+                if (by_kind := sent.get("collective_s")) is None
+                else [
+                    {"kind": kind, "mesh_axes": read_axes(axes), "seconds": value}
+                    for axes, kinds in by_kind.items()
+                    for kind, value in kinds.items()
+                ]
+            )
+            step_s = sent.get("traced_step_s")
+            new["trace"] = {"times": times, "note": sent.get("collective_note"), "step_s": step_s}
     return new
 
 
-def _communication(sent: dict[str, Any]) -> dict[str, Any]:
-    by_axes = [{"mesh_axes": read_axes(axes), "bytes": size} for axes, size in sent["bytes_by_mesh_axes"].items()]
-    return sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}
-
-
-def _trace(sent: dict[str, Any]) -> dict[str, Any]:
-    by_axes = sent.get("collective_s")
-    times = (
-        None
-        if by_axes is None
-        else [
-            {"kind": kind, "mesh_axes": read_axes(axes), "seconds": seconds}
-            for axes, kinds in by_axes.items()
-            for kind, seconds in kinds.items()
-        ]
-    )
-    # Without the seconds of the traced steps, overlapping collectives were counted twice: the times are left out then.
-    return {"times": times, "note": sent.get("collective_note"), "step_s": sent.get("traced_step_s")}
+_CONVERT: dict[str, Callable[[Any], Any]] = {
+    "costs": lambda cost: upgrade_part(cost["category"]) | cost if "category" in cost else cost,
+    "positions": lambda place: encode(Position.parse(place)) if isinstance(place, str) else place,
+    "hints": lambda hint: {"code": None, "text": hint} if isinstance(hint, str) else hint,
+}
+"""How each value of a list is converted, by its key."""

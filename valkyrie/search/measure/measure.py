@@ -25,7 +25,6 @@ from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.executable import program_memory, step_memory
 from valkyrie.search.compile.prediction import CompileStatus, CompileTimes, MeasuredStep, Measurement
-from valkyrie.search.compile.summary import memory_report
 from valkyrie.search.measure.profile import collective_times
 from valkyrie.train.devices import Devices
 from valkyrie.train.prepare import refuse_other_data
@@ -89,7 +88,7 @@ def _measured(
         module = parse(serialised_module(compiled))
         axes = {str(name): int(size) for name, size in program.mesh.shape.items()}
         times = collective_times(step, module, axes, trace)
-    memory = memory_report(run, step_memory(program, program_memory(compiled, program.backend)))
+    memory = step_memory(program, program_memory(compiled, program.backend))
     return replace(
         blank,
         status=CompileStatus.ok,

@@ -6,21 +6,23 @@ One after another; those that shorten its step are kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.runs.folder import key_value
-from valkyrie.search.compile.implementations import Implementation, implementations
 from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replayed
 from valkyrie.search.compile.runner import Compiled, compile_layout
+from valkyrie.search.compile.summary import implementation_settings
 from valkyrie.search.tune.compiler_options import CompilerOption, options_for
 from valkyrie.search.tune.tuned import Attempt, Options, Tuned, Verdict, assignments
 from valkyrie.train.options import CHIP, TO_FIT, YOU, option_text
+from valkyrie.trees import with_value
 from valkyrie.units import gib
 
 LEAST_GAIN = 0.002
@@ -29,6 +31,33 @@ ROUNDS = 2
 
 _WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
 _Texts = frozenset[tuple[str, str | None]]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Another choice of how a kind of block is computed: key `model.s5.scan` with value `blocked`."""
+
+    key: str
+    value: Enum
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value.value}"
+
+    def apply(self, run: Run) -> Run:
+        """Return a run with this setting."""
+        config = with_value(run.config, self.key, self.value)
+        return Run(config, config.model, run.arguments)
+
+
+def implementations(run: Run, fixed: Collection[str] = ()) -> list[Implementation]:
+    """Return the other implementations of every block of a run, except for the keys in `fixed`."""
+    return [
+        Implementation(f"model.{block}.{name}", value)
+        for block, name, current in implementation_settings(run)
+        if f"model.{block}.{name}" not in fixed
+        for value in type(current)
+        if value is not current and value.value != "auto"
+    ]
 
 
 @dataclass(frozen=True)
@@ -45,7 +74,7 @@ class _Look:
 
     @property
     def peak(self) -> int:
-        return self._step.memory.program.peak
+        return self._step.memory.peak or 0
 
     @property
     def chosen(self) -> dict[str, str | None]:
@@ -179,7 +208,7 @@ class _Tuner:
                 return False
             run = self._run
             for implementation in tried.values():
-                run = implementation.of(run)
+                run = implementation.apply(run)
             if run.problems(advise=False):
                 continue
             look = self._look(with_options(run, self.tuned.options), left_s, str(other))
