@@ -52,6 +52,17 @@ def _set_environment() -> None:
         os.environ.pop(variable, None)
 
 
+def _checked_modules() -> list[str]:
+    """Modules whose signatures are checked at every call: those with shapes of arrays, or all with CHECK_ALL_TYPES=1.
+
+    jaxtyping's checks make code without arrays, such as the validation of layouts, two to three times slower.
+    """
+    if os.environ.get("CHECK_ALL_TYPES") == "1":
+        return ["valkyrie"]
+    files = [file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()]
+    return [".".join(file.with_suffix("").parts) for file in files]
+
+
 def _prepare_libraries() -> None:
     """Import what reads the environment, now that it is set, and make it ready for tests."""
     import absl.logging
@@ -62,7 +73,7 @@ def _prepare_libraries() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     hypothesis.settings.register_profile("busy", deadline=None)  # the time of one example is the machine's
     hypothesis.settings.load_profile("busy")
-    install_import_hook("valkyrie", "beartype.beartype")
+    install_import_hook(_checked_modules(), "beartype.beartype")
     # Hydra closes every log handler, and absl's would close with it the stream that pytest captures.
     absl.logging.get_absl_handler().python_handler.setStream(sys.__stderr__)
 
