@@ -59,7 +59,9 @@ def _checked_modules() -> list[str]:
     """
     if os.environ.get("CHECK_ALL_TYPES") == "1":
         return ["valkyrie"]
-    files = [file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()]
+    files = [
+        file.relative_to(ROOT) for file in (ROOT / "valkyrie").rglob("*.py") if "from jaxtyping" in file.read_text()
+    ]
     return [".".join(file.with_suffix("").parts) for file in files]
 
 
