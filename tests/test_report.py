@@ -203,7 +203,7 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_cause_and_one_rank(t
         4,
     ]
     text = table([row.trial for row in found], tmp_path).columns[0]
-    assert [*text.cells] == ["1", "1", "3"]
+    assert [*map(str, text.cells)] == ["1", "1", "3"]
 
 
 def test_agreement_leaves_out_differences_within_noise(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 
 from reported import sweep_folder, trial
 from test_report import FSDP, LARGE, RAN, WRONG, data_of, rows_of
-from valkyrie.report import figures, ranking, specs
+from valkyrie.report import figures, specs, tables
 from valkyrie.report.page import LIMIT, page, write_report
 from valkyrie.sweep.trial import Status, Trial
 
@@ -94,7 +94,7 @@ def test_texts_that_layouts_share_stand_once(tmp_path: Path):
     assert text.count("block_pattern") == text.count("8 v5e chips 2x4") == 1
     for place, row in enumerate(found):
         told = facts(data_of(text), place)
-        assert " ".join(told["command"]) == ranking.command(row) and told["folder"] == row.trial.folder
+        assert " ".join(told["command"]) == tables.command(row) and told["folder"] == row.trial.folder
         assert told["hints"] == list(row.trial.results.hints[:3])
 
 

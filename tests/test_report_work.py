@@ -15,8 +15,8 @@ from test_report import FSDP, LARGE, TP, rows_of
 from valkyrie.report import figures, specs, values, words
 from valkyrie.report.page import page
 from valkyrie.report.rank import agreement, compare, memory_of, predicted_and_measured, unbeaten
-from valkyrie.report.ranking import command, details
 from valkyrie.report.records import read_rows
+from valkyrie.report.tables import command, details
 from valkyrie.report.text import as_csv, as_markdown
 from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.rows import Row, groups

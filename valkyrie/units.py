@@ -35,6 +35,11 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"
 
 
+def amount(number: float) -> str:
+    """Format a number with three digits, larger ones without decimals."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def percent(share: float) -> str:
     """Return a share of one as whole percents."""
     return f"{100 * share:.0f}%"

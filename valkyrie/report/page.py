@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from valkyrie.paths import cache_root, write_whole
 from valkyrie.records import encode
-from valkyrie.report import ranking, tables, words
+from valkyrie.report import tables, words
 from valkyrie.report.colours import PALETTE, PART_COLOURS, axes_colour
 from valkyrie.report.figures import OF_A_GROUP, WALL_TIME, Figure, of_all, specification
 from valkyrie.report.rank import Comparison, best_per_target, refusals
@@ -127,7 +127,7 @@ def _json(data: PageData) -> Markup:
 
 def _parts(rows: Sequence[Row], comparison: Comparison | None) -> dict[str, Any]:
     """Return what the page's template shows, without the data of its script."""
-    sweeps = list(dict.fromkeys(row.sweep for row in rows))
+    sweeps = list(dict.fromkeys(row.trial.sweep for row in rows))
     return {
         "question": "how did it train?" if all(row.is_training for row in rows) else "which layout?",
         "title": ", ".join(sweeps[:3]) + (f" and {len(sweeps) - 3} more" if len(sweeps) > 3 else ""),
@@ -178,8 +178,8 @@ def _data(rows: Sequence[Row]) -> PageData:
         figures={figure.id: [specification(figure, members) for members in kinds.values()] for figure in OF_A_GROUP},
         together={figure.id: specification(figure, ordered) for figure in [*of_all(rows), *_of_trainings(rows)]},
         columns=[{"id": c.name, "label": c.label, "kind": c.unit, "help": c.help} for c in PAGE_COLUMNS],
-        rows=ranking.cells(kinds),
-        details=[ranking.details(row) for row in ordered],
+        rows=tables.cells(kinds),
+        details=[tables.details(row) for row in ordered],
         pairs=words.compared(ordered),
         timelines=timelines,
         toruses=toruses,

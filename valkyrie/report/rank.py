@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.sweep.noise import within_noise
-from valkyrie.sweep.rows import AT_HAND, Row, Work, groups, ranked
+from valkyrie.sweep.rows import AT_HAND, Row, Workload, groups, ranked
 from valkyrie.sweep.trial import Status
 
 UNKNOWN = "no reason was recorded"
@@ -44,7 +44,7 @@ def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> lis
 
 def unbeaten(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
     """Return the ids of the rows that no other of the same work beats."""
-    by_work: dict[Work, list[Row]] = defaultdict(list)
+    by_work: dict[Workload, list[Row]] = defaultdict(list)
     for row in rows:
         by_work[row.work].append(row)
     return {row.id for members in by_work.values() for row in front(members, cost)}
@@ -69,8 +69,8 @@ def counted_as(rows: Sequence[Row]) -> dict[str, str]:
     kinds: dict[str, set[str]] = defaultdict(set)
     alike: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for row in rows:
-        kinds[row.partition] |= _roles(row)
-        alike[_layout(row)].add(row.partition)
+        kinds[row.about.partition] |= _roles(row)
+        alike[_layout(row)].add(row.about.partition)
 
     def simplest(row: Row) -> str:
         if _roles(row) == {"DP"}:
@@ -103,7 +103,7 @@ def _layout(row: Row) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class RowPair:
     """One layout seen twice: `ratio` is the speed of `b` over that of `a`, None where one of them has none."""
 
     a: Row
@@ -124,7 +124,7 @@ class Comparison:
 
     a: str
     b: str
-    pairs: list[Pair]
+    pairs: list[RowPair]
     only_a: list[Row]
     only_b: list[Row]
     again: list[Row]
@@ -164,22 +164,22 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
     by_sweep: list[dict[tuple[object, ...], Row]] = []
     again: list[Row] = []
     for name in (a, b):
-        members = [row for row in rows if name == row.sweep or Path(name).resolve() == row.source.resolve()]
+        members = [row for row in rows if name == row.trial.sweep or Path(name).resolve() == row.source.resolve()]
         if not members:
-            known = ", ".join(dict.fromkeys(f"{row.sweep} ({row.source})" for row in rows))
+            known = ", ".join(dict.fromkeys(f"{row.trial.sweep} ({row.source})" for row in rows))
             raise ValueError(f"--compare {a} {b}: there is no sweep {name} here. There are: {known}.")
         best: dict[tuple[object, ...], Row] = {}
         again += [row for row in ranked(members) if best.setdefault((row.group, row.layout, row.work), row) is not row]
         by_sweep.append(best)
     left, right = by_sweep
-    pairs = [Pair(row, right[key]) for key, row in left.items() if key in right]
+    pairs = [RowPair(row, right[key]) for key, row in left.items() if key in right]
     pairs.sort(key=lambda p: (p.a.group, p.ratio is None, -(p.ratio or 0.0)))
     only_a = ranked(row for key, row in left.items() if key not in right)
     only_b = ranked(row for key, row in right.items() if key not in left)
     return Comparison(a, b, pairs, only_a, only_b, again)
 
 
-def predicted_and_measured(rows: Iterable[Row]) -> list[Pair]:
+def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
     """Return layouts that were both compiled for a time and run, of one work in whatever precision; predictions first.
 
     What ran on a named target is compared with predictions for that target, what ran on simulated devices or on those
@@ -191,11 +191,11 @@ def predicted_and_measured(rows: Iterable[Row]) -> list[Pair]:
         if row.group.stage == "compile":
             predictions[(row.layout, row.work.step)].append(row)
     ran = (row for row in rows if row.group.stage != "compile")
-    pairs = [Pair(prediction, row) for row in ran for prediction in predictions[(row.layout, row.work.step)]]
+    pairs = [RowPair(prediction, row) for row in ran for prediction in predictions[(row.layout, row.work.step)]]
     return [p for p in pairs if _may_meet(p)]
 
 
-def agreement(pairs: Sequence[Pair]) -> float | None:
+def agreement(pairs: Sequence[RowPair]) -> float | None:
     """Return the share of two layouts of one work that the prediction puts into the order that was measured.
 
     Kendall's concordance, ties and differences within noise left out; None where no two layouts of a work remain.
@@ -231,13 +231,13 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
     return sorted(listed, key=lambda entry: (order.index(entry[0]), -len(entry[2]), entry[1]))
 
 
-def _may_meet(pair: Pair) -> bool:
+def _may_meet(pair: RowPair) -> bool:
     """Return whether what was run says something of what was predicted: the same target, or no one target at all."""
     at_hand = pair.b.about.target == AT_HAND
     return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
 
 
-def _kind(pair: Pair) -> tuple[object, ...]:
+def _kind(pair: RowPair) -> tuple[object, ...]:
     return pair.a.group, pair.b.group, pair.a.work, pair.b.work
 
 

@@ -1,30 +1,33 @@
-"""Tables that the page and Markdown both show: the best layouts, the ranking of one kind of speed, two sweeps."""
+"""The tables that the page and Markdown both show, the page's ranked table cell by cell, and details of a layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from valkyrie.report.rank import Comparison
-from valkyrie.report.ranking import compared_rows
-from valkyrie.report.values import labels
+from valkyrie.report.rank import Comparison, counted_as, memory_of, unbeaten
+from valkyrie.report.values import labels, short
 from valkyrie.runs.columns import TIMED, Column
 from valkyrie.runs.goodput import share_text, span
-from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, Ranked
-from valkyrie.sweep.rows import Row
+from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
+from valkyrie.sweep.names import without_place
+from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
-from valkyrie.units import sent
+from valkyrie.units import duration, memory, sent
+
+_DIGITS = 6
 
 
-class Head(NamedTuple):
+class ColumnHead(NamedTuple):
     """The head of a column; `kind` is the page's CSS class of its cells: `number` stands right, `work` may wrap."""
 
     label: str
     kind: str = ""
 
 
-class Cell(NamedTuple):
+class TextCell(NamedTuple):
     """A cell's text, and whether the speed in it was measured on simulated devices."""
 
     text: str
@@ -32,12 +35,12 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A table as text, with as many cells in each row as there are heads."""
 
     caption: str
-    heads: Sequence[Head]
-    rows: Sequence[Sequence[Cell]]
+    heads: Sequence[ColumnHead]
+    rows: Sequence[Sequence[TextCell]]
 
     def markdown(self) -> list[str]:
         """Return its lines in Markdown."""
@@ -51,43 +54,50 @@ class Table:
         return [f"| {' | '.join(row)} |" for row in rows]
 
 
-def best(rows: Sequence[Row]) -> Table:
+def best(rows: Sequence[Row]) -> TextTable:
     """Return the best layout of each target and work; all rows have a speed."""
-    return _table("The best layout of each target", BEST, [Ranked(row) for row in rows])
+    return _table("The best layout of each target", BEST, rows)
 
 
-def ranked(rows: Sequence[Row]) -> Table:
+def ranked(rows: Sequence[Row]) -> TextTable:
     """Return the rows of one kind of speed that ended well with something to show, in the order given."""
     shown = [row for row in rows if has_results(row)]
     return _table("Ranked layouts", MARKDOWN, compared_rows(shown))
 
 
-def _table(caption: str, columns: Sequence[Column[Ranked]], rows: Sequence[Ranked]) -> Table:
+def _table(caption: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> TextTable:
     kinds = {"seen": "work", "work": "work"}
-    heads = [Head(c.label, "number" if c.is_number else kinds.get(c.name, "")) for c in columns]
-    return Table(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
+    heads = [ColumnHead(c.label, "number" if c.is_number else kinds.get(c.name, "")) for c in columns]
+    return TextTable(caption, heads, [[_cell(column, row) for column in columns] for row in rows])
 
 
-def _cell(column: Column[Ranked], ranked: Ranked) -> Cell:
-    text, row = column.text(ranked), ranked.row
+def _cell(column: Column[Row], row: Row) -> TextCell:
+    text = column.text(row)
     if not text and column.unit == "speed" and row.trial.status is not Status.ok:
-        return Cell(row.status)
-    return Cell(text, bool(text) and column.unit in TIMED and row.group.simulated)
+        return TextCell(row.status)
+    return TextCell(text, bool(text) and column.unit in TIMED and row.group.simulated)
 
 
-def trained(rows: Sequence[Row]) -> Table:
+def trained(rows: Sequence[Row]) -> TextTable:
     """Return what became of the wall time of trainings, the longest first."""
-    heads = [Head("training"), *(Head(label, "number") for label in ("steps", "wall time", "goodput", "restarts"))]
-    heads += [Head("data wait", "number"), Head("sent in a step", "number"), Head("the rest of the time", "work")]
+    heads = [
+        ColumnHead("training"),
+        *(ColumnHead(label, "number") for label in ("steps", "wall time", "goodput", "restarts")),
+    ]
+    heads += [
+        ColumnHead("data wait", "number"),
+        ColumnHead("sent in a step", "number"),
+        ColumnHead("the rest of the time", "work"),
+    ]
     shown = sorted(((row, row.goodput) for row in rows if row.goodput), key=lambda pair: -pair[1].wall_s)
     body = [
-        [Cell(row.trial.name), Cell(f"{row.trial.results.steps or 0:,}"), Cell(span(spent.wall_s))]
-        + [Cell("" if spent.share is None else share_text(spent.share)), Cell(str(spent.restarts))]
-        + [Cell("" if row.data_wait is None else share_text(row.data_wait))]
-        + [Cell(sent(sum(row.sent.values())) if row.sent else "nothing"), Cell(spent.rest())]
+        [TextCell(row.trial.name), TextCell(f"{row.trial.results.steps or 0:,}"), TextCell(span(spent.wall_s))]
+        + [TextCell("" if spent.share is None else share_text(spent.share)), TextCell(str(spent.restarts))]
+        + [TextCell("" if row.data_wait is None else share_text(row.data_wait))]
+        + [TextCell(sent(sum(row.sent.values())) if row.sent else "nothing"), TextCell(spent.rest())]
         for row, spent in shown
     ]
-    return Table("What the time of trainings went to", heads, body)
+    return TextTable("What the time of trainings went to", heads, body)
 
 
 def has_results(row: Row) -> bool:
@@ -95,15 +105,69 @@ def has_results(row: Row) -> bool:
     return row.ok or (row.trial.status is Status.ok and bool(row.peak or row.sent))
 
 
-def compared(comparison: Comparison) -> Table:
+def compared(comparison: Comparison) -> TextTable:
     """Return the layouts that are in both sweeps, with the ratio of their speeds."""
     named = labels([pair.a for pair in comparison.pairs])
-    heads = [Head("layout"), Head("speed is")]
-    heads += [Head(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
+    heads = [ColumnHead("layout"), ColumnHead("speed is")]
+    heads += [ColumnHead(f"{sweep}, tokens/s/chip", "number") for sweep in (comparison.a, comparison.b)]
     body = [
-        [Cell(named[pair.a.id]), Cell(pair.a.group.label)]
-        + [_cell(COLUMNS["tokens_per_second_per_chip"], Ranked(row)) for row in (pair.a, pair.b)]
-        + [Cell(f"{pair.ratio:.2f}x" if pair.ratio else "")]
+        [TextCell(named[pair.a.id]), TextCell(pair.a.group.label)]
+        + [_cell(COLUMNS["tokens_per_second_per_chip"], row) for row in (pair.a, pair.b)]
+        + [TextCell(f"{pair.ratio:.2f}x" if pair.ratio else "")]
         for pair in comparison.pairs
     ]
-    return Table(f"{comparison.a} against {comparison.b}", [*heads, Head("ratio", "number")], body)
+    return TextTable(f"{comparison.a} against {comparison.b}", [*heads, ColumnHead("ratio", "number")], body)
+
+
+def compared_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return ranked rows of one kind of speed with everything that tables show of their comparison."""
+    named, light, counted = labels(rows), unbeaten(rows, memory_of), counted_as(rows)
+    alike = {row.id: counted[row.id] for row in rows if row.ok and counted[row.id] != row.about.partition}
+    return [
+        replace(row, label=named[row.id], alike=alike.get(row.id, ""), front=row.id in light)
+        for row in with_ranks(rows)
+    ]
+
+
+def cells(kinds: Mapping[SpeedKind, Sequence[Row]]) -> list[list[Any]]:
+    """Return the ranked rows of all kinds of speed, a cell for each of `PAGE`; numbers in seconds and bytes."""
+    listed = [row for rows in kinds.values() for row in compared_rows(rows)]
+    return [[_rounded(column.value(row)) for column in PAGE] for row in listed]
+
+
+def _rounded(value: Any) -> Any:
+    return short(value, _DIGITS) if isinstance(value, float) else value
+
+
+def details(row: Row) -> dict[str, Any]:
+    """Return what the page shows of one layout beside its row of the table; its command argument by argument."""
+    about, results = row.about, row.trial.results
+    compiled, reported = results.compile, results.memory.reported_peak
+    unfinished = "" if results.finished else ", not finished"
+    facts = {
+        "roles": about.roles,
+        "on": about.described,
+        "work": f"{row.work.label}, {row.work.precision}",
+        "parameters": f"{results.parameters:,}" if results.parameters else None,
+        "command": _arguments(row),
+        "folder": row.trial.folder,
+        "memory": ", ".join(f"{name} {memory(size)}" for name, size in (results.memory.split or {}).items()),
+        "sent": ", ".join(f"{axes} {sent(size)}" for axes, size in row.sent.items() if size),
+        "goodput": row.goodput.describe() if row.goodput else None,
+        "steps": None if results.finished is None else f"{results.steps or 0:,}{unfinished}",
+        "reported": memory(reported) if reported else None,
+        "compiled": duration(compiled.compile_s) if compiled and compiled.compile_s else None,
+        "placement": results.placement,
+        "hints": (results.hints or ())[:3],
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def command(row: Row) -> str:
+    """Return the command that does a trial again, for a shell: as one run, in a folder that is not the sweep's."""
+    return " ".join(_arguments(row))
+
+
+def _arguments(row: Row) -> list[str]:
+    given = (*row.trial.flags, *without_place(row.trial.overrides))
+    return [shlex.quote(a) for a in ("valkyrie-train", *given, "hydra.mode=RUN")]

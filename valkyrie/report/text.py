@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from valkyrie.report import tables, words
 from valkyrie.report.rank import Comparison, best_per_target, refusals
-from valkyrie.sweep.columns import CSV, Ranked
+from valkyrie.sweep.columns import CSV
 from valkyrie.sweep.rows import Row, groups
 
 
@@ -20,7 +20,7 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([*(column.name for column in CSV), *kinds])
     for row in ordered:
-        values = [column.value(Ranked(row)) for column in CSV]
+        values = [column.value(row) for column in CSV]
         cells = [str(value).lower() if isinstance(value, bool) else value for value in values]
         writer.writerow([*cells, *(row.degrees.get(kind) for kind in kinds)])
     return stream.getvalue()
@@ -28,7 +28,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
     """Return the report as Markdown: what the numbers say, a ranked table for each kind of speed, and refusals."""
-    lines = [f"# {', '.join(dict.fromkeys(row.sweep for row in rows))}", "", words.summary(rows), ""]
+    lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
     best = best_per_target(rows)
     if len(best) > 1:
         lines += ["## Best of each target", "", *tables.best(best).markdown(), ""]

@@ -45,7 +45,7 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
         more = [text for text, shown in zip(described[row.id], varies, strict=True) if shown]
         more += [row.work.precision] * precise
         named[row.id] = " ".join([row.layout, *more, *row.work.varied])
-    for more in (lambda row: row.sweep, lambda row: str(row.source), lambda row: row.trial.name):
+    for more in (lambda row: row.trial.sweep, lambda row: str(row.source), lambda row: row.trial.name):
         counts: Counter[tuple[str, object]] = Counter((named[row.id], row.group) for row in rows)
         twice = [row for row in rows if counts[(named[row.id], row.group)] > 1]
         if len({more(row) for row in twice}) > 1:
@@ -63,20 +63,20 @@ def bars(rows: Sequence[Row]) -> Values:
     bars: Values = []
     for row in [row for row in rows if row.ok][:BARS]:
         assert row.rate is not None and row.step_s is not None
-        spread = row.p90_s is not None and row.min_s is not None
+        spread = row.step.p90_s is not None and row.step.min_s is not None
         tokens = row.rate * row.step_s
-        low, high = (tokens / (row.p90_s or 1), tokens / (row.min_s or 1)) if spread else (row.rate, row.rate)
+        low, high = (tokens / (row.step.p90_s or 1), tokens / (row.step.min_s or 1)) if spread else (row.rate, row.rate)
         bars.append(
             {
                 "label": named[row.id],
-                "partition": row.partition,
+                "partition": row.about.partition,
                 "rate": short(row.rate),
                 "per_chip": short(row.rate_per_chip),
                 "low": short(low),
                 "high": short(high),
                 "end": short(max(high, row.rate)),
                 "step": duration(row.step_s),
-                "spread": f"{duration(row.min_s or 0.0)} to {duration(row.p90_s or 0.0)}"
+                "spread": f"{duration(row.step.min_s or 0.0)} to {duration(row.step.p90_s or 0.0)}"
                 if spread
                 else "none: predicted",
             }
@@ -124,7 +124,7 @@ def memory(rows: Sequence[Row]) -> Values:
         drawn = sorted(drawn, key=lambda row: row.peak or 0)[:BARS]
     largest, usable = (
         max(row.peak or 0 for row in drawn),
-        min((row.usable for row in drawn if row.usable), default=None),
+        min((row.trial.results.memory.usable for row in drawn if row.trial.results.memory.usable), default=None),
     )
     far = ""
     if usable is not None and usable > FAR * largest:
@@ -134,7 +134,7 @@ def memory(rows: Sequence[Row]) -> Values:
     return [
         {
             "label": named[row.id],
-            "partition": row.partition,
+            "partition": row.about.partition,
             "work": row.work.label,
             "peak": short((row.peak or 0) / scale),
             "rate": (short(row.rate_per_chip) if row.ok else 0.0) if timed else None,
@@ -191,7 +191,7 @@ def pairs(rows: Sequence[Row]) -> Values:
     return [
         {
             "label": named[pair.a.id],
-            "partition": pair.a.partition,
+            "partition": pair.a.about.partition,
             "x": short(1e3 * (pair.a.step_s or 0.0)),
             "y": short(1e3 * (pair.b.step_s or 0.0)),
             "predicted": duration(pair.a.step_s or 0.0),

@@ -14,7 +14,7 @@ from valkyrie.search.compile.prediction import Prediction
 from valkyrie.search.compile.upgrade import upgrade_results
 from valkyrie.search.explain.difference import difference, sides
 from valkyrie.sweep.noise import has_spread, within_noise
-from valkyrie.sweep.rows import Group, Row, Work, groups
+from valkyrie.sweep.rows import Row, SpeedKind, Workload, groups
 from valkyrie.sweep.trial import Status, known_values
 from valkyrie.units import duration, memory, percent, sent
 
@@ -26,7 +26,7 @@ EXPLAINED = 12
 """Number of layouts, the best first, of which the page explains each pair in sentences."""
 
 
-def answer(group: Group, rows: Sequence[Row]) -> list[str]:
+def answer(group: SpeedKind, rows: Sequence[Row]) -> list[str]:
     """Return what to say of one kind of speed: the winner, and why it is faster than the best of each other partition.
 
     `rows` are those of the group, the fastest first.
@@ -42,7 +42,7 @@ def answer(group: Group, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _without_speeds(group: Group, rows: Sequence[Row]) -> str:
+def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
     """Return what to say where no row has a speed: what is known of those that have a result all the same."""
     done = [row for row in rows if row.trial.status is Status.ok]
     if not done:
@@ -69,15 +69,15 @@ def _of_a_work(rows: Sequence[Row]) -> list[str]:
     A row whose partition comes to a simpler one on its mesh counts as that one.
     """
     counted, best = counted_as(rows), {}
-    for row in sorted((row for row in rows if row.ok), key=lambda row: row.partition != counted[row.id]):
+    for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != counted[row.id]):
         best.setdefault(counted[row.id], row)
     best = {row.id: row for row in best.values()}
     fast, *others = [row for row in rows if row.id in best]
     if not others:
         others = [row for row in rows if row.ok and not same_layout(row, fast)][-1:]
     lines = [because(fast, row) for row in others]
-    for partition in dict.fromkeys(row.partition for row in rows):
-        members = [row for row in rows if row.partition == partition]
+    for partition in dict.fromkeys(row.about.partition for row in rows):
+        members = [row for row in rows if row.about.partition == partition]
         timed = [row for row in members if row.ok]
         if not timed and partition != "?":
             lines.append(_without(partition, members))
@@ -88,7 +88,7 @@ def _of_a_work(rows: Sequence[Row]) -> list[str]:
 
 def _another(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> str:
     """Return that none of a partition's rows is an example of it."""
-    meshes = [f"{row.mesh} ({described(counted[row.id])})" for row in rows]
+    meshes = [f"{row.about.mesh} ({described(counted[row.id])})" for row in rows]
     return f"{partition} is compared as another partition, for no mesh here uses all its axes: {'; '.join(meshes)}."
 
 
@@ -139,29 +139,29 @@ def compared(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _noise(fast: Row, slow: Row) -> str:
     """Return the steps of two rows with the range of each; nothing of predictions, which have none."""
-    if fast.p90_s is None or slow.p90_s is None:
+    if fast.step.p90_s is None or slow.step.p90_s is None:
         return ""
     of_each = [f"{duration(row.step_s or 0.0)} ({_steps(row)})" for row in (fast, slow)]
     return f"a step takes {of_each[0]} and {of_each[1]}"
 
 
 def _steps(row: Row) -> str:
-    least = row.step_s if row.min_s is None else row.min_s
-    return f"from {duration(least or 0.0)} to {duration(row.p90_s or 0.0)}"
+    least = row.step_s if row.step.min_s is None else row.step.min_s
+    return f"from {duration(least or 0.0)} to {duration(row.step.p90_s or 0.0)}"
 
 
 def names(one: Row, other: Row) -> tuple[str, str]:
     """Return two rows by partition where those differ, with the mesh where they differ in it."""
-    if one.partition == other.partition and one.mesh == other.mesh:
+    if one.about.partition == other.about.partition and one.about.mesh == other.about.mesh:
         return one.layout, other.layout
-    if one.mesh == other.mesh:
-        return one.partition, other.partition
-    return f"{one.partition} on {one.mesh}", f"{other.partition} on {other.mesh}"
+    if one.about.mesh == other.about.mesh:
+        return one.about.partition, other.about.partition
+    return f"{one.about.partition} on {one.about.mesh}", f"{other.about.partition} on {other.about.mesh}"
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
     """Return what a million tokens cost under the cheapest layout of each work, where that is not the fastest one."""
-    by_work: dict[Work, list[Row]] = {}
+    by_work: dict[Workload, list[Row]] = {}
     for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
     lines = []
@@ -198,13 +198,17 @@ def _winner(row: Row, rows: Sequence[Row], several: bool) -> str:
     text += f"{row.rate_per_chip:,.0f} tokens/s/chip{word}, {duration(row.step_s)} a step{word}"
     if row.peak is not None:
         text += f"; peak memory per device {memory(row.peak)}"
-        text += f" of {memory(row.usable)} usable" if row.usable is not None else ""
+        text += (
+            f" of {memory(row.trial.results.memory.usable)} usable"
+            if row.trial.results.memory.usable is not None
+            else ""
+        )
     if row.per_million:
         text += f"; {row.per_million:.3g} dollars for a million tokens"
     text = text[0].upper() + text[1:] + "."
     partition = counted_as(rows)[row.id]
-    if partition != row.partition:
-        text += f" On this mesh {row.partition} is {described(partition)}."
+    if partition != row.about.partition:
+        text += f" On this mesh {row.about.partition} is {described(partition)}."
     return text + _as_fast(row, rows)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from valkyrie.units import duration, memory, sent
+from valkyrie.units import amount, duration, memory, percent, sent
+
+if TYPE_CHECKING:
+    from rich.console import OverflowMethod
+    from rich.table import Table
 
 R = TypeVar("R")
 
@@ -17,9 +21,12 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "speed": "{:,.0f}".format,
     "seconds": duration,
     "share": lambda share: f"{100 * share:.1f}%",
+    "percent": percent,
+    "range": lambda ends: "{:+.0f} to {:+.0f}%".format(*(100 * end for end in ends)),
     "bytes": memory,
     "sent": sent,
     "dollars": "{:.3g}".format,
+    "amount": amount,
     "loss": "{:.4f}".format,
 }
 """How people read a value of each unit. `sent` are bytes on a link, in powers of ten; `layout` opens its details."""
@@ -40,6 +47,8 @@ class Column(Generic[R]):
         value: Takes the value from a row; None or an empty text if unknown.
         help: Its tooltip.
         wandb: Its key at W&B, where the value is multiplied by `scale`. None: its name.
+        unknown: Its text on a terminal if the value is unknown.
+        least: Width in a terminal below which its cells do not wrap. None: they never wrap.
     """
 
     name: str
@@ -49,6 +58,8 @@ class Column(Generic[R]):
     help: str = ""
     wandb: str | None = None
     scale: float = 1.0
+    unknown: str = ""
+    least: int | None = None
 
     @property
     def is_number(self) -> bool:
@@ -61,11 +72,37 @@ class Column(Generic[R]):
         return self.wandb or self.name
 
     def text(self, row: R) -> str:
-        """Return the cell for people, empty if unknown."""
+        """Return the cell for people."""
         value = self.value(row)
-        return "" if value in (None, "") else FORMATS[self.unit](value)
+        return self.unknown if value in (None, "") else FORMATS[self.unit](value)
 
     def scaled(self, row: R) -> Any:
         """Return the value at W&B."""
         value = self.value(row)
         return value if value is None or self.scale == 1.0 else self.scale * value
+
+
+def terminal_table(
+    columns: Iterable[Column[R]],
+    rows: Sequence[R],
+    style: Callable[[R], str | None] = lambda _: None,
+    overflow: OverflowMethod = "ellipsis",
+    **options: Any,
+) -> Table:
+    """Return a table for a terminal; `style` is that of a row, and `options` go to `rich.table.Table`."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE, pad_edge=False, **options)
+    for column in columns:
+        table.add_column(
+            column.label,
+            justify="right" if column.is_number else "left",
+            overflow="fold" if column.least else overflow,
+            no_wrap=column.least is None,
+            min_width=column.least,
+        )
+    for row in rows:
+        table.add_row(*(Text(column.text(row)) for column in columns), style=style(row))
+    return table

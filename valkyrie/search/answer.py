@@ -9,20 +9,18 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from valkyrie.axes import axes_text
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parts import PartKind, StepPart
+from valkyrie.runs.columns import Column, terminal_table
 from valkyrie.search.compiling import Compiled, Compiles
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable, dollars, tokens_of
 from valkyrie.search.shortlist import Shortlist, chips_of, errors, on_any_torus, place_of
-from valkyrie.units import duration, memory, percent
+from valkyrie.units import amount
 
 NEAR_LIMIT = 0.95
 """From this share of the usable memory on, a layout counts as bound by memory as well."""
@@ -91,6 +89,12 @@ class RankedLayout:
     tokens_for_budget: float | None = None
     expected_s: float | None = None
     as_fast_on: list[str] = field(default_factory=list)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Its ends relative to the step time; None if the step is exact."""
+        low, high = self.low_s / self.step_s - 1, self.high_s / self.step_s - 1
+        return None if low == high else (low, high)
 
     def with_step_time(self, step_s: float) -> RankedLayout:
         """This layout with another step time, and the interval, rates and costs scaled accordingly."""
@@ -268,42 +272,36 @@ def _resource(part: StepPart) -> str:
 
 def show(request: SearchRequest, rows: Sequence[RankedLayout], console: Console) -> None:
     """Print the best layouts, one per row: step time, memory, tokens, cost and bottleneck."""
-    config, several = request.run.config, len(request.targets) > 1
-    table = Table(box=SIMPLE, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.title = f"{request.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
-    table.add_column("#", justify="right")
-    for name in [*(["slice"] if several else []), "layout"]:
-        table.add_column(name, overflow="fold", min_width=8 if name == "slice" else 16)
-    for name in _numbers(request, rows[0]):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("bound by", "by"):
-        table.add_column(name)
-    for place, row in enumerate(rows, 1):
-        slices = [row.candidate.target, *row.as_fast_on]
-        values = [str(place), *([" or ".join(slices)] if several else []), " ".join(row.overrides[1:])]
-        table.add_row(*map(Text, [*values, *_numbers(request, row).values(), str(row.bottleneck), row.stage.value]))
-    console.print(table)
+    config = request.run.config
+    title = f"{request.run.model.name}, batch {config.batch} x {config.seq:,} tokens, {config.precision.name}"
+    style = {"header_style": "bold", "padding": (0, 1, 0, 0), "title": title, "title_justify": "left"}
+    console.print(terminal_table(_columns(request, rows), rows, **style))
 
 
-def _numbers(request: SearchRequest, row: RankedLayout) -> dict[str, str]:
-    """Return the formatted numbers of a row by column heading."""
-    low, high = (100 * (seconds / row.step_s - 1) for seconds in (row.low_s, row.high_s))
-    numbers = {"step": duration(row.step_s), "interval": "" if low == high else f"{low:+.0f} to {high:+.0f}%"}
-    numbers |= {"peak": memory(row.memory), "tokens/s\na chip": f"{row.tokens_per_second_per_chip:,.0f}"}
-    numbers["MFU"] = "?" if row.mfu is None else percent(row.mfu)
-    if request.tokens is not None:
-        numbers |= {"hours": _short(row.hours), "dollars": _short(row.dollars)}
-    if request.budget_usd is not None:
-        head = f"billion\ntokens for\n${_short(request.budget_usd)}"
-        numbers[head] = _short(None if row.tokens_for_budget is None else row.tokens_for_budget / 1e9)
-    return numbers
-
-
-def _short(number: float | None) -> str:
-    """Format a number with three digits, larger ones without decimals; `?` if unknown."""
-    if number is None:
-        return "?"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def _columns(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[Column[RankedLayout]]:
+    """Return the columns of an answer; slices, costs and budgets only if they were requested."""
+    column, several = Column[RankedLayout], len(request.targets) > 1
+    slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), least=8)
+    cost = [
+        column("hours", "hours", "amount", lambda r: r.hours, unknown="?"),
+        column("dollars", "dollars", "amount", lambda r: r.dollars, unknown="?"),
+    ]
+    head = f"billion\ntokens for\n${amount(request.budget_usd or 0.0)}"
+    budget = column("tokens", head, "amount", lambda r: r.tokens_for_budget and r.tokens_for_budget / 1e9, unknown="?")
+    return [
+        column("place", "#", "count", lambda r: rows.index(r) + 1, least=0),
+        *([slices] if several else []),
+        column("layout", "layout", "text", lambda r: " ".join(r.overrides[1:]), least=16),
+        column("step_s", "step", "seconds", lambda r: r.step_s),
+        column("interval", "interval", "range", lambda r: r.interval),
+        column("memory", "peak", "bytes", lambda r: r.memory, unknown="?"),
+        column("rate", "tokens/s\na chip", "speed", lambda r: r.tokens_per_second_per_chip),
+        column("mfu", "MFU", "percent", lambda r: r.mfu, unknown="?"),
+        *(cost if request.tokens is not None else []),
+        *([budget] if request.budget_usd is not None else []),
+        column("bottleneck", "bound by", "text", lambda r: r.bottleneck, least=0),
+        column("stage", "by", "text", lambda r: r.stage.value, least=0),
+    ]
 
 
 def command_of(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str:

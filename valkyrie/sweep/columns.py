@@ -2,125 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from valkyrie.runs.columns import Column
-from valkyrie.sweep.rows import Row, ranks
+from valkyrie.sweep.rows import Row
 from valkyrie.units import GIB
 
-
-@dataclass(frozen=True)
-class Ranked:
-    """A row among others of its kind of speed: its rank, and how it compares.
-
-    `label` tells it from the other rows. `alike` is a simpler partition that splits every array the same way, and
-    `front` whether no other layout is as fast with less memory.
-    """
-
-    row: Row
-    rank: int | None = None
-    label: str = ""
-    alike: str = ""
-    front: bool = False
-
-
-_C = Column[Ranked]
+_C = Column[Row]
 _ALL = (
     _C("rank", "#", "count", lambda r: r.rank, "rank among speeds of the same kind; equal within the noise"),
     _C("label", "layout", "layout", lambda r: r.label, "mesh, partition, microbatches and remat; opens its details"),
-    _C("sweep", "sweep", "text", lambda r: r.row.sweep),
-    _C("name", "trial", "text", lambda r: r.row.trial.name),
-    _C("title", "trial", "text", lambda r: r.row.trial.title),
-    _C("key", "key", "text", lambda r: r.row.trial.key),
-    _C("stage", "stage", "text", lambda r: r.row.trial.stage),
-    _C("status", "status", "text", lambda r: r.row.trial.status.value),
-    _C("outcome", "status", "text", lambda r: r.row.status, "what became of the trial"),
-    _C("result", "result", "text", lambda r: r.row.verdict),
-    _C("simulated", "simulated", "text", lambda r: r.row.group.simulated),
-    _C("seen", "speed is", "text", lambda r: r.row.group.label, "predicted, measured or trained, and on which target"),
-    _C("target", "target", "text", lambda r: r.row.group.target),
-    _C("chips", "chips", "count", lambda r: r.row.about.chips),
-    _C("model", "model", "text", lambda r: r.row.work.model),
-    _C("batch", "batch", "count", lambda r: r.row.work.batch),
-    _C("seq", "seq", "count", lambda r: r.row.work.seq),
-    _C("precision", "precision", "text", lambda r: r.row.work.precision),
-    _C("varied", "varied", "text", lambda r: " ".join(r.row.work.varied)),
-    _C("work", "work", "text", lambda r: r.row.work.label),
-    _C("parameters", "parameters", "count", lambda r: r.row.trial.results.parameters),
-    _C("layout", "layout", "text", lambda r: r.row.layout),
-    _C("mesh", "mesh", "text", lambda r: r.row.mesh, "devices along each axis of the mesh"),
-    _C("partition", "partition", "text", lambda r: r.row.partition, "which model dimension is split over which axis"),
-    _C("microbatches", "microbatches", "count", lambda r: r.row.about.microbatches),
-    _C("remat", "remat", "text", lambda r: r.row.about.remat),
+    _C("sweep", "sweep", "text", lambda r: r.trial.sweep),
+    _C("name", "trial", "text", lambda r: r.trial.name),
+    _C("title", "trial", "text", lambda r: r.trial.title),
+    _C("key", "key", "text", lambda r: r.trial.key),
+    _C("stage", "stage", "text", lambda r: r.trial.stage),
+    _C("status", "status", "text", lambda r: r.trial.status.value),
+    _C("outcome", "status", "text", lambda r: r.status, "what became of the trial"),
+    _C("result", "result", "text", lambda r: r.verdict, least=0),
+    _C("simulated", "simulated", "text", lambda r: r.group.simulated),
+    _C("seen", "speed is", "text", lambda r: r.group.label, "predicted, measured or trained, and on which target"),
+    _C("target", "target", "text", lambda r: r.group.target),
+    _C("chips", "chips", "count", lambda r: r.about.chips),
+    _C("model", "model", "text", lambda r: r.work.model),
+    _C("batch", "batch", "count", lambda r: r.work.batch),
+    _C("seq", "seq", "count", lambda r: r.work.seq),
+    _C("precision", "precision", "text", lambda r: r.work.precision),
+    _C("varied", "varied", "text", lambda r: " ".join(r.work.varied)),
+    _C("work", "work", "text", lambda r: r.work.label),
+    _C("parameters", "parameters", "count", lambda r: r.trial.results.parameters),
+    _C("layout", "layout", "text", lambda r: r.layout),
+    _C("mesh", "mesh", "text", lambda r: r.about.mesh, "devices along each axis of the mesh"),
+    _C("partition", "partition", "text", lambda r: r.about.partition, "which model dimension is split over which axis"),
+    _C("microbatches", "microbatches", "count", lambda r: r.about.microbatches),
+    _C("remat", "remat", "text", lambda r: r.about.remat),
     _C("alike", "same as", "text", lambda r: r.alike, "a simpler partition that splits every array the same way"),
-    _C("step_s", "step", "seconds", lambda r: r.row.step_s, "one step; the median if measured", "step_ms", 1e3),
-    _C("p90_s", "p90", "seconds", lambda r: r.row.p90_s, "nine of ten steps are faster than this"),
-    _C("min_s", "fastest step", "seconds", lambda r: r.row.min_s),
-    _C("tokens_per_second", "tokens/s", "speed", lambda r: r.row.rate, "tokens a second of the whole slice"),
+    _C("step_s", "step", "seconds", lambda r: r.step_s, "one step; the median if measured", "step_ms", 1e3),
+    _C("p90_s", "p90", "seconds", lambda r: r.step.p90_s, "nine of ten steps are faster than this"),
+    _C("min_s", "fastest step", "seconds", lambda r: r.step.min_s),
+    _C("tokens_per_second", "tokens/s", "speed", lambda r: r.rate, "tokens a second of the whole slice"),
     _C(
         "tokens_per_second_per_chip",
         "tokens/s/chip",
         "speed",
-        lambda r: r.row.rate_per_chip,
+        lambda r: r.rate_per_chip,
         "tokens a second, divided by the chips",
     ),
-    _C("mfu", "MFU", "share", lambda r: r.row.step.mfu, "FLOPs of the model over what the chips could do at most"),
+    _C("mfu", "MFU", "share", lambda r: r.step.mfu, "FLOPs of the model over what the chips could do at most"),
     _C(
         "peak_bytes",
         "peak memory",
         "bytes",
-        lambda r: r.row.peak,
+        lambda r: r.peak,
         "peak memory of one device in a step, or what it would need",
         "hbm_gib",
         1 / GIB,
     ),
-    _C("usable_bytes", "usable memory", "bytes", lambda r: r.row.usable),
-    _C("full", "of usable", "share", lambda r: _ratio(r.row.peak, r.row.usable), "peak over usable memory of a device"),
+    _C("usable_bytes", "usable memory", "bytes", lambda r: r.trial.results.memory.usable),
+    _C(
+        "full",
+        "of usable",
+        "share",
+        lambda r: _ratio(r.peak, r.trial.results.memory.usable),
+        "peak over usable memory of a device",
+    ),
     _C(
         "sent_bytes",
         "sent",
         "sent",
-        lambda r: r.row.sent_bytes,
+        lambda r: r.sent_bytes,
         "bytes that one device sends in a step",
         "comm_bytes/total",
     ),
-    _C("exposed_s", "waiting", "seconds", lambda r: r.row.exposed_s),
+    _C("exposed_s", "waiting", "seconds", lambda r: r.exposed_s),
     _C(
         "waiting",
         "waiting",
         "share",
-        lambda r: _ratio(r.row.exposed_s, r.row.step_s),
+        lambda r: _ratio(r.exposed_s, r.step_s),
         "share of the step in which a device waits for communication",
     ),
     _C(
         "goodput",
         "goodput",
         "share",
-        lambda r: r.row.goodput and r.row.goodput.share,
+        lambda r: r.goodput and r.goodput.share,
         "share of a training's wall time, restarts included, in steps that count",
     ),
     _C(
         "restarts",
         "restarts",
         "count",
-        lambda r: r.row.goodput and r.row.goodput.restarts,
+        lambda r: r.goodput and r.goodput.restarts,
         "how often a training was started again before it had ended",
     ),
     _C(
         "data_wait",
         "data wait",
         "share",
-        lambda r: r.row.data_wait,
+        lambda r: r.data_wait,
         "share of a training's steps in which devices waited for data",
     ),
-    _C("loss", "loss", "loss", lambda r: r.row.trial.results.loss),
-    _C("trained_loss", "loss", "loss", lambda r: r.row.trial.results.loss if r.row.trial.stage == "train" else None),
+    _C("loss", "loss", "loss", lambda r: r.trial.results.loss),
+    _C("trained_loss", "loss", "loss", lambda r: r.trial.results.loss if r.trial.stage == "train" else None),
     _C(
         "dollars_per_million_tokens",
         "$/Mtok",
         "dollars",
-        lambda r: r.row.per_million,
+        lambda r: r.per_million,
         "dollars for a million tokens, on demand",
     ),
     _C(
@@ -130,13 +117,13 @@ _ALL = (
         lambda r: "memory" if r.front else "",
         "no other layout of the same work is as fast with less memory",
     ),
-    _C("wall_s", "wall time", "seconds", lambda r: r.row.trial.wall_s),
-    _C("reason", "reason", "text", lambda r: r.row.reason, "why there is no speed"),
+    _C("wall_s", "wall time", "seconds", lambda r: r.trial.wall_s),
+    _C("reason", "reason", "text", lambda r: r.reason, "why there is no speed"),
 )
 COLUMNS = {column.name: column for column in _ALL}
 
 
-def columns(*names: str) -> list[Column[Ranked]]:
+def columns(*names: str) -> list[Column[Row]]:
     """Return columns by their names."""
     return [COLUMNS[name] for name in names]
 
@@ -175,11 +162,6 @@ WANDB_TABLE = columns(
     *("partition", "microbatches", "remat", "model", "target", "chips", "wall_s", "reason", "name"),
 )
 """Table of a sweep's run at W&B."""
-
-
-def with_ranks(rows: Sequence[Row]) -> list[Ranked]:
-    """Return ranked rows of one kind of speed with their ranks."""
-    return [Ranked(row, rank, row.layout) for rank, row in zip(ranks(rows), rows, strict=True)]
 
 
 def _ratio(part: int | float | None, whole: int | float | None) -> float | None:

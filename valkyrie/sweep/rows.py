@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,7 +29,7 @@ _SIMULATED = (AT_HAND, "cpu")
 _UNKNOWN = LayoutRecord("?", "?", "?", "unknown target")
 
 
-class Group(NamedTuple):
+class SpeedKind(NamedTuple):
     """Trials whose speeds are of one kind: from one stage, on one target, simulated or not.
 
     `target` has the topology and the slices where these were given, and is the devices themselves where a
@@ -54,7 +54,7 @@ class Group(NamedTuple):
         return f"{verb} for {self.target}" if self.stage == "compile" else f"{verb} on {self.devices}"
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """What a step computes, whatever the layout. Only speeds of the same work are compared in sentences.
 
     `varied` is what the sweep varies beside the layout and the other fields: `("layers=12", "state_size=1024")`.
@@ -94,12 +94,16 @@ class Row:
         per_million: Dollars of a million tokens.
         goodput: Where the wall time of a training went.
         folder: Its run folder, if there is one.
+        rank: Its rank in a table, equal within the noise.
+        label: What distinguishes it from the other rows of a table.
+        alike: A simpler partition that shards every array in the same way.
+        front: Whether no other layout of its work is as fast with less memory.
     """
 
     trial: Trial
     source: Path
-    group: Group
-    work: Work
+    group: SpeedKind
+    work: Workload
     about: LayoutRecord
     layout: str
     step_s: float | None
@@ -111,16 +115,15 @@ class Row:
     goodput: Goodput | None
     reason: str | None
     folder: Path | None
+    rank: int | None = None
+    label: str = ""
+    alike: str = ""
+    front: bool = False
 
     @property
     def id(self) -> str:
         """A name that no other row has."""
         return f"{self.source}:{self.trial.key}"
-
-    @property
-    def sweep(self) -> str:
-        """The name of its sweep."""
-        return self.trial.sweep
 
     @property
     def status(self) -> str:
@@ -138,16 +141,6 @@ class Row:
         return self.trial.status is Status.ok and None not in (self.rate_per_chip, self.rate, self.step_s)
 
     @property
-    def mesh(self) -> str:
-        """The name of its mesh."""
-        return self.about.mesh
-
-    @property
-    def partition(self) -> str:
-        """The name of its partition."""
-        return self.about.partition
-
-    @property
     def degrees(self) -> dict[str, int]:
         """Into how many parts each kind of role splits its work."""
         return self.about.degrees or {}
@@ -158,16 +151,6 @@ class Row:
         return self.trial.results.step
 
     @property
-    def p90_s(self) -> float | None:
-        """Nine of ten steps are faster than this."""
-        return self.step.p90_s
-
-    @property
-    def min_s(self) -> float | None:
-        """The fastest step."""
-        return self.step.min_s
-
-    @property
     def rate(self) -> float | None:
         """Tokens a second of the whole slice."""
         return self.step.tokens_per_second
@@ -176,11 +159,6 @@ class Row:
     def rate_per_chip(self) -> float | None:
         """Tokens a second and chip."""
         return self.step.tokens_per_second_per_chip
-
-    @property
-    def usable(self) -> int | None:
-        """Memory of a device that a program can use."""
-        return self.trial.results.memory.usable
 
     @property
     def sent(self) -> dict[str, float]:
@@ -242,8 +220,8 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
     return Row(
         trial=trial,
         source=folder,
-        group=Group(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
-        work=Work(about.model, about.batch, about.seq, about.precision or "", varied),
+        group=SpeedKind(trial.stage, target if simulated or target != AT_HAND else devices or target, simulated),
+        work=Workload(about.model, about.batch, about.seq, about.precision or "", varied),
         about=about,
         layout=trial.name if trial.about is None else about.name,
         step_s=step_s,
@@ -264,18 +242,19 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
 
 
-def groups(rows: Iterable[Row]) -> dict[Group, list[Row]]:
+def groups(rows: Iterable[Row]) -> dict[SpeedKind, list[Row]]:
     """Return rows by kind of speed: real measurements first, then predictions, then simulated ones; best rows first."""
-    by_group: dict[Group, list[Row]] = defaultdict(list)
+    by_group: dict[SpeedKind, list[Row]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
     order = sorted(by_group, key=lambda g: (g.simulated, g.stage == "compile", g.stage == "train", g.target))
     return {group: ranked(by_group[group]) for group in order}
 
 
-def ranks(rows: Sequence[Row]) -> list[int | None]:
-    """Return the ranks of ranked rows, equal where the difference is within noise; None for rows without a speed."""
-    return [place if row.ok else None for place, row in zip(places([row.trial for row in rows]), rows, strict=True)]
+def with_ranks(rows: Sequence[Row]) -> list[Row]:
+    """Return ranked rows of one kind of speed with their ranks, equal within the noise; None without a speed."""
+    ranks = places([row.trial for row in rows])
+    return [replace(row, rank=rank if row.ok else None) for rank, row in zip(ranks, rows, strict=True)]
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.table import Table
 
-from valkyrie.runs.columns import FORMATS
+from valkyrie.runs.columns import FORMATS, terminal_table
 from valkyrie.runs.folder import command_name
-from valkyrie.sweep.columns import TERMINAL, with_ranks
-from valkyrie.sweep.rows import ranked, rows_of
+from valkyrie.sweep.columns import TERMINAL
+from valkyrie.sweep.rows import Row, ranked, rows_of, with_ranks
 from valkyrie.sweep.trial import PAGE, Status, Trial
 from valkyrie.units import memory
 
@@ -48,14 +47,11 @@ def table(trials: Sequence[Trial], folder: Path, rows: int = 40) -> Table:
     listed = with_ranks(shown)[:rows]
     filled = [column for column in TERMINAL if any(column.text(row) for row in listed)]
     cut = None if len(shown) <= rows else f"{len(shown) - rows} more; the page shows all"
-    made = Table(box=SIMPLE, pad_edge=False, caption=cut, caption_justify="left")
-    for column in filled:
-        justify = "right" if column.is_number else "left"
-        made.add_column(column.label, justify=justify, no_wrap=column.name != "result", overflow="fold")
-    for one in listed:
-        style = None if one.row.trial.status is Status.ok else "dim"
-        made.add_row(*(column.text(one) for column in filled), style=style)
-    return made
+
+    def style(row: Row) -> str | None:
+        return None if row.trial.status is Status.ok else "dim"
+
+    return terminal_table(filled, listed, style, "fold", caption=cut, caption_justify="left")
 
 
 def tally(trials: Sequence[Trial]) -> str:

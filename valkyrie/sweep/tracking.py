@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from valkyrie.processes.locks import lock
 from valkyrie.records import encode
 from valkyrie.runs.folder import RUN
 from valkyrie.runs.wandb_writer import AGAIN, TrackingConfig, WandbMode, WandbWriter, config_of
-from valkyrie.sweep.columns import WANDB_RUN, WANDB_TABLE, Ranked
+from valkyrie.sweep.columns import WANDB_RUN, WANDB_TABLE
 from valkyrie.sweep.rows import Row, row_of
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -171,8 +172,7 @@ def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
 
 def summary_of(row: Row) -> dict[str, Any]:
     """Return the known numbers of a trial under W&B's names, with the bytes that it sends over each mesh axis."""
-    ranked = Ranked(row)
-    summary = {column.key: column.scaled(ranked) for column in WANDB_RUN}
+    summary = {column.key: column.scaled(row) for column in WANDB_RUN}
     summary |= {f"comm_bytes/{axes}": size for axes, size in row.sent.items()}
     return {key: value for key, value in summary.items() if value is not None}
 
@@ -180,8 +180,8 @@ def summary_of(row: Row) -> dict[str, Any]:
 def table_cells(row: Row) -> list[Any]:
     """Return a trial's row of the sweep's table at W&B."""
     word = "simulated " * bool(row.trial.results.simulated)
-    ranked = Ranked(row, label=f"{row.layout} ({word}{row.trial.stage})")
-    return [column.scaled(ranked) for column in WANDB_TABLE]
+    labelled = replace(row, label=f"{row.layout} ({word}{row.trial.stage})")
+    return [column.scaled(labelled) for column in WANDB_TABLE]
 
 
 def _row(trial: Trial, folder: Path) -> Row:
