@@ -18,9 +18,9 @@ from runs import SINGLE, command, copied, needs_sandbox, records, tiny, trained
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
 from valkyrie.code_eval.config import CodeEvalConfig, not_possible
-from valkyrie.code_eval.judge import Limits, Result, cut, is_whole, judge, judge_all, pass_at_k, summary
+from valkyrie.code_eval.judge import CompletionResult, Limits, cut, is_whole, judge, judge_all, pass_at_k, summary
 from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
-from valkyrie.code_eval.problems import OWN, Problem, read_problems
+from valkyrie.code_eval.problems import OWN, CodingProblem, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.runs.tracking import read_metrics
 
@@ -110,7 +110,7 @@ def test_a_function_that_stays_open_has_no_end(text: str) -> None:
 
 
 def test_a_function_of_python_ends_with_its_indentation() -> None:
-    problem = Problem(**ADD)
+    problem = CodingProblem(**ADD)
     assert cut(problem, "    return 1\n\n    # and\nprint(2)\n    3") == "    return 1\n\n    # and\n"
     assert cut(problem, "print(1)") == "" and not is_whole(problem, "    return 1\n\n") and is_whole(problem, "  1\nx")
 
@@ -126,10 +126,10 @@ def test_pass_at_k_is_the_share_of_choices_with_one_that_passes() -> None:
 
 
 def test_rates_are_of_all_samples_and_pass_at_k_of_problems() -> None:
-    problems = [Problem(name, "cpp", difficulty, "{", "") for name, difficulty in (("a", "easy"), ("b", "hard"))]
+    problems = [CodingProblem(name, "cpp", difficulty, "{", "") for name, difficulty in (("a", "easy"), ("b", "hard"))]
     outcomes = {"a": [(True, True), (True, False)], "b": [(False, False), (True, False)]}
     results = [
-        Result(problem.name, "cpp", problem.difficulty, "", compiled, passed, "", 0.0)
+        CompletionResult(problem.name, "cpp", problem.difficulty, "", compiled, passed, "", 0.0)
         for problem in problems
         for compiled, passed in outcomes[problem.name]
     ]
@@ -139,7 +139,7 @@ def test_rates_are_of_all_samples_and_pass_at_k_of_problems() -> None:
 
 @needs_sandbox
 def test_judging_stops_when_it_is_told_to() -> None:
-    problem = Problem(**ADD)
+    problem = CodingProblem(**ADD)
     seen: list[None] = []
     assert judge_all([(problem, "    return 1\n")] * 6, Limits(), 1, lambda: seen.append(None) or len(seen) > 2) is None
     assert len(seen) == 6

@@ -14,9 +14,9 @@ import pytest
 
 from runs import needs_sandbox
 from valkyrie.code_eval import sandbox
-from valkyrie.code_eval.judge import Limits, Result, judge
-from valkyrie.code_eval.problems import Problem, read_problems
-from valkyrie.code_eval.sandbox import Ended, Step, run_steps, trouble
+from valkyrie.code_eval.judge import CompletionResult, Limits, judge
+from valkyrie.code_eval.problems import CodingProblem, read_problems
+from valkyrie.code_eval.sandbox import Ended, SandboxStep, run_steps, trouble
 
 pytestmark = needs_sandbox
 MARK = "98765.4321"
@@ -44,12 +44,14 @@ def none_left() -> bool:
 
 
 def shell(command: str, time_s: float = 20.0, **limits: int) -> Ended:
-    return run_steps({}, [Step(("sh", "-c", command), time_s, 256, **limits)])[0]
+    return run_steps({}, [SandboxStep(("sh", "-c", command), time_s, 256, **limits)])[0]
 
 
-def judged(body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True) -> Result:
+def judged(
+    body: str, test: str = "assert f() is True", time_s: float = 20.0, isolated: bool = True
+) -> CompletionResult:
     """What becomes of a function `f` with this body, under a test."""
-    problem = Problem("f", "python", "easy", "def f():\n", f"{test}\n")
+    problem = CodingProblem("f", "python", "easy", "def f():\n", f"{test}\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     return judge(problem, lines, Limits(time_s, 256, isolated))
 
@@ -151,14 +153,14 @@ def test_who_ends_himself_before_the_tests_does_not_pass() -> None:
 
 
 def test_a_step_that_fails_is_the_last() -> None:
-    done = run_steps({}, [Step((word,), 20.0, 256) for word in ("true", "false", "true")])
+    done = run_steps({}, [SandboxStep((word,), 20.0, 256) for word in ("true", "false", "true")])
     assert [ended.status for ended in done] == [0, 1]
 
 
 def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
     script = (
         "from valkyrie.code_eval.sandbox import *\n"
-        f"run_steps({{}}, [Step(('sh', '-c', 'setsid sleep {MARK} & sleep {MARK}'), 100.0, 256)])"
+        f"run_steps({{}}, [SandboxStep(('sh', '-c', 'setsid sleep {MARK} & sleep {MARK}'), 100.0, 256)])"
     )
     job = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     until = time.monotonic() + 30
@@ -173,13 +175,13 @@ def test_a_killed_evaluation_leaves_no_program(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import os, sys
 from valkyrie.code_eval import sandbox
-from valkyrie.code_eval.sandbox import Step, run_steps, trouble
+from valkyrie.code_eval.sandbox import SandboxStep, run_steps, trouble
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
 assert trouble() is None, trouble()
 assert sandbox.isolation_of().user is None
 command = "ls -d /home /root; unshare --user true || mount -t tmpfs none /box || echo x > /x || echo kept apart"
-print(run_steps({}, [Step(("sh", "-c", command), 20.0, 256)])[0].output)
+print(run_steps({}, [SandboxStep(("sh", "-c", command), 20.0, 256)])[0].output)
 """
 
 

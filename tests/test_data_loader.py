@@ -19,7 +19,7 @@ import pytest
 from valkyrie.data.batches import Batch, Loader, make_batch, make_loader
 from valkyrie.data.loader import TokenStream, open_split
 from valkyrie.data.manifest import Prepared, Split, content_hash, write_manifest
-from valkyrie.data.writer import ShardWriter, Tokens
+from valkyrie.data.writer import EncodedDocuments, ShardWriter
 
 BOS = 60000
 
@@ -32,7 +32,7 @@ def write_dataset(
     path.mkdir(parents=True, exist_ok=True)
     for name, ids in (("train", train), ("validation", validation)):
         writer = ShardWriter(path, name, np.dtype("<u2"), shard_tokens)
-        writer.add(Tokens(name, np.asarray(ids), documents=1, bytes=len(ids)))
+        writer.add(EncodedDocuments(name, np.asarray(ids), documents=1, bytes=len(ids)))
         splits[name] = writer.finish()
     content = content_hash({name: list(split.shards) for name, split in splits.items()}, "uint16", BOS)
     prepared = Prepared(

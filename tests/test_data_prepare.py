@@ -17,11 +17,12 @@ import pytest
 
 from valkyrie.data import prepare as preparing
 from valkyrie.data.loader import open_split
-from valkyrie.data.manifest import MANIFEST, Prepared, open_prepared, verify
+from valkyrie.data.manifest import MANIFEST, CorruptShardsError, Prepared, open_prepared, verify
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import synthetic
 from valkyrie.data.sources import text as text_source
 from valkyrie.data.tokenizer import load_tokenizer
+from valkyrie.problems import ProblemCode
 
 CORPUS = {f"{number:02d}.txt": f"document {number}: {'é' * number}\nline two\n" * 3 for number in range(40)}
 
@@ -108,7 +109,7 @@ def test_the_second_call_tokenises_nothing(config: text_source.Config, monkeypat
 
     for name in ("load_tokenizer", "cut", "encode_all"):
         monkeypatch.setattr(preparing, name, never)
-    monkeypatch.setattr("valkyrie.data.manifest._sha256", never)
+    monkeypatch.setattr("valkyrie.checksums._checksum", never)
     assert prepare(config, "gpt2", never) == first
 
 
@@ -247,11 +248,10 @@ def test_a_flipped_bit_is_found_when_a_shard_was_touched(config: text_source.Con
     count = len(prepared.train.shards) + len(prepared.validation.shards)
     shard = prepared.shard_path(prepared.train.shards[1])
     flip(shard)
-    sums = "SHA-256 [0-9a-f]{12}, its manifest says [0-9a-f]{12}"
-    message = rf"is corrupt, 1 of {count} shards: train-00001\.bin has {sums}\. Remove the directory"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CorruptShardsError, match=f"1 of {count}") as caught:
         open_prepared(prepared.path)
-    with pytest.raises(ValueError, match="train-00001.bin has SHA-256"):
+    assert [(one.code, one.value) for one in caught.value.damages] == [(ProblemCode.damaged, "train-00001.bin")]
+    with pytest.raises(CorruptShardsError):
         prepare(config, "bytes")
     flip(shard)
     assert open_prepared(prepared.path) == prepared
@@ -264,7 +264,7 @@ def test_verify_reads_what_opening_trusts(config: text_source.Config) -> None:
     flip(shard)
     os.utime(shard, ns=(before, before))
     assert open_prepared(prepared.path) == prepared
-    with pytest.raises(ValueError, match=r"validation-00000\.bin has SHA-256"):
+    with pytest.raises(CorruptShardsError, match=r"validation-00000\.bin"):
         verify(prepared.path)
 
 
@@ -272,12 +272,10 @@ def test_short_and_missing_shards_are_named_together(config: text_source.Config)
     prepared = prepare(config, "bytes")
     os.truncate(prepared.shard_path(prepared.train.shards[0]), 599)
     prepared.shard_path(prepared.validation.shards[0]).unlink()
-    tokens = prepared.validation.shards[0].tokens
-    message = (
-        f"train-00000.bin has 599 bytes, its manifest says 600; validation-00000.bin is missing ({tokens:,} tokens)"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(CorruptShardsError, match="599 bytes of 600") as caught:
         open_prepared(prepared.path)
+    wrong = [(ProblemCode.damaged, "train-00000.bin"), (ProblemCode.missing, "validation-00000.bin")]
+    assert [(one.code, one.value) for one in caught.value.damages] == wrong
 
 
 @pytest.mark.parametrize(

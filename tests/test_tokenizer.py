@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from valkyrie.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
-    check_name,
     fingerprint_of,
     load_tokenizer,
     vocab_size_of,
@@ -121,12 +120,12 @@ def test_mistakes_in_the_name_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"tokenizer=gtp2 is not known\. Use one of bytes, cl100k_base, gpt2, .* or the path"
     ):
-        check_name("gtp2")
+        fingerprint_of("gtp2")
     with pytest.raises(ValueError, match=r"there is no file .*none\.tiktoken \(looked from "):
-        check_name(str(tmp_path / "none.tiktoken"))
+        fingerprint_of(str(tmp_path / "none.tiktoken"))
     path = write_vocabulary(tmp_path / "mine.tiktoken")
     with pytest.raises(ValueError, match="pattern 'gpt5' is not one of r50k, cl100k, o200k"):
-        check_name(f"{path}:gpt5")
+        fingerprint_of(f"{path}:gpt5")
 
 
 def test_a_damaged_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from valkyrie.checkpoint.contents import refuse_other_tokenizer
 from valkyrie.cli.data import main
 from valkyrie.data.prepare import prepare
 from valkyrie.data.sources import text as text_source
-from valkyrie.data.tokenizer import check_name, fingerprint_of, identity_of, load_tokenizer, vocab_size_of
+from valkyrie.data.tokenizer import fingerprint_of, identity_of, load_tokenizer, vocab_size_of
 from valkyrie.data.tokenizer_json import _without_possessives, train_tokenizer
 from valkyrie.data.vocabulary import PATTERNS, TiktokenTokenizer
 
@@ -99,7 +99,7 @@ def test_it_is_found_by_name_and_refused_twice(
         main(arguments)
     assert "mine.json is there already, and runs may depend on it." in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"o200k_base, .*mine, or the path of a \.tiktoken file or tokenizer\.json"):
-        check_name("mime")
+        fingerprint_of("mime")
 
 
 def test_its_fingerprint_is_in_the_manifest(trained: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_another_kind_is_read_by_its_own_package(tmp_path: Path, blank: str) -> 
 
 def test_what_is_wrong_with_a_file_is_said(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*none\.json \(looked from"):
-        check_name(str(tmp_path / "none.json"))
+        fingerprint_of(str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"no token that begins a document, such as .*; its special tokens are none"):
         load_tokenizer(changed(trained, tmp_path, added_tokens=[]))
     (tmp_path / "empty.json").write_text("{}")

@@ -5,32 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from valkyrie.paths import write_whole
+from valkyrie.problems import Problem, ProblemCode
 
 CHECKSUMS = "checksums.json"
-"""The file of a folder with the bytes and the SHA-256 of the other files in it, by path."""
+"""The file of a folder with the size in bytes and the SHA-256 of the other files in it, by path."""
 _THREADS = min(8, os.cpu_count() or 1)
-"""Hashing and reading leave the interpreter lock: so many files at a time."""
+"""Files hashed at a time: hashing and reading release the interpreter lock."""
 
 
 def write_checksums(folder: Path, without: Container[str] = ()) -> None:
-    """Write the checksums of the files in a folder into it, but for some names. OSError where one cannot be read."""
+    """Write the checksums of the files in a folder into it, except for some names. OSError if one cannot be read."""
     files = [name for name in _files(folder) if name not in without]
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = dict(zip(files, threads.map(lambda name: _of(folder / name), files), strict=True))
+        sums = dict(zip(files, threads.map(lambda name: _checksum(folder / name), files), strict=True))
     write_whole(folder / CHECKSUMS, json.dumps(sums, indent=1) + "\n")
 
 
-def damaged_file(folder: Path) -> str | None:
-    """Return the first file of a folder that is not as its checksums have it, in words; None where all are.
-
-    A folder without checksums has none that differ.
-    """
+def folder_damage(folder: Path) -> Problem | None:
+    """The first file of a folder that differs from `checksums.json`, or None. A folder without that file has none."""
     path = folder / CHECKSUMS
     if not path.is_file():
         return None
@@ -38,21 +35,40 @@ def damaged_file(folder: Path) -> str | None:
         sums = json.loads(path.read_bytes())
         expected = {str(name): (int(size), str(digest)) for name, (size, digest) in sums.items()}
     except (ValueError, TypeError, AttributeError):
-        return f"{CHECKSUMS} cannot be read"
-    if missing := sorted(expected.keys() - set(_files(folder))):
-        return f"{missing[0]} is missing"
+        return _damage(CHECKSUMS, f"{CHECKSUMS} cannot be read")
+    return next(iter(file_damages(folder, expected)), None)
+
+
+def file_damages(folder: Path, expected: Mapping[str, tuple[int, str]], trusted: Container[str] = ()) -> list[Problem]:
+    """Files of a folder that are missing or were changed, or none. If sizes differ, no content is read.
+
+    Args:
+        folder: the folder.
+        expected: size in bytes and SHA-256 of each file, by path in the folder.
+        trusted: files of which only the size is compared.
+    """
+    sizes = {name: _size_damage(folder / name, name, size) for name, (size, _) in expected.items()}
+    if damages := [damage for damage in sizes.values() if damage is not None]:
+        return damages
+    unread = {name: digest for name, (_, digest) in expected.items() if name not in trusted}
     with ThreadPoolExecutor(_THREADS) as threads:
-        return _first(threads.map(lambda item: _difference(folder, *item), expected.items()))
+        sums = threads.map(lambda name: _checksum(folder / name)[1], unread)
+        changed = [name for name, actual in zip(unread, sums, strict=True) if actual != unread[name]]
+    return [_damage(name, f"{name} has changed since it was saved") for name in changed]
 
 
-def _difference(folder: Path, name: str, expected: tuple[int, str]) -> str | None:
-    size = (folder / name).stat().st_size
-    if size != expected[0]:
-        return f"{name} has {size:,} bytes of {expected[0]:,}"
-    return None if _of(folder / name)[1] == expected[1] else f"{name} has changed since it was saved"
+def _size_damage(path: Path, name: str, expected: int) -> Problem | None:
+    if not path.is_file():
+        return Problem(ProblemCode.missing, value=name, text=f"{name} is missing")
+    size = path.stat().st_size
+    return None if size == expected else _damage(name, f"{name} has {size:,} bytes of {expected:,}")
 
 
-def _of(path: Path) -> tuple[int, str]:
+def _damage(name: str, text: str) -> Problem:
+    return Problem(ProblemCode.damaged, value=name, text=text)
+
+
+def _checksum(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return os.fstat(file.fileno()).st_size, digest
@@ -61,7 +77,3 @@ def _of(path: Path) -> tuple[int, str]:
 def _files(folder: Path) -> list[str]:
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != CHECKSUMS)
-
-
-def _first(texts: Iterable[Any]) -> str | None:
-    return next((text for text in texts if text is not None), None)

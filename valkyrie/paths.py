@@ -77,6 +77,15 @@ def writing(path: Path, elsewhere: str | None = None) -> Iterator[None]:
         raise DiskError(f"{path} cannot be written ({why(error)}). {remedy}") from error
 
 
+def publish_folder(partial: Path, final: Path) -> None:
+    """Give a complete folder its name, unless another process published one of that name first."""
+    try:
+        partial.rename(final)
+    except OSError:
+        if not final.is_dir() or not any(final.iterdir()):
+            raise
+
+
 def is_full(error: BaseException) -> bool:
     """Return whether an error says that a disk or a quota is full, as the system or a library words it."""
     number = error.errno if isinstance(error, OSError) else None

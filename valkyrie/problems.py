@@ -24,6 +24,7 @@ class ProblemCode(Enum):
     too_large = "too_large"
     unknown_name = "unknown_name"
     malformed = "malformed"
+    damaged = "damaged"
     conflict = "conflict"
     missing = "missing"
     unsupported = "unsupported"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from valkyrie.checkpoint.place import FOLDER, in_bucket
-from valkyrie.checksums import damaged_file
+from valkyrie.checksums import folder_damage
+from valkyrie.problems import Problem
 from valkyrie.trees import flat, names_of
 
 
@@ -49,12 +50,9 @@ def read_about(path: Any) -> dict[str, Any]:
         ) from error
 
 
-def damage_of(path: Any) -> str | None:
-    """Return which file of a checkpoint is not as it was saved, in words; None where all are, or it is in a bucket.
-
-    A bucket checks its objects itself.
-    """
-    return None if in_bucket(path) else damaged_file(path)
+def damage_of(path: Any) -> Problem | None:
+    """The first file of a checkpoint that fails its checksum, or None. Buckets verify their own objects."""
+    return None if in_bucket(path) else folder_damage(path)
 
 
 def refuse_other_shapes(path: Any, wanted: Mapping[str, Any]) -> None:

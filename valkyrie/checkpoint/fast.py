@@ -17,8 +17,9 @@ from valkyrie.checkpoint.config import FastConfig
 from valkyrie.checkpoint.contents import local_shards, read_about
 from valkyrie.checkpoint.steps import newest_in, steps_in
 from valkyrie.checkpoint.tier import Tier
-from valkyrie.checksums import damaged_file
+from valkyrie.checksums import folder_damage
 from valkyrie.paths import writing
+from valkyrie.problems import Problem
 
 _FULL_DISK = "checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=null"
 
@@ -82,7 +83,7 @@ class Fast(Tier):
         """Return the steps that can be read as `wanted` here, and why others cannot; damaged ones are deleted."""
         steps, refused, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):
-            damage = damaged_file(self.folder_of(step))
+            damage: Problem | str | None = folder_damage(self.folder_of(step))
             if damage is None:
                 try:
                     saved = read_about(self.folder_of(step)).get("shards")

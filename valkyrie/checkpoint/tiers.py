@@ -25,6 +25,7 @@ from valkyrie.checkpoint.place import IDENTITY, in_bucket, place_of
 from valkyrie.checkpoint.steps import saved_steps, steps_in
 from valkyrie.checksums import CHECKSUMS
 from valkyrie.paths import write_whole
+from valkyrie.problems import Problem
 from valkyrie.processes.team import ALONE, Team
 
 
@@ -204,7 +205,7 @@ class Kept(NamedTuple):
     step: int
     size: int
     saved: str
-    damage: str | None
+    damage: Problem | str | None
     state: str
 
 

@@ -140,9 +140,8 @@ def _verify(arguments: argparse.Namespace) -> None:
     from valkyrie.data.manifest import verify
 
     prepared = verify(arguments.path)
-    shards = [*prepared.train.shards, *prepared.validation.shards]
-    size = sum(shard.tokens for shard in shards) * prepared.token_size
-    print(f"{len(shards)} shards, {size:,} bytes: all checksums match")
+    size = sum(shard.tokens for shard in prepared.shards) * prepared.token_size
+    print(f"{len(prepared.shards)} shards, {size:,} bytes: all checksums match")
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from valkyrie.code_eval.languages import LANGUAGES
-from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of
+from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of
 from valkyrie.code_eval.sandbox import Ended, run_steps
 
 AT = (1, 10, 100)
@@ -29,7 +29,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Result:
+class CompletionResult:
     """What became of one completion: whether it compiled, whether it passed, why not, and the seconds of its tests."""
 
     problem: str
@@ -46,22 +46,22 @@ class Result:
         return asdict(self) | {"seconds": round(self.seconds, 4)}
 
 
-def cut(problem: Problem, text: str) -> str:
+def cut(problem: CodingProblem, text: str) -> str:
     """Return a completion up to where the function ends; the whole of it where it does not end."""
     return text[: LANGUAGES[problem.language].end(text)]
 
 
-def is_whole(problem: Problem, text: str) -> bool:
+def is_whole(problem: CodingProblem, text: str) -> bool:
     """Return whether the function ends in a completion."""
     return LANGUAGES[problem.language].end(text) is not None
 
 
-def judge(problem: Problem, text: str, limits: Limits | None = None) -> Result:
+def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> CompletionResult:
     """Return what becomes of a completion; SandboxError where no sandbox could be made."""
     limits, completion, word = limits or Limits(), cut(problem, text), f"passed {secrets.token_hex(8)}"
     about = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
-        return Result(*about, compiled=False, passed=False, reason="it wrote nothing", seconds=0.0)
+        return CompletionResult(*about, compiled=False, passed=False, reason="it wrote nothing", seconds=0.0)
     files, steps = LANGUAGES[problem.language].build(
         problem.prompt, completion, problem.tests, word, limits.time_s, limits.memory_mib, limits.isolated
     )
@@ -69,21 +69,21 @@ def judge(problem: Problem, text: str, limits: Limits | None = None) -> Result:
     compiled = ended[0].ok
     passed = compiled and ended[-1].ok and ended[-1].output.rstrip("\n").endswith(word)
     reason = "passed" if passed else _why_not(ended, limits)
-    return Result(*about, compiled, passed, reason, ended[-1].seconds)
+    return CompletionResult(*about, compiled, passed, reason, ended[-1].seconds)
 
 
 def judge_all(
-    pairs: Sequence[tuple[Problem, str]],
+    pairs: Sequence[tuple[CodingProblem, str]],
     limits: Limits,
     workers: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
-) -> list[Result] | None:
+) -> list[CompletionResult] | None:
     """Return the results of completions in their order, `workers` at a time (None: one a CPU core).
 
     None where `stopped` says so on the way.
     """
 
-    def one(pair: tuple[Problem, str]) -> Result | None:
+    def one(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
         return None if stopped() else judge(*pair, limits)
 
     count = workers or len(os.sched_getaffinity(0))
@@ -106,7 +106,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
-def summary(problems: Sequence[Problem], results: Sequence[Result]) -> dict[str, float]:
+def summary(problems: Sequence[CodingProblem], results: Sequence[CompletionResult]) -> dict[str, float]:
     """Return the rates by language: `cpp_compile_rate`, `cpp_pass_rate`, `cpp_pass_rate_easy`, `cpp_pass@1`, ...
 
     Rates are shares of all samples; pass@k is the mean over problems.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from valkyrie.code_eval.sandbox import Step, python_inside
+from valkyrie.code_eval.sandbox import SandboxStep, python_inside
 
 COMPILE_S, COMPILE_MIB = 30.0, 1536
 """Seconds and MiB that a compiler may take: a `#include` of much of the standard library on a busy core."""
@@ -19,7 +19,7 @@ _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
 _SEEN = ("/usr", "/bin")
 
 
-class Language(ABC):
+class JudgeLanguage(ABC):
     """A programming language that problems may be in."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Language(ABC):
     @abstractmethod
     def build(
         self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
-    ) -> tuple[dict[str, str], list[Step]]:
+    ) -> tuple[dict[str, str], list[SandboxStep]]:
         """Return the files of a program and its two steps: one that compiles, one that runs.
 
         A run whose tests come to their end well prints `word` as its last line: a program that ends itself before
@@ -45,7 +45,7 @@ class Language(ABC):
         """
 
 
-class Cpp(Language):
+class Cpp(JudgeLanguage):
     """C++17, by the first compiler that is found: g++, clang++ or c++."""
 
     def end(self, completion: str) -> int | None:
@@ -68,7 +68,7 @@ class Cpp(Language):
 
     def build(
         self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
-    ) -> tuple[dict[str, str], list[Step]]:
+    ) -> tuple[dict[str, str], list[SandboxStep]]:
         """Return the program, whose `main` calls that of the tests, and prints the word if that returned 0."""
         begins = next(_MAIN.finditer(tests)).end()
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
@@ -86,12 +86,12 @@ class Cpp(Language):
             "program",
         )
         return {"program.cpp": source}, [
-            Step(command, COMPILE_S, COMPILE_MIB, processes=32),
-            Step(("./program",), time_s, memory_mib),
+            SandboxStep(command, COMPILE_S, COMPILE_MIB, processes=32),
+            SandboxStep(("./program",), time_s, memory_mib),
         ]
 
 
-class Python(Language):
+class Python(JudgeLanguage):
     """Python, by the interpreter that runs this."""
 
     def end(self, completion: str) -> int | None:
@@ -111,7 +111,7 @@ class Python(Language):
 
     def build(
         self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
-    ) -> tuple[dict[str, str], list[Step]]:
+    ) -> tuple[dict[str, str], list[SandboxStep]]:
         """Return the function and the program; compiling is parsing the first."""
         import sys
 
@@ -121,12 +121,12 @@ class Python(Language):
         files = {"function.py": function, "program.py": f"{function}\n{tests}\nprint({word!r})\n"}
         parse = "compile(open('function.py', encoding='utf-8').read(), 'function.py', 'exec')"
         return files, [
-            Step((*python, "-W", "ignore", "-c", parse), COMPILE_S, COMPILE_MIB),
-            Step((*python, "-W", "ignore", "program.py"), time_s, memory_mib),
+            SandboxStep((*python, "-W", "ignore", "-c", parse), COMPILE_S, COMPILE_MIB),
+            SandboxStep((*python, "-W", "ignore", "program.py"), time_s, memory_mib),
         ]
 
 
-LANGUAGES: dict[str, Language] = {"cpp": Cpp(), "python": Python()}
+LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
 """The languages by the name that a problem gives."""
 
 

@@ -19,7 +19,7 @@ OWN = ("cpp", "python")
 
 
 @dataclass(frozen=True)
-class Problem:
+class CodingProblem:
     """One problem: the model continues `prompt`, up to the end of the function that it begins.
 
     `language` is `cpp` or `python`. `tests` of C++ have a `main` that returns 0 where all is right, those of Python
@@ -38,7 +38,7 @@ def problems_path(name: str) -> Path:
     return Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
 
 
-def read_problems(name: str) -> tuple[Problem, ...]:
+def read_problems(name: str) -> tuple[CodingProblem, ...]:
     """Return the problems of a file; ValueError lists every line of it that is none."""
     path = problems_path(name)
     if not path.is_file():
@@ -50,9 +50,9 @@ def read_problems(name: str) -> tuple[Problem, ...]:
         raise ValueError(f"code_eval.problems={name} cannot be read as UTF-8 text ({error}).") from error
     read = [(number, _problem(line)) for number, line in enumerate(lines, 1) if line.strip()]
     troubles = [(number, why) for number, why in read if isinstance(why, str)]
-    problems = tuple(problem for _, problem in read if isinstance(problem, Problem))
+    problems = tuple(problem for _, problem in read if isinstance(problem, CodingProblem))
     twice = [one for one, count in Counter(problem.name for problem in problems).items() if count > 1]
-    numbers = {problem.name: number for number, problem in read if isinstance(problem, Problem)}
+    numbers = {problem.name: number for number, problem in read if isinstance(problem, CodingProblem)}
     troubles += [(numbers[one], f"the name {one} was there before") for one in twice]
     if troubles:
         listed = "; ".join(f"line {number}: {why}" for number, why in sorted(troubles)[:5])
@@ -63,18 +63,18 @@ def read_problems(name: str) -> tuple[Problem, ...]:
     return problems
 
 
-def languages_of(problems: Sequence[Problem]) -> list[str]:
+def languages_of(problems: Sequence[CodingProblem]) -> list[str]:
     """Return the languages of problems, in the order in which they are known."""
     return [name for name in LANGUAGES if any(problem.language == name for problem in problems)]
 
 
-def _problem(line: str) -> Problem | str:
+def _problem(line: str) -> CodingProblem | str:
     """Return the problem on a line, or why there is none."""
     try:
         values = json.loads(line)
     except ValueError as error:
         return f"not JSON ({error})"
-    keys = [field.name for field in fields(Problem)]
+    keys = [field.name for field in fields(CodingProblem)]
     if not isinstance(values, dict):
         return f"not an object with {', '.join(keys)}"
     if missing := [key for key in keys if key not in values and key != "tests"]:
@@ -91,6 +91,6 @@ def _problem(line: str) -> Problem | str:
         return f"language {values['language']} of {named} is not known: use {', '.join(LANGUAGES)}"
     if values["difficulty"] not in DIFFICULTIES:
         return f"difficulty {values['difficulty']} of {named} is not known: use {', '.join(DIFFICULTIES)}"
-    problem = Problem(**{key: values[key] for key in keys})
+    problem = CodingProblem(**{key: values[key] for key in keys})
     trouble = LANGUAGES[problem.language].trouble(problem.prompt, problem.tests)
     return f"{trouble} ({named})" if trouble else problem

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from valkyrie.code_eval.sandbox_script import Isolation, Step, script
+from valkyrie.code_eval.sandbox_script import Isolation, SandboxStep, script
 
 TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
 """The programs that a sandbox is made of."""
@@ -59,7 +59,7 @@ class SandboxError(RuntimeError):
     """The sandbox itself did not start; the message has what the system said."""
 
 
-def run_steps(files: Mapping[str, str], steps: Sequence[Step], *, isolated: bool = True) -> list[Ended]:
+def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True) -> list[Ended]:
     """Run steps one after the other in a new folder with these files, up to the first that does not end well.
 
     Not `isolated`: as this user, with limits on time, memory and files alone. SandboxError where no sandbox was made.
@@ -147,13 +147,13 @@ def trouble() -> str | None:
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} of util-linux {'is' if len(missing) == 1 else 'are'} not installed"
     try:
-        (ended,) = run_steps({}, [Step(("true",), 10.0, 256)])
+        (ended,) = run_steps({}, [SandboxStep(("true",), 10.0, 256)])
     except (SandboxError, OSError) as error:
         return str(error)
     return None if ended.ok else f"a sandbox ended with status {ended.status}: {ended.output.strip()[-300:]}"
 
 
-def _watch(command: list[str], steps: Sequence[Step], folder: str) -> list[Ended]:
+def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[Ended]:
     """Run the script, end it when a step takes too long or prints too much, and return how its steps ended.
 
     The script's standard input is the socket on which it tells of each step; no step gets hold of it.
@@ -184,7 +184,7 @@ def _watch(command: list[str], steps: Sequence[Step], folder: str) -> list[Ended
 class _Watch:
     """What has come of a script: bytes printed, and how the steps ended that did."""
 
-    def __init__(self, process: subprocess.Popen[bytes], hear: socket.socket, steps: Sequence[Step]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], hear: socket.socket, steps: Sequence[SandboxStep]) -> None:
         assert process.stdout is not None
         self.hear, self.out, self.steps = hear, process.stdout.fileno(), steps
         self.told, self.output = b"", b""

@@ -17,7 +17,7 @@ _CLAMP = "echo 0 > /proc/sys/user/max_user_namespaces"
 
 
 @dataclass(frozen=True)
-class Step:
+class SandboxStep:
     """A command in the work folder, and its limits.
 
     Seconds of wall clock and, per process, of processor time; MiB of address space of a process and of a file; and how
@@ -45,7 +45,7 @@ class Isolation:
 
 
 def script(
-    steps: Sequence[Step],
+    steps: Sequence[SandboxStep],
     given: Path,
     root: Path,
     isolation: Isolation | None,
@@ -97,7 +97,7 @@ def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[s
     return [*lines, "export HOME=/box TMPDIR=/box"]
 
 
-def _within_limits(step: Step, isolation: Isolation | None) -> list[str]:
+def _within_limits(step: SandboxStep, isolation: Isolation | None) -> list[str]:
     """Return a step's command within its limits, without privileges."""
     cpu = max(1, round(step.time_s + 0.5))
     limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]

@@ -14,7 +14,7 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.convert.architectures import Architecture, Settings, architecture_of, settings_of
 from valkyrie.convert.folder import CONFIG, Weights, copy_beside, described
-from valkyrie.convert.names import DERIVED, GPT2_PREFIX, Piece, pieces
+from valkyrie.convert.names import DERIVED, GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer import identity_of, load_tokenizer, vocab_size_of
 from valkyrie.models.stack import Stack
 from valkyrie.paths import write_whole, writing
@@ -48,7 +48,7 @@ def from_folder(
     run = _run(folder, name, tokenizer, settings, overrides, f"{kind.family}_schema")
     assert isinstance(run.model, Stack)
     prefix = _prefix(kind, weights)
-    by_parameter = pieces(run.model, prefix)
+    by_parameter = tensor_slices(run.model, prefix)
     wanted = {piece.name: piece.stored for parts in by_parameter.values() for piece in parts}
     tied = ("lm_head.weight",) if run.model.tie_embeddings else ()
     weights.refuse_other(wanted, (*DERIVED, *tied), kind.name)
@@ -127,7 +127,7 @@ def _made(target: Path) -> Iterator[None]:
         raise
 
 
-def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[Piece]], folder: Path) -> None:
+def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list[TensorSlice]], folder: Path) -> None:
     """Write the checkpoint of step 0."""
     from valkyrie.checkpoint.weights import WeightsTier
     from valkyrie.processes.team import ALONE
@@ -149,7 +149,7 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
         raise ValueError(failed)
 
 
-def _array(weights: Weights, parts: Sequence[Piece]) -> Any:
+def _array(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
     """Return a parameter as an array of JAX on the host, its layers stacked, in a dtype that holds all of them."""
     import jax
     import numpy as np

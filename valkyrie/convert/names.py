@@ -13,7 +13,7 @@ from valkyrie.models.stack import Stack
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """The tensor of a parameter, `{}` in its name the layer.
 
     `transposed`: its first dimension is that of what it makes, where ours is that of what it reads, or the other way
@@ -27,54 +27,54 @@ class Place:
 
 
 OUTSIDE = {
-    "embedding": Place("model.embed_tokens.weight"),
-    "unembedding": Place("lm_head.weight"),
-    "norm.scale": Place("model.norm.weight"),
+    "embedding": TensorLocation("model.embed_tokens.weight"),
+    "unembedding": TensorLocation("lm_head.weight"),
+    "norm.scale": TensorLocation("model.norm.weight"),
 }
 LAYER = {
-    "norm.scale": Place("model.layers.{}.input_layernorm.weight"),
-    "feed_forward_norm.scale": Place("model.layers.{}.post_attention_layernorm.weight"),
-    "mixer.local.query": Place("model.layers.{}.self_attn.q_proj.weight", transposed=True),
-    "mixer.local.key": Place("model.layers.{}.self_attn.k_proj.weight", transposed=True),
-    "mixer.local.value": Place("model.layers.{}.self_attn.v_proj.weight", transposed=True),
-    "mixer.local.query_norm.scale": Place("model.layers.{}.self_attn.q_norm.weight"),
-    "mixer.local.key_norm.scale": Place("model.layers.{}.self_attn.k_norm.weight"),
-    "mixer.local.query_bias": Place("model.layers.{}.self_attn.q_proj.bias", flat=True),
-    "mixer.local.key_bias": Place("model.layers.{}.self_attn.k_proj.bias", flat=True),
-    "mixer.local.value_bias": Place("model.layers.{}.self_attn.v_proj.bias", flat=True),
-    "mixer.out_bias": Place("model.layers.{}.self_attn.o_proj.bias"),
-    "mixer.out": Place("model.layers.{}.self_attn.o_proj.weight"),
-    "feed_forward.up": Place("model.layers.{}.mlp.up_proj.weight", transposed=True),
-    "feed_forward.gate": Place("model.layers.{}.mlp.gate_proj.weight", transposed=True),
-    "feed_forward.down": Place("model.layers.{}.mlp.down_proj.weight"),
+    "norm.scale": TensorLocation("model.layers.{}.input_layernorm.weight"),
+    "feed_forward_norm.scale": TensorLocation("model.layers.{}.post_attention_layernorm.weight"),
+    "mixer.local.query": TensorLocation("model.layers.{}.self_attn.q_proj.weight", transposed=True),
+    "mixer.local.key": TensorLocation("model.layers.{}.self_attn.k_proj.weight", transposed=True),
+    "mixer.local.value": TensorLocation("model.layers.{}.self_attn.v_proj.weight", transposed=True),
+    "mixer.local.query_norm.scale": TensorLocation("model.layers.{}.self_attn.q_norm.weight"),
+    "mixer.local.key_norm.scale": TensorLocation("model.layers.{}.self_attn.k_norm.weight"),
+    "mixer.local.query_bias": TensorLocation("model.layers.{}.self_attn.q_proj.bias", flat=True),
+    "mixer.local.key_bias": TensorLocation("model.layers.{}.self_attn.k_proj.bias", flat=True),
+    "mixer.local.value_bias": TensorLocation("model.layers.{}.self_attn.v_proj.bias", flat=True),
+    "mixer.out_bias": TensorLocation("model.layers.{}.self_attn.o_proj.bias"),
+    "mixer.out": TensorLocation("model.layers.{}.self_attn.o_proj.weight"),
+    "feed_forward.up": TensorLocation("model.layers.{}.mlp.up_proj.weight", transposed=True),
+    "feed_forward.gate": TensorLocation("model.layers.{}.mlp.gate_proj.weight", transposed=True),
+    "feed_forward.down": TensorLocation("model.layers.{}.mlp.down_proj.weight"),
 }
 """The names of Llama, which the others have too: of the model, and of each layer."""
 
 GPT2_OUTSIDE = {
-    "embedding": Place("wte.weight"),
-    "positions": Place("wpe.weight"),
-    "norm.scale": Place("ln_f.weight"),
-    "norm.bias": Place("ln_f.bias"),
-    "unembedding": Place("lm_head.weight"),
+    "embedding": TensorLocation("wte.weight"),
+    "positions": TensorLocation("wpe.weight"),
+    "norm.scale": TensorLocation("ln_f.weight"),
+    "norm.bias": TensorLocation("ln_f.bias"),
+    "unembedding": TensorLocation("lm_head.weight"),
 }
 GPT2_LAYER = {
-    "norm.scale": Place("h.{}.ln_1.weight"),
-    "norm.bias": Place("h.{}.ln_1.bias"),
-    "feed_forward_norm.scale": Place("h.{}.ln_2.weight"),
-    "feed_forward_norm.bias": Place("h.{}.ln_2.bias"),
-    "mixer.out": Place("h.{}.attn.c_proj.weight", transposed=True),
-    "mixer.out_bias": Place("h.{}.attn.c_proj.bias"),
-    "feed_forward.up": Place("h.{}.mlp.c_fc.weight"),
-    "feed_forward.up_bias": Place("h.{}.mlp.c_fc.bias"),
-    "feed_forward.down": Place("h.{}.mlp.c_proj.weight", transposed=True),
-    "feed_forward.down_bias": Place("h.{}.mlp.c_proj.bias"),
+    "norm.scale": TensorLocation("h.{}.ln_1.weight"),
+    "norm.bias": TensorLocation("h.{}.ln_1.bias"),
+    "feed_forward_norm.scale": TensorLocation("h.{}.ln_2.weight"),
+    "feed_forward_norm.bias": TensorLocation("h.{}.ln_2.bias"),
+    "mixer.out": TensorLocation("h.{}.attn.c_proj.weight", transposed=True),
+    "mixer.out_bias": TensorLocation("h.{}.attn.c_proj.bias"),
+    "feed_forward.up": TensorLocation("h.{}.mlp.c_fc.weight"),
+    "feed_forward.up_bias": TensorLocation("h.{}.mlp.c_fc.bias"),
+    "feed_forward.down": TensorLocation("h.{}.mlp.c_proj.weight", transposed=True),
+    "feed_forward.down_bias": TensorLocation("h.{}.mlp.c_proj.bias"),
 }
 GPT2_LAYER |= {
-    f"mixer.local.{name}": Place("h.{}.attn.c_attn.weight", third=third)
+    f"mixer.local.{name}": TensorLocation("h.{}.attn.c_attn.weight", third=third)
     for third, name in enumerate(("query", "key", "value"))
 }
 GPT2_LAYER |= {
-    f"mixer.local.{name}_bias": Place("h.{}.attn.c_attn.bias", flat=True, third=third)
+    f"mixer.local.{name}_bias": TensorLocation("h.{}.attn.c_attn.bias", flat=True, third=third)
     for third, name in enumerate(("query", "key", "value"))
 }
 """The names of GPT-2, whose matrices have what they read first, and queries, keys and values in one."""
@@ -86,7 +86,7 @@ DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """One tensor of a folder: the part of a parameter at `layer` of its leading axis (None: all of it).
 
     `shape` is that of the part here, `rows` how many of its first dimension the tensor has: the rest is padding.
@@ -95,7 +95,7 @@ class Piece:
     parameter: str
     layer: int | None
     name: str
-    place: Place
+    place: TensorLocation
     shape: tuple[int, ...]
     rows: int
 
@@ -127,9 +127,9 @@ class Piece:
         return np.ascontiguousarray(laid.T if self.place.transposed else laid)
 
 
-def pieces(model: Stack, prefix: str = "") -> dict[str, list[Piece]]:
+def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
     """Return the tensors of each parameter of a model, first layer first; their names begin with `prefix`."""
-    by_parameter: dict[str, list[Piece]] = {}
+    by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layers(model))
     outside, of_layer = (GPT2_OUTSIDE, GPT2_LAYER) if model.family == "gpt2" else (OUTSIDE, LAYER)
     for name, parameter in model.parameters().items():
@@ -140,7 +140,7 @@ def pieces(model: Stack, prefix: str = "") -> dict[str, list[Piece]]:
         place, numbers = of_layer[rest], layers[f"{segment}.{of_group}"]
         shape = parameter.shape[1:]
         by_parameter[name] = [
-            Piece(name, i, prefix + place.name.format(number), place, shape, shape[0])
+            TensorSlice(name, i, prefix + place.name.format(number), place, shape, shape[0])
             for i, number in enumerate(numbers)
         ]
     return by_parameter
@@ -155,7 +155,7 @@ def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
         first += repeats * len(group)
 
 
-def _whole(name: str, place: Place, parameter: Parameter, model: Stack, prefix: str) -> Piece:
+def _whole(name: str, place: TensorLocation, parameter: Parameter, model: Stack, prefix: str) -> TensorSlice:
     rows = model.vocab_size if parameter.axes[0] == "vocab" else parameter.shape[0]
     at = place.name if place.name.startswith("lm_head.") else prefix + place.name
-    return Piece(name, None, at, place, parameter.shape, rows)
+    return TensorSlice(name, None, at, place, parameter.shape, rows)

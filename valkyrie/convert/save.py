@@ -18,7 +18,7 @@ from valkyrie.config.run import Run
 from valkyrie.convert.architectures import config_of
 from valkyrie.convert.folder import CONFIG, DTYPES, copy_beside, described, write_folder
 from valkyrie.convert.load import PREFIX, THEIRS
-from valkyrie.convert.names import GPT2_PREFIX, Piece, pieces
+from valkyrie.convert.names import GPT2_PREFIX, TensorSlice, tensor_slices
 from valkyrie.data.tokenizer_json import json_path
 from valkyrie.models.stack import Stack
 from valkyrie.paths import writing
@@ -52,12 +52,12 @@ def to_folder(
     if damage := damage_of(path):
         raise ValueError(f"the checkpoint of step {step} in {path.parent} is damaged: {damage}.")
     field = "ema" if _averages(run, path) else "parameters"
-    by_name: dict[str, list[Piece]] = {}
-    for piece in (piece for parts in pieces(run.model, _prefix(trained, run)).values() for piece in parts):
+    by_name: dict[str, list[TensorSlice]] = {}
+    for piece in (piece for parts in tensor_slices(run.model, _prefix(trained, run)).values() for piece in parts):
         by_name.setdefault(piece.name, []).append(piece)
     shapes = {name: thirds[0].stored for name, thirds in by_name.items()}
     say(f"{config['architectures'][0]} of step {step}: {described(shapes, kind)}")
-    reader = _Reader(path, field)
+    reader = _ParameterReader(path, field)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, config, shapes, kind, lambda name: reader.read(by_name[name]), file_bytes)
@@ -65,14 +65,14 @@ def to_folder(
     return folder
 
 
-class _Reader:
+class _ParameterReader:
     """Reads parameters of a checkpoint; those read last are kept, for their other layers."""
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field
         self._kept: dict[str, np.ndarray] = {}
 
-    def read(self, thirds: list[Piece]) -> np.ndarray:
+    def read(self, thirds: list[TensorSlice]) -> np.ndarray:
         """Return the tensor of these pieces: one, or the thirds of one."""
         thirds = sorted(thirds, key=lambda piece: piece.place.third or 0)
         names = {piece.parameter for piece in thirds}
@@ -83,7 +83,7 @@ class _Reader:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
-def _part(array: np.ndarray, piece: Piece) -> np.ndarray:
+def _part(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
     return array if piece.layer is None else array[piece.layer]
 
 

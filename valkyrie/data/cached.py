@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, writing
+from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, publish_folder, writing
 from valkyrie.processes.locks import Lock, lock
 
 
-def kept_in_cache(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Return the folder of this name in the cache, filled by `write` unless it is there already.
+def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Path of a folder in the cache, which `write` fills if it is missing.
 
-    Several processes may call it at once: one works, the others wait or come to the same result. What is killed leaves
-    nothing that is taken for a folder. DiskError where the cache cannot be written.
+    Several processes may call this at once: one works, the others wait, or write the same content. A process that is
+    killed leaves no folder of this name. DiskError if the cache cannot be written.
     """
     final = cache / name
     if final.is_dir():
         return final
-    if trouble := cache_trouble(cache, elsewhere(cache)):
+    elsewhere = "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
+    if trouble := cache_trouble(cache, elsewhere):
         raise DiskError(trouble)
     with _lock(cache / f".{name}.lock") as alone:
         if final.is_dir():
@@ -33,32 +34,19 @@ def kept_in_cache(cache: Path, name: str, write: Callable[[Path], None]) -> Path
         partial.mkdir()
         try:
             write(partial)
-            _publish(partial, final)
+            publish_folder(partial, final)
         except OSError as error:
             if not is_full(error):
                 raise
-            with writing(cache, elsewhere(cache)):
+            with writing(cache, elsewhere):
                 raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
-def elsewhere(cache: Path) -> str:
-    """Return what sets another place for the cache."""
-    return "VALKYRIE_CACHE=DIR" if cache.is_relative_to(cache_root()) else "data.cache_dir=DIR"
-
-
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold a lock that ends with the process; yields False where the file system has none."""
+    """Hold a lock until the process ends. Yields False if the file system has no locks."""
     with path.open("w") as file:
         yield lock(file) is Lock.ours
-
-
-def _publish(partial: Path, final: Path) -> None:
-    try:
-        partial.rename(final)
-    except OSError:
-        if not final.is_dir() or not any(final.iterdir()):  # not another process that came first
-            raise

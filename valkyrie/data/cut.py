@@ -34,7 +34,7 @@ class TokenDocument:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """A stretch of one document, for one split; `first` if the document begins here, so that BOS goes before it."""
 
     content: str | np.ndarray
@@ -89,14 +89,14 @@ def second_threshold(config: DocumentConfig, listing: Listing, census: Census, t
     return max(census.lowest + 1, min(threshold, census.highest))
 
 
-def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[Piece]:
+def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
     """Yield the pieces of all documents, in order; `census` counts along."""
     limit, single = config.byte_limit, config.is_single_text(listing)
     for document in config.read_documents(listing):
         if isinstance(document, TokenDocument):
             digest = _digest(document.tokens.astype("<i8").tobytes())
             census.add(document, document.tokens.size, digest)
-            yield Piece(document.tokens, _split(digest, threshold), True)
+            yield DocumentPiece(document.tokens, _split(digest, threshold), True)
             continue
         raw = document.text.encode("utf-8", errors="replace")
         text = document.text
@@ -123,7 +123,7 @@ def _split(digest: int, threshold: int) -> str:
     return "validation" if digest < threshold else "train"
 
 
-def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[Piece]:
+def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[DocumentPiece]:
     wanted = int(len(text) * (1 - config.validation_fraction))
     line = _LINE_END.search(text, wanted)
     at = line.end() if line is not None and line.end() < len(text) else wanted
@@ -136,13 +136,13 @@ def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[Piec
     yield from pieces(text[at:], "validation")
 
 
-def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[Piece]:
+def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
     """Yield a text in pieces of `size` characters and a little more, which give the tokens that the whole text gives.
 
     It is cut only between a single line end and a letter or digit: no pattern lets a token reach across.
     """
     start = 0
     while (boundary := _CUT.search(text, start + size)) is not None:
-        yield Piece(text[start : boundary.end()], split, start == 0)
+        yield DocumentPiece(text[start : boundary.end()], split, start == 0)
         start = boundary.end()
-    yield Piece(text[start:], split, start == 0)
+    yield DocumentPiece(text[start:], split, start == 0)

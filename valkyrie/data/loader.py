@@ -46,7 +46,7 @@ class TokenStream:
         return np.concatenate(parts)
 
 
-class _Rows:
+class _WindowSource:
     """The windows of a stream, for grain; beyond the last come empty ones, which are all padding."""
 
     def __init__(self, stream: TokenStream, seq: int, rows: int) -> None:
@@ -60,7 +60,7 @@ class _Rows:
         return self._stream.read(start, start + self._seq + 1)
 
 
-class _Steps:
+class _TextSampler:
     """The share of one process in every global batch, for grain."""
 
     def __init__(self, rows: Any, plan: BatchPlan, bos_id: int) -> None:
@@ -85,10 +85,10 @@ class PreparedLoader(IndexedLoader[RowPosition]):
             count = check_enough(prepared, split, plan.batch, plan.seq)
         else:
             count = -(-(len(stream) - 1) // (plan.seq * plan.batch)) * plan.batch
-        rows = grain.MapDataset.source(_Rows(stream, plan.seq, count))
+        rows = grain.MapDataset.source(_WindowSource(stream, plan.seq, count))
         ordered = rows.shuffle(seed=_mixed(plan.seed)).repeat() if plan.repeat else rows
         start = RowPosition(RowPosition.newest, split, plan.seed, prepared.content, plan.seq, 0)
-        super().__init__(plan, start, _Steps(ordered, plan, prepared.bos_id), count)
+        super().__init__(plan, start, _TextSampler(ordered, plan, prepared.bos_id), count)
 
 
 def open_split(prepared: Prepared, split: str) -> TokenStream:

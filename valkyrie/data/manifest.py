@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from valkyrie.checksums import file_damages
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_whole
+from valkyrie.problems import Problem
 from valkyrie.records import decode, encode
 
 VERSION = 1
@@ -26,7 +28,7 @@ SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """A token file: its name, how many tokens it holds, and its SHA-256."""
 
     file: str
@@ -41,7 +43,7 @@ class Split:
     documents: int
     tokens: int
     bytes: int
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,13 @@ class Prepared(Manifest):
             f"({self.tokenizer})"
         )
 
-    def shard_path(self, shard: Shard) -> Path:
-        """Return where a shard lies."""
+    @property
+    def shards(self) -> tuple[TokenShard, ...]:
+        """The shards of both splits."""
+        return self.train.shards + self.validation.shards
+
+    def shard_path(self, shard: TokenShard) -> Path:
+        """Path of a shard."""
         return self.path / shard.file
 
     @property
@@ -103,7 +110,7 @@ class Prepared(Manifest):
         return {"uint16": 2, "uint32": 4}[self.dtype]
 
 
-def content_hash(shards: dict[str, list[Shard]], dtype: str, bos_id: int) -> str:
+def content_hash(shards: dict[str, list[TokenShard]], dtype: str, bos_id: int) -> str:
     """Return the hash of all tokens, from the checksums of their shards."""
     contents = [dtype, bos_id, [[shard.sha256 for shard in shards[name]] for name in SPLITS]]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
@@ -115,26 +122,37 @@ def write_manifest(prepared: Prepared) -> None:
     write_whole(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
 
 
-def open_prepared(path: Path | str) -> Prepared:
-    """Return the dataset in a directory, after its files were compared with its manifest.
+class CorruptShardsError(ValueError):
+    """Shards of a dataset are not as they were written; `damages` has a problem for each."""
 
-    ValueError names every file that is missing, has another size, or (the first time after a change) another checksum.
+    def __init__(self, prepared: Prepared, damages: list[Problem]) -> None:
+        self.damages = damages
+        super().__init__(
+            f"the dataset {prepared.path} is corrupt, {len(damages)} of {len(prepared.shards)} shards: "
+            f"{'; '.join(map(str, damages))}. Remove the directory; it is prepared again from its source."
+        )
+
+
+def open_prepared(path: Path | str) -> Prepared:
+    """Open the dataset in a directory, after comparing its files with its manifest.
+
+    CorruptShardsError names every file that is missing, has another size, or (the first time after a change) another
+    checksum.
     """
     prepared = read_manifest(Path(path).expanduser())
-    _raise_problems(prepared, size_problems(prepared))
     verified = _read_verified(prepared)
-    unverified = [shard for shard in _shards(prepared) if verified.get(shard.file) != _stamp(prepared, shard)]
-    if unverified:
-        _raise_problems(prepared, checksum_problems(prepared, unverified))
-        _remember(prepared)
+    trusted = [shard.file for shard in prepared.shards if verified.get(shard.file) == _stamp(prepared, shard)]
+    _check_shards(prepared, trusted)
+    if len(trusted) < len(prepared.shards) and os.access(prepared.path, os.W_OK):
+        stamps = {shard.file: _stamp(prepared, shard) for shard in prepared.shards}
+        write_whole(prepared.path / _VERIFIED, json.dumps(stamps))
     return prepared
 
 
 def verify(path: Path | str) -> Prepared:
-    """Return the dataset in a directory after every byte was read and compared with its checksum, else ValueError."""
+    """Open the dataset in a directory after reading all of it. CorruptShardsError if a checksum differs."""
     prepared = read_manifest(Path(path).expanduser())
-    _raise_problems(prepared, size_problems(prepared))
-    _raise_problems(prepared, checksum_problems(prepared, _shards(prepared)))
+    _check_shards(prepared)
     return prepared
 
 
@@ -153,65 +171,23 @@ def read_manifest(path: Path) -> Prepared:
     raise ValueError(f"{file} has version {version}; this program reads version {VERSION}. Prepare the data again.")
 
 
-def size_problems(prepared: Prepared) -> list[str]:
-    """Return what is wrong with the presence and the sizes of the shards: nothing, if all is well."""
-    problems = []
-    for shard in _shards(prepared):
-        path, expected = prepared.shard_path(shard), shard.tokens * prepared.token_size
-        if not path.is_file():
-            problems.append(f"{shard.file} is missing ({shard.tokens:,} tokens)")
-        elif (size := path.stat().st_size) != expected:
-            problems.append(f"{shard.file} has {size:,} bytes, its manifest says {expected:,}")
-    return problems
+def _check_shards(prepared: Prepared, trusted: Sequence[str] = ()) -> None:
+    expected = {shard.file: (shard.tokens * prepared.token_size, shard.sha256) for shard in prepared.shards}
+    if damages := file_damages(prepared.path, expected, trusted):
+        raise CorruptShardsError(prepared, damages)
 
 
-def checksum_problems(prepared: Prepared, shards: list[Shard]) -> list[str]:
-    """Return which of the shards do not hold what was written: none, if all is well."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        sums = pool.map(lambda shard: _sha256(prepared.shard_path(shard)), shards)
-        return [
-            f"{shard.file} has SHA-256 {actual[:12]}, its manifest says {shard.sha256[:12]}"
-            for shard, actual in zip(shards, sums, strict=True)
-            if actual != shard.sha256
-        ]
-
-
-def _shards(prepared: Prepared) -> list[Shard]:
-    return [*prepared.train.shards, *prepared.validation.shards]
-
-
-def _raise_problems(prepared: Prepared, problems: list[str]) -> None:
-    if problems:
-        total = len(_shards(prepared))
-        raise ValueError(
-            f"the dataset {prepared.path} is corrupt, {len(problems)} of {total} shards: {'; '.join(problems)}. "
-            f"Remove the directory; it is prepared again from its source."
-        )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _stamp(prepared: Prepared, shard: Shard) -> list[int | str]:
-    status = prepared.shard_path(shard).stat()
+def _stamp(prepared: Prepared, shard: TokenShard) -> list[int | str] | None:
+    path = prepared.shard_path(shard)
+    if not path.is_file():
+        return None
+    status = path.stat()
     return [status.st_size, status.st_mtime_ns, shard.sha256]
 
 
 def _read_verified(prepared: Prepared) -> dict[str, Any]:
-    file = prepared.path / _VERIFIED
-    if not file.is_file():
-        return {}
     try:
-        stamps = json.loads(file.read_bytes())
-    except ValueError:
+        stamps = json.loads((prepared.path / _VERIFIED).read_bytes())
+    except (OSError, ValueError):
         return {}
     return stamps if isinstance(stamps, dict) else {}
-
-
-def _remember(prepared: Prepared) -> None:
-    if not os.access(prepared.path, os.W_OK):
-        return
-    stamps = {shard.file: _stamp(prepared, shard) for shard in _shards(prepared)}
-    write_whole(prepared.path / _VERIFIED, json.dumps(stamps))

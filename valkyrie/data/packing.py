@@ -17,7 +17,7 @@ from valkyrie.data.stream import Lane, LanePosition, Tokens
 _EMPTY = np.zeros(0, np.int32)
 
 
-class Stream:
+class StreamRows:
     """Windows of the documents one after the other: each row begins with the last token of the one before it.
 
     Every token but the first is a target once.
@@ -54,7 +54,7 @@ class Stream:
         return LanePosition(self._next, self._offset)
 
 
-class BestFit:
+class BestFitRows:
     """Rows that begin with a document: each takes the longest that fits of the `pool` documents read ahead.
 
     Where none fits, the shortest is cut to what is left of the row and its rest is dropped, as nanochat does.
@@ -105,15 +105,15 @@ def _length(entry: tuple[int, int, Tokens]) -> int:
     return entry[0]
 
 
-PACKINGS = {Packing.stream: Stream, Packing.best_fit: BestFit}
+PACKINGS = {Packing.stream: StreamRows, Packing.best_fit: BestFitRows}
 
 
-def pack(lane: Lane, seq: int, start: LanePosition) -> Stream | BestFit:
+def pack(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
     """Rows of a lane from a position on."""
     return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, start)
 
 
-def batches_of(rows: list[Stream | BestFit], each: int) -> Iterator[list[np.ndarray]]:
+def batches_of(rows: list[StreamRows | BestFitRows], each: int) -> Iterator[list[np.ndarray]]:
     """Yield `each` rows of every lane, one lane after the other, until all have none."""
     while True:
         batch = [lane.row() for lane in rows for _ in range(each)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from valkyrie.data import manifest
-from valkyrie.data.cached import kept_in_cache
+from valkyrie.data.cached import cached_folder
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
 from valkyrie.data.documents import DocumentConfig
 from valkyrie.data.files import Listing
@@ -48,7 +48,7 @@ def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = 
         _write(config, listing, load_tokenizer(tokenizer), key, path, progress)
 
     cache = Path(config.cache_dir).expanduser()
-    return open_prepared(kept_in_cache(cache, _folder_name(config, tokenizer, key), write))
+    return open_prepared(cached_folder(cache, _folder_name(config, tokenizer, key), write))
 
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> Prepared | None:

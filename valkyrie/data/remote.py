@@ -9,9 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from glob import has_magic
@@ -19,6 +17,7 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
 from valkyrie.buckets import scheme_of
+from valkyrie.data.threads import map_ahead
 from valkyrie.paths import why
 from valkyrie.problems import Problem, ProblemCode
 
@@ -107,17 +106,7 @@ def path_problems(paths: Iterable[str]) -> list[Problem]:
 
 def fetched_ahead(files: Iterable[File]) -> Iterator[File]:
     """Yield files in their order, small remote ones with their content, which threads fetch before it is their turn."""
-    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="valkyrie-fetch")
-    waiting: deque[Future[File]] = deque()
-    try:
-        for file in files:
-            waiting.append(pool.submit(_fetch, file))
-            if len(waiting) > _AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return map_ahead(_fetch, files, workers=_AHEAD, ahead=_AHEAD)
 
 
 def _fetch(file: Any) -> Any:

@@ -101,7 +101,7 @@ class StreamLoader(Loader[StreamPosition]):
         datasets = []
         for worker in range(count):
             lanes, positions = self._lanes[worker::count], self._positions[worker::count]
-            rows = _Rows(lanes, _Positions(tuple(positions)), self._seq, self._each, self._data.bos_id)
+            rows = _LaneRows(lanes, _Positions(tuple(positions)), self._seq, self._each, self._data.bos_id)
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_BATCHES_AHEAD)
             ahead = rows.mp_prefetch(options, worker_init_fn=_ignore_interrupts) if self._workers else None
             datasets.append(ahead or grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2))
@@ -151,7 +151,7 @@ class _Positions:
     lanes: tuple[LanePosition | None, ...]
 
 
-class _Rows(grain.IterDataset):
+class _LaneRows(grain.IterDataset):
     """The rows of some lanes in every batch, with the positions of the lanes after them."""
 
     def __init__(self, lanes: list[Lane], start: _Positions, seq: int, each: int, bos_id: int) -> None:
@@ -159,13 +159,13 @@ class _Rows(grain.IterDataset):
         self.lanes, self.start, self.seq, self.each, self.bos_id = lanes, start, seq, each, bos_id
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _RowsIterator(self)
+        return _LaneRowsIterator(self)
 
 
-class _RowsIterator(grain.DatasetIterator):
+class _LaneRowsIterator(grain.DatasetIterator):
     """Reads the lanes."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: _LaneRows) -> None:
         super().__init__()
         self._rows = rows
         self._go_to(rows.start)

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, the GPT-2 vocabulary kept in this package, any tiktoken encoding, files, trained ones by name.
 
-A tokenizer has three answers that cost nothing (`vocab_size_of`, `fingerprint_of`, `check_name`) and one that loads
-its vocabulary (`load_tokenizer`), so that a cached dataset opens without it.
+`vocab_size_of` and `fingerprint_of` are cheap; only `load_tokenizer` loads a vocabulary, so that a cached dataset opens
+without it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import base64
 import binascii
 import hashlib
 import lzma
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 
 from valkyrie.data.config import BYTES_VOCAB, NO_TOKENIZER, VOCAB_SIZES
-from valkyrie.data.tokenizer_json import json_fingerprint, json_path, json_vocab_size, load_json, trained_names
+from valkyrie.data.tokenizer_json import json_path, json_vocab_size, load_json, trained_names
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
 
 END_OF_TEXT = "<|endoftext|>"
@@ -44,85 +45,81 @@ class ByteTokenizer(Tokenizer):
         return array[array != self.bos_id].astype(np.uint8).tobytes()
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer called `bytes`, `gpt2`, a tiktoken encoding name, or that of a file.
+@dataclass(frozen=True)
+class _TokenizerFile:
+    """A .tiktoken file with the name of its pattern, or a tokenizer.json (`pattern` None)."""
 
-    Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, by path, by folder or by the name it was trained under.
-    `bytes`, `gpt2` and files need no network. Other encodings are fetched by tiktoken once; where that fails, or the
-    name or file does not exist, ValueError says what to do.
+    path: Path
+    pattern: str | None
+
+    @property
+    def identity(self) -> str:
+        """Text that changes with the content."""
+        digest = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        return f"tokenizer.json {digest}" if self.pattern is None else f"file {digest} {PATTERNS[self.pattern]}"
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer called `bytes`, `gpt2` or like a tiktoken encoding, or the one in a file.
+
+    Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, by path, by folder or by the name of a trained one.
+    `bytes`, `gpt2` and files need no network. Other encodings are fetched by tiktoken once. ValueError, with the
+    remedy, if that fails, or if the name or file does not exist.
     """
-    check_name(name)
+    file = _find_file(name)
+    if file is not None:
+        if file.pattern is None:
+            return load_json(name, file.path, fingerprint_of(name))
+        return _from_ranks(name, _parse_ranks(file.path.read_bytes(), str(file.path)), file.pattern)
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
         packed = (Path(__file__).parent / "gpt2.tiktoken.xz").read_bytes()
         return _from_ranks(name, _parse_ranks(lzma.decompress(packed), "gpt2.tiktoken.xz"), "r50k")
-    if _is_file_name(name):
-        path, pattern = _file_and_pattern(name)
-        return _from_ranks(name, _parse_ranks(path.read_bytes(), str(path)), pattern)
-    if (file := json_path(name)) is not None:
-        return load_json(name, file, fingerprint_of(name))
     return _from_tiktoken(name)
 
 
 def vocab_size_of(name: str) -> int:
-    """Return how many ids a tokenizer has; a well-known one is not loaded for it."""
+    """Number of ids of a tokenizer. Well-known ones and tokenizer.json are not loaded."""
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
-    file = None if _is_file_name(name) else json_path(name)
-    return load_tokenizer(name).vocab_size if file is None else json_vocab_size(file)
+    file = _find_file(name)
+    return json_vocab_size(file.path) if file and file.pattern is None else load_tokenizer(name).vocab_size
 
 
 def fingerprint_of(name: str) -> str:
-    """Return a tokenizer's fingerprint without loading it: tiktoken pins what a name holds, a file is hashed."""
-    check_name(name)
-    if name == "gpt2":
-        identity = f"gpt2 {_GPT2_SHA256}"
-    elif _is_file_name(name):
-        path, pattern = _file_and_pattern(name)
-        identity = f"file {hashlib.sha256(path.read_bytes()).hexdigest()} {PATTERNS[pattern]}"
-    elif name != "bytes" and (file := json_path(name)) is not None:
-        identity = json_fingerprint(file)
-    else:
-        identity = name
+    """Fingerprint of a tokenizer, without loading it: tiktoken pins the content of its names, a file is hashed."""
+    file = _find_file(name)
+    identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
     return hashlib.sha256(f"tokenizer {identity}".encode()).hexdigest()[:16]
 
 
 def identity_of(name: str) -> dict[str, str]:
-    """Return what a checkpoint says of its tokenizer: the name it was asked by, and its fingerprint."""
+    """Name and fingerprint of a tokenizer, as checkpoints record them."""
     return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError, with the choices, for a name that is neither known to tiktoken nor a file."""
+def _find_file(name: str) -> _TokenizerFile | None:
+    """File of a tokenizer, or None if tiktoken knows the name. ValueError, with the choices, for other names."""
     if name in VOCAB_SIZES:
-        return
-    if _is_file_name(name):
-        _file_and_pattern(name)
-        return
-    if json_path(name) is not None:
-        return
+        return None
+    if name.endswith(".tiktoken") or ".tiktoken:" in name:
+        stem, _, pattern = name.rpartition(".tiktoken")
+        file = _TokenizerFile(Path(f"{stem}.tiktoken").expanduser(), pattern.removeprefix(":") or "r50k")
+        if file.pattern not in PATTERNS:
+            raise ValueError(f"tokenizer={name}: pattern {file.pattern!r} is not one of {', '.join(PATTERNS)}.")
+        if not file.path.is_file():
+            raise ValueError(f"tokenizer={name}: there is no file {file.path} (looked from {Path.cwd()}).")
+        return file
+    if (path := json_path(name)) is not None:
+        return _TokenizerFile(path, None)
     known = tiktoken.list_encoding_names()
     if name not in known:
         choices = ", ".join(["bytes", *sorted(known), *trained_names()])
         raise ValueError(
             f"tokenizer={name} is not known. Use one of {choices}, or the path of a .tiktoken file or tokenizer.json."
         )
-
-
-def _is_file_name(name: str) -> bool:
-    return name.endswith(".tiktoken") or ".tiktoken:" in name
-
-
-def _file_and_pattern(name: str) -> tuple[Path, str]:
-    stem, _, pattern = name.rpartition(".tiktoken")
-    pattern = pattern.removeprefix(":") or "r50k"
-    path = Path(f"{stem}.tiktoken").expanduser()
-    if pattern not in PATTERNS:
-        raise ValueError(f"tokenizer={name}: pattern {pattern!r} is not one of {', '.join(PATTERNS)}.")
-    if not path.is_file():
-        raise ValueError(f"tokenizer={name}: there is no file {path} (looked from {Path.cwd()}).")
-    return path, pattern
+    return None
 
 
 def _parse_ranks(data: bytes, what: str) -> dict[bytes, int]:

@@ -6,7 +6,6 @@ interpreter lock. Any other kind is read by the package tokenizers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -53,11 +52,6 @@ def trained_path(name: str) -> Path:
 def trained_names() -> list[str]:
     """Return the names of the tokenizers that were trained on this machine."""
     return sorted(path.stem for path in (cache_root() / "tokenizers").glob("*.json"))
-
-
-def json_fingerprint(path: Path) -> str:
-    """Return the identity of a file, which changes with its content."""
-    return f"tokenizer.json {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def json_vocab_size(path: Path) -> int:

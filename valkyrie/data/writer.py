@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
 
-from valkyrie.data.cut import PIECE_CHARS, Piece
-from valkyrie.data.manifest import Shard, Split
+from valkyrie.data.cut import PIECE_CHARS, DocumentPiece
+from valkyrie.data.manifest import Split, TokenShard
+from valkyrie.data.threads import map_ahead
 from valkyrie.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """What some pieces of one split became; BOS stands before every document."""
+class EncodedDocuments:
+    """Encoded documents of one split, each preceded by BOS."""
 
     split: str
     ids: np.ndarray
@@ -28,8 +28,10 @@ class Tokens:
     bytes: int
 
 
-def encode(pieces: list[Piece], tokenizer: Tokenizer, token_bytes: np.ndarray, dtype: np.dtype) -> list[Tokens]:
-    """Return the tokens of some pieces, one entry a split, in the order of the pieces."""
+def encode(
+    pieces: list[DocumentPiece], tokenizer: Tokenizer, token_bytes: np.ndarray, dtype: np.dtype
+) -> list[EncodedDocuments]:
+    """Encode pieces: one entry per split, each in the order of the pieces."""
     bos = np.array([tokenizer.bos_id], dtype)
     encoded = []
     for split in dict.fromkeys(piece.split for piece in pieces):
@@ -47,28 +49,21 @@ def encode(pieces: list[Piece], tokenizer: Tokenizer, token_bytes: np.ndarray, d
             else:
                 parts.append(piece.content.astype(dtype))
                 size += int(token_bytes[piece.content].sum())
-        encoded.append(Tokens(split, np.concatenate(parts), documents, size))
+        encoded.append(EncodedDocuments(split, np.concatenate(parts), documents, size))
     return encoded
 
 
-def encode_all(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype, workers: int) -> Iterator[Tokens]:
-    """Yield the tokens of all pieces in their order, encoded by `workers` threads, a few pieces a thread in memory."""
-    token_bytes = tokenizer.token_bytes
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="valkyrie-tokenise")
-    waiting: deque[Future[list[Tokens]]] = deque()
-    try:
-        for group in _groups(pieces):
-            waiting.append(pool.submit(encode, group, tokenizer, token_bytes, dtype))
-            if len(waiting) > 2 * workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+def encode_all(
+    pieces: Iterable[DocumentPiece], tokenizer: Tokenizer, dtype: np.dtype, workers: int
+) -> Iterator[EncodedDocuments]:
+    """Encode pieces in order with `workers` threads, each with a few pieces in memory."""
+    function = partial(encode, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
+    for encoded in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
+        yield from encoded
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
+def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+    group: list[DocumentPiece] = []
     size = 0
     for piece in pieces:
         group.append(piece)
@@ -88,7 +83,7 @@ class ShardWriter:
         self._split = split
         self._dtype = dtype
         self._shard_tokens = shard_tokens
-        self._shards: list[Shard] = []
+        self._shards: list[TokenShard] = []
         self._file: BufferedWriter | None = None
         self._sum = hashlib.sha256()
         self._in_shard = 0
@@ -96,7 +91,7 @@ class ShardWriter:
         self.tokens = 0
         self.bytes = 0
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: EncodedDocuments) -> None:
         """Append to the stream."""
         self.documents += tokens.documents
         self.bytes += tokens.bytes
@@ -134,6 +129,6 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        self._shards.append(Shard(self._name(), self._in_shard, self._sum.hexdigest()))
+        self._shards.append(TokenShard(self._name(), self._in_shard, self._sum.hexdigest()))
         self._sum = hashlib.sha256()
         self._in_shard = 0

@@ -13,8 +13,8 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from valkyrie.code_eval.judge import Limits, Result, is_whole, judge_all, summary
-from valkyrie.code_eval.problems import DIFFICULTIES, Problem, languages_of, read_problems
+from valkyrie.code_eval.judge import CompletionResult, Limits, is_whole, judge_all, summary
+from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_of, read_problems
 from valkyrie.code_eval.sandbox import SandboxError
 from valkyrie.config.modes import CODE_EVAL
 from valkyrie.data.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ class CodeEvaluation:
             top_k=self.config.top_k,
             everywhere=lambda x: x if self._device is not None else jax.lax.with_sharding_constraint(x, replicated),
         )
-        self.results: list[Result] = []
+        self.results: list[CompletionResult] = []
         """What became of the last completions, each problem's samples together."""
 
     def __call__(
@@ -68,7 +68,7 @@ class CodeEvaluation:
 
     def _judged(
         self,
-        asked: list[Problem],
+        asked: list[CodingProblem],
         texts: list[str] | None,
         step: int,
         folder: Path,
@@ -114,7 +114,7 @@ def describe(rates: dict[str, float]) -> str:
     return "; ".join(parts)
 
 
-def table(results: Sequence[Result], evaluation: CodeEvaluation) -> Table:
+def table(results: Sequence[CompletionResult], evaluation: CodeEvaluation) -> Table:
     """Return what compiled and what passed, by language and difficulty."""
     shown = Table()
     for column in ("language", "difficulty", "problems", "samples", "compile", "pass", "problems solved"):

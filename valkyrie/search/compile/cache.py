@@ -25,7 +25,7 @@ from valkyrie.config.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.config.run import Run
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import TargetConfig
-from valkyrie.paths import cache_root, source_digest
+from valkyrie.paths import cache_root, publish_folder, source_digest
 from valkyrie.records import RecordError, read_record
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.prediction import CompileOutcome, MemoryReport
@@ -171,11 +171,7 @@ def keep_program(scratch: Path, folder: Path, replace: bool) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             folder.rename(aside / "old")
-        try:
-            scratch.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # not another process that came first
-                raise
+        publish_folder(scratch, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

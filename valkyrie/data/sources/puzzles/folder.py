@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.records import RecordError, read_record
 
 METADATA = "dataset.json"
+_INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 FOLDERS = {"train": "train", "validation": "test"}
 """The folder of each split."""
 _CHECKED_BYTES = 64 * 1024 * 1024
@@ -37,55 +37,41 @@ class _Metadata:
     blank_identifier_id: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PuzzleSplit:
-    """The puzzles of one split: cells, labels, and at which rows puzzles and groups of them begin."""
+    """The puzzles of one split. The files of its arrays are mapped into memory.
 
-    path: Path
-    cells: int
+    Args:
+        inputs: what is given, [examples, cells].
+        labels: what is asked, [examples, cells].
+        puzzle_identifiers: the identifier of each puzzle, [puzzles].
+        puzzle_indices: the example at which each puzzle begins, and the number of examples, [puzzles + 1].
+        group_indices: the puzzle at which each group begins, and the number of puzzles, [groups + 1].
+        vocab_size: cells are below this.
+        identifiers: identifiers are below this.
+        ignored: the label of cells that are not counted, or None.
+        blank: the identifier of padding.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    puzzle_identifiers: np.ndarray
+    puzzle_indices: np.ndarray
+    group_indices: np.ndarray
     vocab_size: int
     identifiers: int
     ignored: int | None
     blank: int
-    prefix: str
 
-    @cached_property
-    def inputs(self) -> np.ndarray:
-        """What is given, [examples, cells]."""
-        return self.array("inputs")
-
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """What is asked, [examples, cells]."""
-        return self.array("labels")
-
-    @cached_property
-    def puzzle_identifiers(self) -> np.ndarray:
-        """The identifier of each puzzle."""
-        return np.asarray(self.array("puzzle_identifiers"))
-
-    @cached_property
-    def puzzle_indices(self) -> np.ndarray:
-        """The example at which each puzzle begins, and how many there are."""
-        return np.asarray(self.array("puzzle_indices"))
-
-    @cached_property
-    def group_indices(self) -> np.ndarray:
-        """The puzzle at which each group begins, and how many there are."""
-        return np.asarray(self.array("group_indices"))
+    @property
+    def cells(self) -> int:
+        """Cells of a puzzle."""
+        return self.inputs.shape[1]
 
     @property
     def groups(self) -> int:
-        """How many groups there are: puzzles without their augmented forms."""
+        """Number of groups: puzzles without their augmented forms."""
         return len(self.group_indices) - 1
-
-    def array(self, name: str) -> np.ndarray:
-        """Return one of the arrays, its file mapped into memory; ValueError where there is none."""
-        file = self.path / f"{self.prefix}__{name}.npy"
-        try:
-            return np.load(file, mmap_mode="r")
-        except (OSError, ValueError, EOFError):
-            raise ValueError(f"{file} is missing or is no array of NumPy: a folder of puzzles has one.") from None
 
 
 @dataclass(frozen=True)
@@ -143,38 +129,56 @@ def _open_split(path: Path) -> PuzzleSplit:
         ) from None
     if len(known.sets) != 1:
         raise ValueError(f"{file} names the sets {', '.join(known.sets)}: only folders with one are supported.")
-    sizes = known.seq_len, known.vocab_size, known.num_puzzle_identifiers
-    split = PuzzleSplit(path, *sizes, known.ignore_label_id, known.blank_identifier_id, known.sets[0])
-    _check(split)
+    files = {name: path / f"{known.sets[0]}__{name}.npy" for name in ("inputs", "labels", *_INDICES)}
+    arrays = {name: _check_cells(_load(files[name]), files[name], known) for name in ("inputs", "labels")}
+    arrays |= {name: np.asarray(_load(files[name])) for name in _INDICES}
+    split = PuzzleSplit(
+        **arrays,
+        vocab_size=known.vocab_size,
+        identifiers=known.num_puzzle_identifiers,
+        ignored=known.ignore_label_id,
+        blank=known.blank_identifier_id,
+    )
+    _check_indices(split, path)
     return split
 
 
-def _check(split: PuzzleSplit) -> None:
-    """Raise ValueError where the arrays do not fit together."""
-    for name in ("inputs", "labels"):
-        array, file = split.array(name), split.path / f"{split.prefix}__{name}.npy"
-        if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"{file} is {array.dtype}{list(array.shape)}: puzzles are whole numbers, a row each.")
-        if array.shape[1] != split.cells:
-            raise ValueError(
-                f"{file} has puzzles of {array.shape[1]} cells, and {split.path / METADATA} says seq_len={split.cells}."
-            )
-        rows = array[: max(_CHECKED_BYTES // (array.dtype.itemsize * split.cells), 1)]
-        if rows.size and (rows.max() >= split.vocab_size or rows.min() < 0):
-            bad = rows.max() if rows.max() >= split.vocab_size else rows.min()
-            raise ValueError(f"{file} has the value {bad}, and vocab_size={split.vocab_size} allows 0 to one below it.")
+def _load(file: Path) -> np.ndarray:
+    try:
+        return np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        raise ValueError(f"{file} is missing or is no array of NumPy: a folder of puzzles has one.") from None
+
+
+def _check_cells(array: np.ndarray, file: Path, known: _Metadata) -> np.ndarray:
+    """Return the array of a file. ValueError if it has other cells or values than the metadata says."""
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{file} is {array.dtype}{list(array.shape)}: puzzles are whole numbers, a row each.")
+    if array.shape[1] != known.seq_len:
+        raise ValueError(
+            f"{file} has puzzles of {array.shape[1]} cells, and {file.parent / METADATA} says seq_len={known.seq_len}."
+        )
+    rows = array[: max(_CHECKED_BYTES // (array.dtype.itemsize * known.seq_len), 1)]
+    if rows.size and (rows.max() >= known.vocab_size or rows.min() < 0):
+        bad = rows.max() if rows.max() >= known.vocab_size else rows.min()
+        raise ValueError(f"{file} has the value {bad}, and vocab_size={known.vocab_size} allows 0 to one below it.")
+    return array
+
+
+def _check_indices(split: PuzzleSplit, path: Path) -> None:
+    """Raise ValueError if the arrays do not fit together."""
     examples, puzzles = len(split.inputs), len(split.puzzle_identifiers)
     fits = len(split.labels) == examples and _is_index(split.puzzle_indices, puzzles, examples)
     if not fits or not _is_index(split.group_indices, split.groups, puzzles):
         raise ValueError(
-            f"{split.path}: the arrays do not fit together: {examples} inputs, {len(split.labels)} labels, {puzzles} "
+            f"{path}: the arrays do not fit together: {examples} inputs, {len(split.labels)} labels, {puzzles} "
             f"puzzles, {split.groups} groups. Build the folder again."
         )
     if not examples:
-        raise ValueError(f"{split.path} has no puzzles.")
+        raise ValueError(f"{path} has no puzzles.")
     if puzzles and split.puzzle_identifiers.max() >= split.identifiers:
         largest = split.puzzle_identifiers.max()
-        raise ValueError(f"{split.path} names puzzle {largest}, and num_puzzle_identifiers={split.identifiers}.")
+        raise ValueError(f"{path} names puzzle {largest}, and num_puzzle_identifiers={split.identifiers}.")
 
 
 def _is_index(starts: np.ndarray, count: int, last: int) -> bool:

@@ -34,8 +34,7 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
         masks = _masks(without, side)
         masks[every, cells] &= ~bits
         try_it = np.flatnonzero((givens > 0).sum(1) > clues)
-        other = _solvable(masks[try_it], side)
-        gone = try_it[~other]
+        gone = try_it[_count_solutions(masks[try_it], side, at_most=1) == 0]
         givens[gone, cells[gone]] = 0
     return Puzzles(givens, solutions, count_guesses(givens, side))
 
@@ -59,8 +58,12 @@ def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
 
 
 def count_solutions(givens: np.ndarray, side: int, at_most: int = 2) -> np.ndarray:
-    """Return how many solutions each puzzle has, counted up to `at_most`."""
-    found, numbers, masks = np.zeros(len(givens), np.int64), np.arange(len(givens)), _masks(givens, side)
+    """Number of solutions of each puzzle, counted up to `at_most`."""
+    return _count_solutions(_masks(givens, side), side, at_most)
+
+
+def _count_solutions(masks: np.ndarray, side: int, at_most: int) -> np.ndarray:
+    found, numbers = np.zeros(len(masks), np.int64), np.arange(len(masks))
     while len(masks):
         masks, alive = _reasoned(masks, side)
         done = alive & _solved(masks)
@@ -75,18 +78,6 @@ def classes(givens: np.ndarray, side: int) -> list[bytes]:
     """Return a name for each puzzle that all its symmetric forms share; feasible for 4x4 alone."""
     forms = np.stack([_renamed(givens[:, cells], side) for cells in _all_orders(side)])
     return [min(form.tobytes() for form in forms[:, i]) for i in range(len(givens))]
-
-
-def _solvable(masks: np.ndarray, side: int) -> np.ndarray:
-    """Return which of the grids have a solution at all."""
-    found, numbers = np.zeros(len(masks), bool), np.arange(len(masks))
-    while len(masks):
-        masks, alive = _reasoned(masks, side)
-        found[numbers[alive & _solved(masks)]] = True
-        open_ = alive & ~found[numbers]
-        masks, parents = _branches(masks[open_])
-        numbers = numbers[open_][parents]
-    return found
 
 
 def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
@@ -230,12 +221,7 @@ def _renamed(grids: np.ndarray, side: int) -> np.ndarray:
 def _all_orders(side: int) -> list[np.ndarray]:
     """Return every order of cells that the symmetries of a 4x4 grid allow, without those of digits."""
     assert side == 4, "there are too many for larger grids"
-    lines = [[a, b, c, d] for a, b, c, d in ((*p, *q) for p, q in _pairs())]
+    first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
+    lines = [[*p, *q] for p in first for q in second] + [[*q, *p] for p in first for q in second]
     grid = np.arange(16).reshape(4, 4)
     return [g[np.ix_(rows, columns)].ravel() for g in (grid, grid.T) for rows in lines for columns in lines]
-
-
-def _pairs() -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
-    straight = [(p, q) for p in first for q in second]
-    return straight + [(q, p) for p, q in straight]

@@ -21,7 +21,7 @@ NO_LABEL = -100
 _ENDLESS = 2**31 - 1
 
 
-class _Steps:
+class _PuzzleSampler:
     """The share of one process in every global batch, for grain."""
 
     def __init__(self, data: PreparedPuzzles, name: str, plan: BatchPlan) -> None:
@@ -98,7 +98,7 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
         puzzles = data.split(split)
         if puzzles.cells != plan.seq:
             raise ValueError(f"data={data.name} has puzzles of {puzzles.cells} cells, and seq={plan.seq}.")
-        steps = _Steps(data, split, plan)
+        steps = _PuzzleSampler(data, split, plan)
         start = PuzzlePosition(PuzzlePosition.newest, split, plan.seed, data.content, plan.batch, 0)
         super().__init__(plan, start, steps, puzzles.groups if plan.repeat else len(steps) * plan.batch)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from valkyrie.data.cached import kept_in_cache
+from valkyrie.data.cached import cached_folder
 from valkyrie.data.sources import sudoku
 from valkyrie.data.sources.puzzles import Config, PuzzleConfig, SampleConfig
 from valkyrie.data.sources.puzzles.folder import FOLDERS, METADATA, PreparedPuzzles, open_puzzles
 from valkyrie.data.sources.puzzles.generate import classes, generate
-from valkyrie.data.sources.puzzles.tables import Table, find_tables
+from valkyrie.data.sources.puzzles.tables import PuzzleTable, find_tables
 from valkyrie.paths import write_whole
 
 _ALGORITHM = 1
@@ -50,7 +50,7 @@ def _open_cached(
 ) -> PreparedPuzzles:
     values = [_ALGORITHM, config.source, config.shape(), settings]
     key = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-    folder = kept_in_cache(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
+    folder = cached_folder(Path(config.cache_dir).expanduser(), f"{config.name}-{key}", write)
     return open_puzzles(folder, config.name, side if config.augment else None)
 
 
@@ -92,7 +92,7 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
         write_folder(path / FOLDERS[split], givens[chosen] + 1, solutions[chosen] + 1, config.side + 2)
 
 
-def _convert(config: SampleConfig, tables: dict[str, Table], path: Path) -> None:
+def _convert(config: SampleConfig, tables: dict[str, PuzzleTable], path: Path) -> None:
     """Write what CSV holds, or a sample of it, in the published form."""
     rng = np.random.default_rng(config.seed)
     for split, table in tables.items():

@@ -36,7 +36,7 @@ class Alphabet(Enum):
 
 
 @dataclass(frozen=True)
-class Table:
+class PuzzleTable:
     """One CSV file of puzzles."""
 
     path: Path
@@ -103,9 +103,9 @@ class Table:
                 yield reader.line_num, row["question"] or "", row["answer"] or "", rated
 
 
-def find_tables(folder: Path) -> dict[str, Table] | None:
+def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
     """Return the tables `train.csv` and `test.csv` of a folder; None where neither is there, ValueError where one."""
-    tables = {split: Table(folder / f"{name}.csv") for split, name in FOLDERS.items()}
+    tables = {split: PuzzleTable(folder / f"{name}.csv") for split, name in FOLDERS.items()}
     there = {split: table.path.is_file() for split, table in tables.items()}
     if not any(there.values()):
         return None
