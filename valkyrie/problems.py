@@ -302,8 +302,8 @@ _TEXTS = {
 
 
 def _microbatches(problem: Problem) -> str:
-    count, stage_axis = problem.details["microbatch_count"], problem.details["stage_axis"]
-    if stage_axis is not None:
+    count, stage_axes = problem.details["microbatch_count"], problem.details["stage_axes"]
+    if stage_axis := next((axis for axis in problem.mesh_axes if axis in stage_axes), None):
         return f", and each of microbatches={count} over all but {stage_axis}"
     return f" times microbatches={count}" if count > 1 else ""
 

@@ -160,6 +160,10 @@ class Layout:
         """Return into how many parts these mesh axes split."""
         return math.prod(self.mesh.axes[axis] for axis in mesh_axes)
 
+    def split(self, logical: str, kind: str, length: int) -> int:
+        """Return into how many parts a logical axis is split: of parameters (`stored`), or activations (`active`)."""
+        return self.parts((self.activations if kind == "active" else self.parameters)[logical])
+
     def sizes(self, mesh_axes: Sequence[str]) -> str:
         """Return mesh axes with their sizes, as messages print them: `x=4·y=2`."""
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)

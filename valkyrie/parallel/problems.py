@@ -1,25 +1,30 @@
-"""Why a layout is refused, and the values that would remove each problem. Imports no JAX."""
+"""Why a layout is refused, and the values that would remove each problem. Imports no JAX.
+
+The formulas for sizes (`size_checks`) hold for one layout and for the search's arrays of layouts.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Tensor
-from valkyrie.parallel.partition import RoleKind
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
+from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode
 
 if TYPE_CHECKING:
     from valkyrie.parallel.layout import Layout
+    from valkyrie.search.estimate.candidates import Candidates
 
 Nearest = Callable[[Problem], list[int]]
-"""Returns the values of a problem's key, nearest to its own, that remove the problem and make no other."""
+"""Returns the values of a problem's key, nearest to its own, that remove the problem and cause no other."""
 
 
 def removes(problem: Problem, value: int, arrays: Arrays) -> bool:
-    """Return whether all sizes that the problem's key sets are divisible, in the arrays of this value of the key."""
+    """Whether all sizes that the problem's key sets are divisible, in the arrays of a model with this value."""
     tensors = [*arrays.parameters, *arrays.activations]
     sizes = [n for t in tensors for n, key in zip(t.shape, t.keys, strict=True) if key == problem.key]
     return not any(n % problem.parts for n in sizes or [value])
@@ -46,10 +51,8 @@ def with_advice(problem: Problem, nearest: Nearest | None, sizes: Callable[[Prob
 
 
 def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: int = 1) -> list[int]:
-    """Return the nearest legal values below and above one, as far as there are any within some multiples of `parts`.
-
-    A size may be half of its key, or rounded up to a multiple of 128, so that other values are tried too.
-    """
+    """Return the nearest legal values below and above `value`, if there are any within some multiples of `parts`."""
+    # A size may be half of its key, or rounded up to a multiple of 128: multiples of `parts` alone would miss some.
     coarse = [unit * (value // unit + i) for unit in (parts, 64 * parts, 128 * parts) for i in range(-16, 18)]
     near = sorted({*coarse, *range(value - 32, value + 33)})
     below = (n for n in reversed(near) if least <= n < value and legal(n))
@@ -57,131 +60,149 @@ def nearest_legal(value: int, parts: int, legal: Callable[[int], bool], least: i
     return [n for n in (next(below, None), next(above, None)) if n is not None]
 
 
+Sizes = Any
+"""An int of one layout, or an array with one entry per layout."""
+
+
+@dataclass(frozen=True)
+class SizeCheck:
+    """A problem that depends on the sizes of mesh axes, without those sizes; which layouts have it, and their parts."""
+
+    problem: Problem
+    wrong: Sizes
+    parts: Sizes
+
+
+def size_checks(layouts: Layout | Candidates, arrays: Arrays, batch: int, seq: int) -> Iterator[SizeCheck]:
+    """Yield every problem that layouts may have because of the sizes of their mesh axes."""
+    partition, microbatches, rounds = layouts.partition, layouts.microbatches, layouts.partition.rounds
+    of_batch, of_seq = layouts.activations[BATCH], layouts.activations[SEQ]
+    of_layers = layouts.parameters.get(LAYERS, ())
+    stages, in_sequence = layouts.parts(of_layers), layouts.parts(of_seq)
+    shards = layouts.parts([axis for axis in of_batch if axis not in of_layers])
+
+    def check(
+        code: ProblemCode, key: str | None, rule: Sequence[str], wrong: Sizes, parts: Sizes = 0, **fields: Any
+    ) -> SizeCheck:
+        problem = Problem(code, key, partition=partition.name, mesh_axes=tuple(rule), **fields)
+        return SizeCheck(problem, wrong, parts)
+
+    # Both the stages and the microbatches split the rows of a device. Under 1f1b, stages share the losses of each
+    # microbatch, otherwise those of the whole batch.
+    alternates = partition.schedule is PipelineSchedule["1f1b"]
+    rows = shards * (stages * microbatches if alternates else _least_common_multiple(stages, microbatches))
+    details = {"microbatch_count": microbatches, "stage_axes": of_layers}
+    code = ProblemCode.batch_not_divisible
+    yield check(code, BATCH, of_batch, batch % rows != 0, rows, size=batch, details=details)
+    circular = partition.schedule is PipelineSchedule.circular and rounds > 1
+    if circular:
+        code, key = ProblemCode.too_few_microbatches, "microbatches"
+        yield check(code, key, of_layers, microbatches < stages, stages, value=microbatches)
+    if not arrays.stacked:
+        yield check(ProblemCode.no_stack, None, of_layers, stages > 1)
+    yield check(ProblemCode.seq_not_divisible, SEQ, of_seq, seq % in_sequence != 0, in_sequence, size=seq)
+    for repeats in dict.fromkeys(arrays.stacked) if circular else ():
+        stretches = stages * rounds
+        wrong = (repeats % stages == 0) & (repeats % stretches != 0) & (stages > 1)
+        fields = {"axes": (LAYERS,), "size": repeats, "details": {"rounds": rounds}}
+        yield check(ProblemCode.rounds_not_divisible, "model.layers", of_layers, wrong, stretches, **fields)
+    for (logical, size, key, rule), (kinds, names) in _split_dimensions(layouts, arrays).items():
+        each = [layouts.split(logical, kind, size) for kind in dict.fromkeys(kinds)]
+        wrong = (size % each[0] != 0) | (size % each[-1] != 0)
+        fields = {"axes": (logical,), "size": size, "names": tuple(names)}
+        yield check(ProblemCode.not_divisible, key, rule, wrong, each[0], **fields)
+
+
+def _split_dimensions(
+    layouts: Layout | Candidates, arrays: Arrays
+) -> dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]]:
+    """Return the kinds and names of the arrays with a split dimension: by logical axis, size, config key and rule."""
+    dimensions: dict[tuple[str, int, str | None, tuple[str, ...]], tuple[list[str], list[str]]] = {}
+    stored = ("stored", arrays.parameters, layouts.parameters)
+    for kind, tensors, rules in (stored, ("active", arrays.activations, layouts.activations)):
+        for tensor, names in tensors.items():
+            for logical, size, key in zip(tensor.axes, tensor.shape, tensor.keys, strict=True):
+                if logical is not None and rules[logical]:
+                    kinds, several = dimensions.setdefault((logical, size, key, rules[logical]), ([], []))
+                    kinds.append(kind)
+                    several += names
+    return dimensions
+
+
+def _least_common_multiple(a: Sizes, b: Sizes) -> Sizes:
+    if isinstance(a, int) and isinstance(b, int):
+        return math.lcm(a, b)
+    import numpy as np
+
+    return np.lcm(a, b)
+
+
 def layout_problems(layout: Layout, arrays: Arrays, batch: int, seq: int) -> list[Problem]:
     """Return every problem of a layout with a model's arrays, a global batch of sequences, and their length."""
-    idle = [
-        _at(layout, ProblemCode.idle_mesh_axis, [axis])
-        for axis, role in layout.roles.items()
-        if role.kind is RoleKind.idle
+    of_sizes: dict[ProblemCode, list[Problem]] = defaultdict(list)
+    for check in size_checks(layout, arrays, batch, seq):
+        if check.wrong:
+            several = [axis for axis in check.problem.mesh_axes if layout.mesh.axes[axis] > 1]
+            of_sizes[check.problem.code].append(_on_axes(layout, check.problem, several, check.parts))
+    idle = [axis for axis, role in layout.roles.items() if role.kind is RoleKind.idle]
+    code = ProblemCode
+    return [
+        *(_pipeline_problems(layout, arrays, of_sizes) or _axes_used_twice(layout, arrays)),
+        *of_sizes[code.not_divisible],
+        *of_sizes[code.batch_not_divisible],
+        *of_sizes[code.seq_not_divisible],
+        *(_on_axes(layout, Problem(code.idle_mesh_axis, partition=layout.partition.name), [axis]) for axis in idle),
     ]
-    of_axes = _pipeline_problems(layout, arrays) or _spent_twice(layout, arrays)
-    return [*of_axes, *_indivisible(layout, arrays), *_batch_problems(layout, batch, seq), *idle]
 
 
-def _at(layout: Layout, code: ProblemCode, mesh_axes: Sequence[str], key: str | None = None, **fields: Any) -> Problem:
-    """Return a problem of the layout's partition on these mesh axes."""
+def _on_axes(layout: Layout, problem: Problem, mesh_axes: Sequence[str], parts: int = 0) -> Problem:
+    """Return the problem with the sizes that these mesh axes have in the layout."""
     sizes = tuple(layout.mesh.axes[axis] for axis in mesh_axes)
-    return Problem(code, key, partition=layout.partition.name, mesh_axes=tuple(mesh_axes), mesh_sizes=sizes, **fields)
+    return replace(problem, mesh_axes=tuple(mesh_axes), mesh_sizes=sizes, parts=parts)
 
 
-def _pipeline_problems(layout: Layout, arrays: Arrays) -> list[Problem]:
-    """Return why the stages of a pipeline and its schedule do not go with the model and the partition."""
+def _pipeline_problems(layout: Layout, arrays: Arrays, of_sizes: dict[ProblemCode, list[Problem]]) -> list[Problem]:
+    """Return why the stages of a pipeline and its schedule do not suit the model and the partition."""
     pipeline, partition = layout.pipeline, layout.partition
     if pipeline is None:
         return []
-    schedule, rounds, problems = partition.schedule.value, partition.rounds, []
-    on_stages = partial(_at, layout, mesh_axes=[pipeline.axis])
+    schedule, rounds, problems, code = partition.schedule.value, partition.rounds, [], ProblemCode
+
+    def on_stages(code: ProblemCode, key: str, **fields: Any) -> Problem:
+        return _on_axes(layout, Problem(code, key, partition=partition.name, **fields), [pipeline.axis])
+
     if several := [axis for axis in layout.parameters[LAYERS] if layout.mesh.axes[axis] > 1][1:]:
         also = {"also": layout.sizes(several)}
-        problems.append(on_stages(ProblemCode.several_stage_axes, key="partition.parameters.layers", details=also))
+        problems.append(on_stages(code.several_stage_axes, "partition.parameters.layers", details=also))
     for kind, rules, own in (("parameters", layout.parameters, LAYERS), ("activations", layout.activations, BATCH)):
         if others := tuple(logical for logical, axes in rules.items() if pipeline.axis in axes and logical != own):
             details = {"kind": kind}
-            problems.append(
-                on_stages(ProblemCode.stage_axis_shared, key=f"partition.{kind}", axes=others, details=details)
-            )
-    if not arrays.stacked:
-        problems.append(on_stages(ProblemCode.no_stack))
+            problems.append(on_stages(code.stage_axis_shared, f"partition.{kind}", axes=others, details=details))
+    problems += of_sizes[code.no_stack]
     if rounds < 1 or (rounds == 1) == (schedule == "circular"):
-        details = {"schedule": schedule}
-        problems.append(Problem(ProblemCode.wrong_rounds, "partition.rounds", rounds, details=details))
-    elif schedule == "circular" and pipeline.microbatches < pipeline.stages:
-        problems.append(
-            on_stages(
-                ProblemCode.too_few_microbatches,
-                key="microbatches",
-                value=pipeline.microbatches,
-                parts=pipeline.stages,
-            )
-        )
-    if schedule == "1f1b" and len(arrays.stacked) > 1:
-        problems.append(on_stages(ProblemCode.several_stacks, key="partition.schedule", size=len(arrays.stacked)))
-    if schedule == "1f1b" and (layout.remat.save or layout.remat.offload):
-        problems.append(Problem(ProblemCode.remat_with_1f1b, "remat", layout.remat.label))
-    parts = pipeline.stages * rounds
-    return problems + [
-        on_stages(
-            ProblemCode.rounds_not_divisible,
-            key="model.layers",
-            axes=(LAYERS,),
-            size=repeats,
-            parts=parts,
-            details={"rounds": rounds},
-        )
-        for repeats in dict.fromkeys(arrays.stacked)
-        if rounds > 1 and schedule == "circular" and repeats % pipeline.stages == 0 and repeats % parts
-    ]
+        problems.append(Problem(code.wrong_rounds, "partition.rounds", rounds, details={"schedule": schedule}))
+    problems += of_sizes[code.too_few_microbatches]
+    if pipeline.alternates and len(arrays.stacked) > 1:
+        problems.append(on_stages(code.several_stacks, "partition.schedule", size=len(arrays.stacked)))
+    if pipeline.alternates and (layout.remat.save or layout.remat.offload):
+        problems.append(Problem(code.remat_with_1f1b, "remat", layout.remat.label))
+    return problems + of_sizes[code.rounds_not_divisible]
 
 
-def _split(layout: Layout, arrays: Arrays) -> Iterator[tuple[list[str], Tensor, tuple[tuple[str, ...], ...]]]:
-    """Yield every different array: its names, itself, and the mesh axes of each of its dimensions."""
-    for tensor, names in arrays.parameters.items():
-        yield names, tensor, layout.stored(tensor.axes)
-    for tensor, names in arrays.activations.items():
-        yield names, tensor, layout.activation(tensor.axes)
-
-
-def _spent_twice(layout: Layout, arrays: Arrays) -> list[Problem]:
-    cases: dict[tuple[str, str, str], list[str]] = {}
-    for names, tensor, split in _split(layout, arrays):
+def _axes_used_twice(layout: Layout, arrays: Arrays) -> list[Problem]:
+    """Return the problem of each mesh axis that splits two dimensions of an array."""
+    cases: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    tensors = [(tensor, layout.stored(tensor.axes), names) for tensor, names in arrays.parameters.items()]
+    tensors += [(tensor, layout.activation(tensor.axes), names) for tensor, names in arrays.activations.items()]
+    for tensor, split, names in tensors:
         seen: dict[str, str] = {}
         for logical, mesh_axes in zip(tensor.axes, split, strict=True):
             for mesh_axis in mesh_axes:
                 if mesh_axis in seen:
-                    cases.setdefault((mesh_axis, seen[mesh_axis], logical or ""), []).extend(names)
+                    cases[mesh_axis, seen[mesh_axis], logical or ""] += names
                 seen[mesh_axis] = logical or ""
+    code, name = ProblemCode.mesh_axis_used_twice, layout.partition.name
     return [
-        _at(layout, ProblemCode.mesh_axis_used_twice, [mesh_axis], axes=(first, second), names=tuple(names))
+        _on_axes(layout, Problem(code, partition=name, axes=(first, second), names=tuple(names)), [mesh_axis])
         for (mesh_axis, first, second), names in cases.items()
     ]
-
-
-def _indivisible(layout: Layout, arrays: Arrays) -> list[Problem]:
-    cases: dict[tuple[str, int, str | None, tuple[str, ...]], list[str]] = {}
-    for names, tensor, split in _split(layout, arrays):
-        for logical, size, key, mesh_axes in zip(tensor.axes, tensor.shape, tensor.keys, split, strict=True):
-            if logical is not None and size % layout.parts(mesh_axes):
-                cases.setdefault((logical, size, key, mesh_axes), []).extend(names)
-    code = ProblemCode.not_divisible
-    return [
-        _at(
-            layout,
-            code,
-            [axis for axis in mesh_axes if layout.mesh.axes[axis] > 1],
-            key,
-            axes=(logical,),
-            size=size,
-            parts=layout.parts(mesh_axes),
-            names=tuple(names),
-        )
-        for (logical, size, key, mesh_axes), names in cases.items()
-    ]
-
-
-def _batch_problems(layout: Layout, batch: int, seq: int) -> list[Problem]:
-    problems, pipeline = [], layout.pipeline
-    own = layout.microbatches if pipeline is None else pipeline.rows // pipeline.stages
-    rows = layout.shards(BATCH) * own
-    if batch % rows:
-        split = [axis for axis in layout.activations[BATCH] if layout.mesh.axes[axis] > 1]
-        details = {
-            "microbatch_count": layout.microbatches,
-            "stage_axis": None if pipeline is None else pipeline.axis,
-        }
-        code = ProblemCode.batch_not_divisible
-        problems.append(_at(layout, code, split, BATCH, size=batch, parts=rows, details=details))
-    parts = layout.shards(SEQ)
-    if seq % parts:
-        code = ProblemCode.seq_not_divisible
-        problems.append(_at(layout, code, layout.activations[SEQ], SEQ, size=seq, parts=parts))
-    return problems

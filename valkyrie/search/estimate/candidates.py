@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import numpy as np
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
 from valkyrie.parallel.layout import gathered_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
-from valkyrie.problems import Problem, ProblemCode
+from valkyrie.parallel.problems import size_checks
+from valkyrie.problems import Problem
 
 
 @dataclass(frozen=True)
@@ -147,33 +148,13 @@ class Candidates:
         return limited
 
     def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
-        """Return the problems of these layouts, each with a mask of the layouts that have it.
-
-        The codes are those of `valkyrie.parallel.problems.layout_problems`, which judges one layout. What does not
-        depend on the mesh (`idle_mesh_axis`, `wrong_rounds`, ...) is not looked for.
-        """
-        stages, m = self.stages, self.microbatches
-        problem = partial(Problem, partition=self.partition.name)
-        both = np.where(self.alternates, stages * m, np.lcm(stages, m))  # m where there is no pipeline
-        rows = self.parts(self.activations[BATCH]) * both
-        piped, stretches = stages > 1, stages * self.rounds.astype(np.int64)
-        found = {
-            problem(ProblemCode.batch_not_divisible, BATCH, size=batch): batch % rows != 0,
-            problem(ProblemCode.too_few_microbatches, "microbatches"): piped & (self.rounds > 1) & (m < stages),
-            problem(ProblemCode.no_stack): piped & (not self.arrays.stacked),
-            problem(ProblemCode.seq_not_divisible, SEQ, size=seq): seq % self.parts(self.activations[SEQ]) != 0,
-        }
-        for repeats in self.arrays.stacked:
-            key = problem(ProblemCode.rounds_not_divisible, "model.layers", axes=(LAYERS,), size=repeats)
-            found[key] = piped & (repeats % stages == 0) & (repeats % stretches != 0)
-        for tensors, kind in ((self.arrays.parameters, "stored"), (self.arrays.activations, "active")):
-            for tensor in tensors:
-                for axis, length in zip(tensor.axes, tensor.shape, strict=True):
-                    if axis not in (None, BATCH, SEQ):
-                        key = problem(ProblemCode.not_divisible, axes=(axis,), size=length)
-                        wrong = length % self.split(axis, kind, length) != 0
-                        found[key] = found.get(key, np.zeros(len(self), bool)) | wrong
-        return found
+        """Return the problems of sizes that these layouts have, each with a mask of the layouts that have it."""
+        masks: dict[Problem, np.ndarray] = {}
+        for check in size_checks(self, self.arrays, batch, seq):
+            p = check.problem
+            problem = Problem(p.code, partition=p.partition, axes=p.axes, size=p.size)
+            masks[problem] = masks.get(problem, np.zeros(len(self), bool)) | check.wrong
+        return masks
 
     @property
     def alternates(self) -> bool:
