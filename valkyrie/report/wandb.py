@@ -1,6 +1,6 @@
 """The W&B dashboard of sweeps: a saved view of the project's runs, and a report that compares layouts.
 
-Both are read from the runs that `valkyrie.sweep.tracking` makes: its summary keys and its config.
+`templates/dashboard.yaml` lists its sections and panels. They read the runs that `valkyrie.sweep.tracking` makes.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from dataclasses import dataclass
-from itertools import combinations
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import Report
@@ -19,28 +20,32 @@ if TYPE_CHECKING:
 EXTRA = "wandb-workspaces"
 """The extra of this package that installs the library."""
 
-_ACROSS = [*"swxyz", *(",".join(axes) for count in (2, 3) for axes in combinations("xyz", count))]
+_NOTE = (
+    "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that stand in "
+    "for the mesh: they say nothing of an accelerator. Refused layouts are runs too: their summary says why."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what asks for a dashboard: `--wandb ENTITY/PROJECT`, `--group SWEEP`, `--dry-run`."""
+    """Add the arguments of a dashboard: `--wandb ENTITY/PROJECT`, `--group SWEEP`, `--dry-run`."""
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="build the W&B dashboard of a project's sweeps")
     parser.add_argument("--group", metavar="SWEEP", help="with --wandb: show one sweep (all of the project otherwise)")
     parser.add_argument("--dry-run", action="store_true", help="with --wandb: print what would be built; needs no key")
 
 
 def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
-    """Save the view and the report and print where they are, or print them as JSON; return the exit status.
+    """Save the view and the report and print their addresses, or print them as JSON; return the exit status.
 
-    ValueError says what is missing: the library, the project's entity, the key, or W&B's answer.
+    Raises ValueError if the library, the project's entity or the key is missing, or if W&B refuses.
     """
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
         raise ValueError(
             f"--wandb={project} is not a W&B project. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
         )
-    _require_library()
-    workspace, report = build_workspace(entity, name, group), build_report(entity, name, group)
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        raise ValueError(f"--wandb needs the library wandb-workspaces: uv sync --extra {EXTRA} in the clone.")
+    workspace, report = build_dashboard(entity, name, group)
     if dry_run:
         print(json.dumps(describe(workspace, report), indent=1))
         return 0
@@ -61,96 +66,46 @@ def main_wandb(project: str, group: str | None, dry_run: bool) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Section:
-    """A section of the dashboard: its name in the view, the question that heads it in the report, and its panels.
-
-    `bars` are a title and the metrics of each bar chart by layout; `scatter` a title and the metrics of both axes.
-    """
-
-    name: str
-    question: str
-    bars: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    scatter: tuple[str, str, str] | None = None
-    coordinates: str | None = None
-
-
-SECTIONS = (
-    Section(
-        "speed per layout",
-        "Which layout is fastest?",
-        (
-            ("tokens/s/chip per layout", ("tokens_per_second_per_chip",)),
-            ("tokens/s per layout", ("tokens_per_second",)),
-            ("milliseconds of a step", ("step_ms",)),
-            ("MFU", ("mfu",)),
-            ("goodput: share of a training's wall time in steps that count", ("goodput",)),
-            ("share of a training's steps in which devices wait for data", ("data_wait",)),
-        ),
-    ),
-    Section(
-        "memory against speed",
-        "What does it cost in memory?",
-        (("GiB of a device at the peak", ("hbm_gib",)),),
-        scatter=("memory of a device (GiB) against tokens/s", "hbm_gib", "tokens_per_second"),
-    ),
-    Section(
-        "bytes over mesh axes",
-        "What is sent, and over which axes?",
-        (
-            ("bytes sent by a device in a step, over mesh axes", tuple(f"comm_bytes/{axes}" for axes in _ACROSS)),
-            ("bytes sent by a device in a step, in all", ("comm_bytes/total",)),
-        ),
-    ),
-    Section("mesh", "What do the axes of the mesh do to speed?", coordinates="mesh axes against speed"),
-)
-_NOTE = (
-    "Every run is a layout. Speeds of runs whose config says simulated=true were taken on CPU devices that stand in "
-    "for the mesh: they say nothing of an accelerator. Refused layouts are runs too: their summary says why."
-)
-
-
-def build_workspace(entity: str, project: str, group: str | None) -> Workspace:
-    """Return the saved view, with every section."""
+def build_dashboard(entity: str, project: str, group: str | None) -> tuple[Workspace, Report]:
+    """Return the saved view, with every section, and the report, with a run set for each stage; of one sweep or all."""
+    import wandb_workspaces.reports.v2.interface as wr
     import wandb_workspaces.workspaces as ws
     from wandb_workspaces import expr
 
-    return ws.Workspace(
+    from valkyrie.sweep.rows import STAGES
+
+    sections = yaml.safe_load((files("valkyrie.report") / "templates" / "dashboard.yaml").read_text(encoding="utf-8"))
+    title = f"Layouts of {group}" if group else "Layouts of all sweeps"
+    which = [expr.Metric("group") == group] if group else []
+    workspace = ws.Workspace(
         entity=entity,
         project=project,
-        name=_title(group),
-        sections=[ws.Section(section.name, panels=_panels(section), is_open=True) for section in SECTIONS],
+        name=title,
+        sections=[ws.Section(section["name"], panels=_panels(section), is_open=True) for section in sections],
         settings=ws.WorkspaceSettings(max_runs=100),
         runset_settings=ws.RunsetSettings(
-            filters=expr.And(expr.Metric("group") == group) if group else "",
+            filters=expr.And(*which) if which else "",
             groupby=[expr.Config("stage")],
             order=[ws.Ordering(expr.Summary("tokens_per_second_per_chip"), ascending=False)],
             pinned_columns=["summary:status", "summary:tokens_per_second_per_chip", "summary:reason"],
         ),
     )
-
-
-def build_report(entity: str, project: str, group: str | None) -> Report:
-    """Return the report that compares tokens/s per layout, with a run set for every stage."""
-    import wandb_workspaces.reports.v2.interface as wr
-    from wandb_workspaces import expr
-
-    from valkyrie.sweep.rows import STAGES
-
-    which = [expr.Metric("group") == group] if group else []
     runsets = [
         wr.Runset(entity, project, name=words, filters=expr.And(*which, expr.Config("stage") == stage))
         for stage, words in STAGES.items()
     ]
-    grids = [(section.question, wr.PanelGrid(runsets=runsets, panels=_panels(section))) for section in SECTIONS]
-    return wr.Report(
+    blocks: list[Any] = [wr.P(_NOTE)]
+    for section in sections:
+        blocks += [wr.H2(section["question"]), wr.PanelGrid(runsets=runsets, panels=_panels(section))]
+    report = wr.Report(
         entity=entity,
         project=project,
-        title=_title(group),
+        title=title,
         description="Which mesh and partition trains fastest, and does it fit?",
-        blocks=[wr.P(_NOTE), *(block for question, grid in grids for block in (wr.H2(question), grid))],
+        blocks=blocks,
         width="fluid",
     )
+    return workspace, report
 
 
 def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
@@ -172,37 +127,30 @@ def describe(workspace: Workspace, report: Report) -> dict[str, Any]:
     return {"workspace": _json(workspace), "report": {**about, "description": report.description, "blocks": blocks}}
 
 
-def _panels(section: Section) -> list[Any]:
+def _panels(section: dict[str, Any]) -> list[Any]:
     import wandb_workspaces.reports.v2.interface as wr
 
     panels: list[Any] = []
-    if section.scatter is not None:
-        title, x, y = section.scatter
-        panels.append(wr.ScatterPlot(title=title, x=wr.SummaryMetric(x), y=wr.SummaryMetric(y)))
-    for title, metrics in section.bars:
-        by_layout = {"groupby": wr.Config("layout"), "groupby_aggfunc": "median", "max_bars_to_show": 100}
-        panels.append(wr.BarPlot(title=title, metrics=[*metrics], **by_layout))
-    if section.coordinates is not None:
-        coordinates = [
-            *((wr.Config(f"axes.{axis}"), axis) for axis in "xyz"),  # a run that lacks a column is not drawn at all
-            (wr.Config("partition.name"), "partition"),
-            (wr.Config("microbatches"), "microbatches"),
-            (wr.SummaryMetric("hbm_gib"), "GiB of a device"),
-            (wr.SummaryMetric("tokens_per_second_per_chip"), "tokens/s/chip"),
-        ]
-        columns = [wr.ParallelCoordinatesPlotColumn(metric, name) for metric, name in coordinates]
-        panels.append(wr.ParallelCoordinatesPlot(title=section.coordinates, columns=columns))
+    for panel in section["panels"]:
+        metrics = panel["metrics"]
+        if "bars" in panel:
+            by_layout = {"groupby": wr.Config("layout"), "groupby_aggfunc": "median", "max_bars_to_show": 100}
+            panels.append(wr.BarPlot(title=panel["bars"], metrics=metrics, **by_layout))
+        elif "scatter" in panel:
+            x, y = map(wr.SummaryMetric, metrics)
+            panels.append(wr.ScatterPlot(title=panel["scatter"], x=x, y=y))
+        else:
+            columns = [wr.ParallelCoordinatesPlotColumn(_metric(name), label) for name, label in metrics.items()]
+            panels.append(wr.ParallelCoordinatesPlot(title=panel["coordinates"], columns=columns))
     return panels
 
 
-def _title(group: str | None) -> str:
-    return f"Layouts of {group}" if group else "Layouts of all sweeps"
+def _metric(name: str) -> Any:
+    import wandb_workspaces.reports.v2.interface as wr
+
+    section, _, key = name.rpartition(":")
+    return wr.Config(key) if section == "config" else wr.SummaryMetric(key)
 
 
 def _json(thing: Any) -> Any:
     return json.loads(thing._to_model().model_dump_json(by_alias=True, exclude_none=True))
-
-
-def _require_library() -> None:
-    if importlib.util.find_spec("wandb_workspaces") is None:
-        raise ValueError(f"--wandb needs the library wandb-workspaces: uv sync --extra {EXTRA} in the clone.")
