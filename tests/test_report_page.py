@@ -91,7 +91,7 @@ def facts(data: dict[str, Any], place: int) -> dict[str, str | list[str]]:
 def test_texts_that_layouts_share_stand_once(tmp_path: Path):
     found = rows_of(tmp_path, *(trial(f"8x1x{i}-fsdp", 1000 - i, asked=asked(0)) for i in range(3)))
     text = page(found)
-    assert text.count("block_pattern") == text.count("8 v5e chips 2x4") == 1
+    assert text.count("block_pattern") == text.count("v5e chips 2x4") == 1
     for place, row in enumerate(found):
         told = facts(data_of(text), place)
         assert " ".join(told["command"]) == tables.command(row) and told["folder"] == row.trial.folder
@@ -142,8 +142,7 @@ def test_two_layouts_are_compared_in_both_orders(tmp_path: Path):
     assert one[0].startswith("A is 2.50 times as fast as B") and other[0].startswith("B is 2.50 times as fast as A")
     tokens = [side["tokens"] for side in pairs["sides"].values()]
     assert tokens[1] != tokens[0]
-    assert f"Seconds and bytes of B are those for {tokens[0]:,} tokens, a step of A." in one[0]
-    assert f"Seconds and bytes of B are those for {tokens[1]:,} tokens, a step of A." in other[0]
+    assert f"for {tokens[0]:,} tokens" in one[0] and f"for {tokens[1]:,} tokens" in other[0]
 
 
 def test_only_layouts_of_the_same_work_are_compared(tmp_path: Path):

@@ -90,18 +90,14 @@ def test_the_report_sets_what_was_predicted_beside_what_was_measured(dry: dict[s
 
 @pytest.mark.parametrize("project", ["valkyrie", "me/", "/valkyrie", "a/b/c"])
 def test_a_project_needs_its_entity(project: str) -> None:
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=f"--wandb={project} .* ENTITY/PROJECT"):
         main_wandb(project, None, dry_run=True)
-    assert str(refused.value) == (
-        f"--wandb={project} is not a W&B project. Write --wandb ENTITY/PROJECT, such as my-team/valkyrie."
-    )
 
 
 def test_without_a_key_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wandb, "login", lambda **_: False)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="Set WANDB_API_KEY"):
         main_wandb("me/valkyrie", None, dry_run=False)
-    assert "Set WANDB_API_KEY (or run `wandb login`), or add --dry-run" in str(refused.value)
 
 
 def test_a_server_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +105,13 @@ def test_a_server_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         raise wandb.errors.AuthenticationError("wrong key")
 
     monkeypatch.setattr(wandb, "login", fail)
-    with pytest.raises(ValueError, match="me/valkyrie: W&B did not take the dashboard .wrong key.\\."):
+    with pytest.raises(ValueError, match="wrong key"):
         main_wandb("me/valkyrie", None, dry_run=False)
 
 
 def test_without_the_library_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"uv sync --extra wandb-workspaces"):
+    with pytest.raises(ValueError, match="--extra wandb-workspaces"):
         main_wandb("me/valkyrie", None, dry_run=True)
 
 

@@ -51,7 +51,7 @@ def test_what_a_sweep_varies_is_part_of_the_work_and_told_once(varied: list[Row]
     ]
     named = values.labels(varied)
     assert len(set(named.values())) == 6 and named[varied[0].id] == "8x1x1-fsdp embed=2048 layers=12"
-    assert varied[0].work.label == "valkyrie_tiny, 16 x 64 tokens, embed=2048 layers=12"
+    assert varied[0].work.label.endswith(", embed=2048 layers=12")
 
 
 def test_keys_of_the_layout_the_trial_and_the_work_are_not_varied(tmp_path: Path):
@@ -91,7 +91,11 @@ def test_the_model_of_one_sweep_is_told_from_that_of_another(tmp_path: Path):
     rows = read_rows([tmp_path])
     assert [row.work.varied for row in rows] == [("layers=1",), ("layers=4",)]
     said = as_markdown(rows)
-    assert "| 1 | 8x1x1-dp layers=1 |" in said and "| 2 | 8x1x1-2d_tp layers=4 |" in said and "faster" not in said
+    assert re.findall(r"^\| (\d) \| (\S+) layers=(\d)", said, re.M) == [
+        ("1", "8x1x1-dp", "1"),
+        ("2", "8x1x1-2d_tp", "4"),
+    ]
+    assert "as fast" not in said
 
 
 def test_a_prediction_of_one_model_says_nothing_of_another(tmp_path: Path):
@@ -131,23 +135,17 @@ def test_sweeps_without_a_work_in_common_are_not_compared(tmp_path: Path):
     rows = read_rows([tmp_path])
     found = compare(rows, str(one), str(three))
     assert found.pairs == []
-    assert found.summary.startswith(f"Nothing to compare: {one} and {three} have no work in common (")
-    assert f"{one}: valkyrie_tiny, 16 x 64 tokens, layers=1, bf16_mixed; " in found.summary
+    assert "no work" in found.summary and f"{one}: {rows[0].work.label}" in found.summary
     said = as_markdown(rows, found)
     assert found.summary in said and "ratio" not in said
     assert page(rows, found).count("<th scope") == page(rows).count("<th scope")
     other = compare(rows_of(tmp_path / "more", FSDP, replace(TP, sweep="elsewhere")), "hand", "elsewhere")
-    assert other.summary.startswith(
-        "Nothing to compare: hand and elsewhere have no layout in common with the same kind of speed"
-    )
+    assert "no layout in" in other.summary
 
 
 def test_partitions_are_compared_within_a_shape(varied: list[Row]):
     ((group, members),) = groups(varied).items()
-    found = [
-        re.search(r"layers=([0-9]+): ([a-z0-9_]+) on .* is ([0-9.]+x)", line)
-        for line in words.answer(group, members)[1:]
-    ]
+    found = [re.search(r"layers=([0-9]+): (\w+)\b.* is ([0-9.]+x)", line) for line in words.answer(group, members)[1:]]
     assert [one and one.groups() for one in found] == [
         ("12", "fsdp", "1.8x"),
         ("24", "2d_tp", "1.06x"),
@@ -195,31 +193,31 @@ def test_trials_that_a_comparison_leaves_out_are_counted(tmp_path: Path):
     before, after = sweep_folder(tmp_path / "a", [again, FSDP]), sweep_folder(tmp_path / "b", [FSDP])
     found = compare(read_rows([tmp_path]), str(before), str(after))
     assert [p.ratio for p in found.pairs] == [0.5] and [row.rate_per_chip for row in found.again] == [1000]
-    assert found.summary.endswith("a faster trial of that layout and work: 1.")
+    assert found.summary.endswith(": 1.")
     assert found.summary in as_markdown(read_rows([tmp_path]), found)
 
 
 def test_a_comparison_names_what_became_of_a_trial_in_words(tmp_path: Path):
     before, after = sweep_folder(tmp_path / "a", [LARGE]), sweep_folder(tmp_path / "b", [LARGE, FSDP])
     rows = read_rows([tmp_path])
-    assert '<td class="number">does not fit</td>' in page(rows, compare(rows, str(before), str(after)))
+    assert ">does not fit<" in page(rows, compare(rows, str(before), str(after)))
 
 
 def test_price_lines_take_the_cheapest_of_each_work(tmp_path: Path):
     cheap, fast = trial("8x1x1-fsdp", 300, price=1.2), trial("2x4x1-2d_tp", 600, target="v5p-16", price=4.2)
     large = trial("4x2x1-dp", 900, price=1.2, batch=64)
-    one = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
-    assert one == ["Cheapest: 8x1x1-fsdp on v5e-8, 1.11 dollars for a million tokens."]
-    assert [line.partition(" on ")[0] for line in words.price_lines(rows_of(tmp_path / "two", cheap, fast, large))] == [
-        "Cheapest: 8x1x1-fsdp of valkyrie_tiny, 16 x 64 tokens",
-    ]
+    (one,) = words.price_lines(rows_of(tmp_path / "one", cheap, fast))
+    assert "8x1x1-fsdp on v5e-8" in one and "1.11 dollars" in one
+    rows = rows_of(tmp_path / "two", cheap, fast, large)
+    (two,) = words.price_lines(rows)
+    assert f"8x1x1-fsdp of {rows[0].work.label}" in two
     assert words.price_lines([]) == []
 
 
 def test_where_all_prices_are_equal_none_is_called_cheapest(tmp_path: Path):
     rows = rows_of(tmp_path, FSDP, trial("2x4x1-2d_tp", 100, price=1.2))
     assert words.price_lines(rows) == []
-    assert "0.333 dollars for a million tokens." in words.answer(rows[0].group, rows)[0]
+    assert "0.333 dollars" in words.answer(rows[0].group, rows)[0]
     assert "Cheapest" not in page(rows)
 
 
@@ -254,10 +252,10 @@ def test_real_devices_at_hand_are_named(tmp_path: Path):
     refused = trial("3x1x1-dp", None, stage="measure", target="auto", status=Status.refused, reason="no")
     predicted = replace(FSDP, about=replace(FSDP.about, layout=real.about.layout))
     found = rows_of(tmp_path, real, refused, predicted)
-    assert [row.group.label for row in found[:2]] == ["measured on 8 x NVIDIA H100"] * 2
+    assert [row.group.target for row in found[:2]] == [real.results.devices] * 2
     assert len(predicted_and_measured(found)) == 1
     trained = replace(real, stage="train", results=TrialResult(simulated=False, step=real.results.step))
-    assert rows_of(tmp_path / "old", trained)[0].group.label == "trained on the devices at hand"
+    assert rows_of(tmp_path / "old", trained)[0].group.devices.endswith("at hand")
 
 
 def test_the_command_of_a_layout_runs_as_one_run(tmp_path: Path):
@@ -289,10 +287,8 @@ def for_a_cpu(layout: str, gib: float, sent: float) -> Trial:
 
 def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
     rows = rows_of(tmp_path, for_a_cpu("8x1x1-fsdp", 4, 4e6), for_a_cpu("2x4x1-2d_tp", 2, 9e6))
-    assert words.answer(rows[0].group, rows) == [
-        "No layout predicted for cpu8 has a speed: CPU target: memory and bytes per axis only; choose a TPU slice for "
-        "step time. Least memory: 2x4x1-2d_tp, 2.0 GiB a device. Least sent: 8x1x1-fsdp, 4 MB by a device in a step."
-    ]
+    (said,) = words.answer(rows[0].group, rows)
+    assert "2x4x1-2d_tp, 2.0 GiB" in said and "8x1x1-fsdp, 4 MB" in said
     assert {v["label"] for v in values.sent(rows)} == {"8x1x1-fsdp", "2x4x1-2d_tp"}
     assert [(v["label"], v["peak"], v["rate"]) for v in values.memory(rows)] == [
         ("2x4x1-2d_tp", 2, None),
@@ -300,8 +296,7 @@ def test_a_compile_for_a_cpu_tells_memory_and_bytes(tmp_path: Path):
     ]
     spec = figures.specification(figures.MEMORY, rows)
     assert spec is not None and spec["layer"][0]["mark"]["type"] == "bar"
-    assert "|  | 2x4x1-2d_tp |  |  |  |" in as_markdown(rows)
-    assert "No layout here has a speed." in page(rows)
+    assert re.search(r"^\| +\| 2x4x1-2d_tp \|  \|  \|  \|", as_markdown(rows), re.M) and 'class="empty"' in page(rows)
 
 
 def test_simulated_times_bear_the_word_and_bytes_do_not(tmp_path: Path):
@@ -309,8 +304,8 @@ def test_simulated_times_bear_the_word_and_bytes_do_not(tmp_path: Path):
     rows = rows_of(tmp_path, ran)
     times, sent = (figures.specification(f, rows) for f in (figures.PARTS_OF_STEP, figures.SENT))
     assert times is not None and sent is not None
-    assert times["encoding"]["x"]["title"] == "one step, ms (simulated)"
-    assert sent["encoding"]["x"]["title"] == "sent by one device in a step, MB"
+    assert times["encoding"]["x"]["title"].endswith("ms (simulated)")
+    assert sent["encoding"]["x"]["title"].endswith("step, MB")
 
 
 def test_pairs_are_simulated_one_by_one(tmp_path: Path):
@@ -322,4 +317,4 @@ def test_pairs_are_simulated_one_by_one(tmp_path: Path):
     mixed, alone = specs.pairs(True, drawn), specs.pairs(True, drawn[:1])
     assert mixed["layer"][1]["encoding"]["shape"]["field"] == "kind"
     assert mixed["layer"][1]["encoding"]["y"]["title"] == "measured step, ms"
-    assert alone["encoding"]["y"]["title"] == "measured step, ms (simulated)"
+    assert alone["encoding"]["y"]["title"].endswith("ms (simulated)")

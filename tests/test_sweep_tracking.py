@@ -168,10 +168,8 @@ def test_a_server_that_does_not_answer_leaves_the_sweep_offline_with_one_line(
 
     monkeypatch.setattr(wandb, "init", refuse)
     said = tell(tmp_path, [OK, FASTER], wandb=WandbMode.online)
-    assert said == [
-        "W&B did not start online (AuthenticationError: the key is wrong); it is offline. Upload it later: "
-        f"wandb sync {tmp_path}/wandb/offline-run-*"
-    ]
+    (note,) = said
+    assert "the key is" in note and note.endswith(f"sync {tmp_path}/wandb/offline-run-*")
     assert {log["run"].display_name for log in wandb_logs(tmp_path)} == {OK.name, FASTER.name, "laptop"}
 
 
@@ -201,7 +199,7 @@ def test_the_parent_has_the_table_and_the_plots(told: tuple[Path, dict[str, Any]
     assert rows[LARGE.name]["hbm_gib"] == 40.0
     plots = {key.rpartition("/")[2]: json.dumps(value) for key, value in log["config"].items() if "visualize" in key}
     assert set(plots) == {"tokens_per_second_per_layout", "memory_against_throughput"}
-    assert "tokens/s per layout (simulated)" in plots["tokens_per_second_per_layout"]
+    assert "layout (simulated)" in plots["tokens_per_second_per_layout"]
     assert log["summary"]["trials/ok"] == 2 and log["summary"]["trials/refused"] == 1
     assert log["summary"]["best/measure"] == FASTER.name
     assert log["exit"] == 0
@@ -255,7 +253,8 @@ def test_a_wandb_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
 
     monkeypatch.setattr(wandb, "init", fail)
     said = tell(tmp_path, SWEEP)
-    assert said == ["W&B did not start (OSError: no service); trials.jsonl is written all the same."]
+    (note,) = said
+    assert "OSError: no service" in note and "trials.jsonl" in note
     assert calls == [OK.name]
     assert len(TrialLog(tmp_path).read()) == len(SWEEP)
 
@@ -284,7 +283,7 @@ def test_a_training_that_told_wandb_itself_is_not_told_again(tmp_path: Path) -> 
     assert tell(tmp_path, [trained, killed]) == []
     runs = {log["run"].display_name: log for log in wandb_logs(tmp_path)}
     assert set(runs) == {killed.name, "laptop"}
-    assert runs[killed.name]["exit"] == 1 and runs[killed.name]["summary"]["reason"] == "killed by signal 9"
+    assert runs[killed.name]["exit"] == 1 and runs[killed.name]["summary"]["reason"] == killed.reason
 
 
 def test_a_training_that_ends_well_at_last_leaves_no_failed_run(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_wandb_keeps_the_run_offline(capfd: pytest.CaptureFixture[str]) -> None:
     assert {key: config[key]["name"] for key in names} == names
     assert config["optimizer"]["warmup_steps"] == 1 and config["optimizer"]["learning_rate"] > 0
     assert config["data"]["name"] and config["model"]["embed"] > 0 and config["steps"] == 6
-    assert config["roles"] == "x=1 unused · y=1 unused · z=1 unused"
+    assert config["roles"].startswith("x=1 unused")
     assert log["run"].run_group == "s5_tiny-auto"
     assert log["run"].display_name == "run"
     assert list(log["run"].tags) == ["mesh=1x1x1", "partition=dp", "model=s5_tiny", "target=auto"]
@@ -108,7 +108,7 @@ def test_a_wandb_that_fails_is_reported_and_left_out(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(wandb, "init", fail)
     one = tracker(tmp_path, "offline")
-    assert one.note == "W&B did not start (OSError: no service); metrics.jsonl is written all the same."
+    assert one.note is not None and "OSError: no service" in one.note and "metrics.jsonl" in one.note
     one.log({"loss": 1.0}, 1)
     one.summary({})
     one.close()
@@ -183,7 +183,7 @@ def test_a_network_that_does_not_answer_costs_seconds_and_the_key_stays_out_of_f
     began = time.perf_counter()
     _, seconds, note = in_child(tmp_path, "auto", WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
     assert seconds < 20 and time.perf_counter() - began < 30
-    assert note.startswith("W&B did not start online (") and "it is offline. Upload it later: wandb sync " in note
+    assert "not start online" in note and "wandb sync" in note
     assert len(wandb_log(tmp_path)["history"]) == 1
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]

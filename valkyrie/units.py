@@ -35,6 +35,16 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"
 
 
+def span(seconds: float) -> str:
+    """Return a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    size, unit, smaller, part = next(
+        units for units in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")) if seconds >= units[0]
+    )
+    return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
+
+
 def amount(number: float) -> str:
     """Format a number with three digits, larger ones without decimals."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
@@ -43,6 +53,11 @@ def amount(number: float) -> str:
 def percent(share: float) -> str:
     """Return a share of one as whole percents."""
     return f"{100 * share:.0f}%"
+
+
+def share_text(share: float) -> str:
+    """Return a share in percents, small ones with a digit after the point."""
+    return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"
 
 
 def seconds_of(text: str) -> float | None:

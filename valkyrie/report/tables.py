@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 from valkyrie.report.rank import Comparison, counted_as, memory_of, unbeaten
 from valkyrie.report.values import labels, short
 from valkyrie.runs.columns import TIMED, Column
-from valkyrie.runs.goodput import share_text, span
 from valkyrie.sweep.columns import BEST, COLUMNS, MARKDOWN, PAGE
 from valkyrie.sweep.names import without_place
 from valkyrie.sweep.rows import Row, SpeedKind, with_ranks
 from valkyrie.sweep.trial import Status
-from valkyrie.units import duration, memory, sent
+from valkyrie.units import duration, memory, sent, share_text, span
 
 _DIGITS = 6
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from valkyrie.runs.tracking import cut_torn_line, read_metrics
-from valkyrie.units import percent
+from valkyrie.units import share_text, span
 
 FILE = "goodput.jsonl"
 """The file of a run folder."""
@@ -239,18 +239,3 @@ class Ledger:
             return
         with contextlib.suppress(OSError), self._file.open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
-
-
-def span(seconds: float) -> str:
-    """Return a long time in its two largest units: `3 d 2 h`, `5 min 12 s`, `8.1 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    for size, unit, smaller, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {part}"
-    raise AssertionError("unreachable")
-
-
-def share_text(share: float) -> str:
-    """Return a share in percents, small ones with a digit after the point."""
-    return percent(share) if share >= 0.0995 or not share else f"{100 * share:.1f}%"
