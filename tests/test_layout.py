@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from helpers import MODELS, PARTITIONS, compose_run
 from valkyrie.axes import Arrays, Tensor
 from valkyrie.models import known_axes
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout, make_layout
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import Memory, PartitionConfig
 from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode
-from valkyrie.search.estimate.candidates import Candidates
 
 YAMLS = {partition.name: partition for partition in read_group("partition", PartitionConfig)}
 ARRAYS = {model: compose_run("mesh=1x1x1", "partition=dp", f"model={model}").arrays for model in MODELS}

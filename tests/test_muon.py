@@ -32,10 +32,7 @@ from valkyrie.optim.families.muon import AdamGroup, Config
 from valkyrie.optim.muon import Recipe, muon, orthogonal
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
-from valkyrie.search.estimate.memory import Need
-from valkyrie.search.estimate.runs import candidates_of
-from valkyrie.search.estimate.work import work_of
-from valkyrie.train.memory import expected_memory
+from valkyrie.train.memory import MemoryEstimator, expected_memory
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")
@@ -140,7 +137,7 @@ def test_the_estimate_counts_its_state_and_its_products():
 def test_the_estimated_memory_is_that_of_the_arrays():
     arguments = ("mesh=2x2x2", "partition=fsdp", "optimizer=muon", "optimizer.beta2=null", "target=v5e-8")
     run = small_run("nanochat_tiny", *arguments)
-    (estimate,) = Need(work_of(run), candidates_of([run])).under(run.config.remat).optimizer
+    (estimate,) = MemoryEstimator(run, layouts_of([run])).under(run.config.remat).optimizer
     state = expected_memory(run, StepProgram(run, abstract_mesh(run.config.mesh)).abstract_state)
     assert math.isclose(estimate, state.optimizer, rel_tol=1e-2)
 

@@ -17,10 +17,8 @@ from valkyrie.extensions import add_import_path
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.memory import Need
 from valkyrie.search.estimate.runs import candidates_of, estimated
-from valkyrie.search.estimate.work import work_of
-from valkyrie.train.memory import expected_memory
+from valkyrie.train.memory import MemoryEstimator, expected_memory
 from valkyrie.train.program import StepProgram
 
 README = Path(valkyrie.optim.__file__).parent / "README.md"
@@ -64,7 +62,7 @@ def test_show_and_the_estimate_count_one_moment(folder: Path) -> None:
     program = StepProgram(run, abstract_mesh(run.config.mesh))
     shown = expected_memory(run, program.abstract_state).optimizer
     layouts = candidates_of([run])
-    (bytes_,) = Need(work_of(run), layouts).under(run.config.remat).optimizer
+    (bytes_,) = MemoryEstimator(run, layouts).under(run.config.remat).optimizer
     assert shown == pytest.approx(bytes_, rel=1e-3)
     lion, adamw = (estimated([run], Efficiency())[0] for run in (run, compose_run(*SMALL, "target=v5e-8")))
     assert lion["optimizer"] / adamw["optimizer"] == pytest.approx(20 / 28)

@@ -25,7 +25,7 @@ from valkyrie.parallel.pipeline import SENT_ON
 from valkyrie.parallel.schedule import Pipeline
 from valkyrie.problems import ProblemCode
 from valkyrie.search.compile.alternatives import fuller_layouts
-from valkyrie.train.kept import by_policy, made_again
+from valkyrie.train.memory import legal_remats, recomputed_activations
 from valkyrie.train.program import serialised_module
 
 SEQUENCE = ("partition.activations.batch=[x]", "partition.activations.seq=[y]")
@@ -173,9 +173,9 @@ def test_what_is_said_of_a_pipeline():
 
 def test_nothing_but_inputs_is_proposed_to_be_kept_where_forward_and_backward_turn_about():
     run = small_run("gpt_tiny", "mesh=1x1x2", "partition=pp", "microbatches=2", *ALTERNATING)
-    assert list(by_policy(run)) == ["full"]
-    assert (made_again(run), fuller_layouts(run)) == ({}, ())
-    assert len(by_policy(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5
+    assert list(legal_remats(run)) == ["full"]
+    assert (recomputed_activations(run), fuller_layouts(run)) == ({}, ())
+    assert len(legal_remats(run.changed(partition=small_run("gpt_tiny", "partition=pp").config.partition))) > 5
 
 
 REFUSED = {

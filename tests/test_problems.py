@@ -18,13 +18,13 @@ from helpers import MODELS, PARTITIONS, compose_config, compose_run
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.models import known_axes
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import AXIS_NAMES, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, resolve_rules
 from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import read_group
 from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, refuse
-from valkyrie.search.estimate.candidates import Candidates
 
 GOLDEN = Path(__file__).parent / "goldens" / "problems.txt"
 SMALL = "model=valkyrie_tiny mesh=2x2x2 partition=2d_tp"

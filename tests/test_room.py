@@ -17,8 +17,7 @@ from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.train import host, room
 from valkyrie.train.devices import Devices, missing_devices
 from valkyrie.train.host import free_memory
-from valkyrie.train.kept import kept_bytes
-from valkyrie.train.memory import ExpectedMemory, _gathered_bytes, activation_bytes, estimate_errors
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimate_errors, layouts_of
 from valkyrie.train.program import StepProgram
 from valkyrie.train.room import DoesNotFit, check_room, out_of_memory_in_plain_words
 from valkyrie.train.show import verdict
@@ -192,24 +191,25 @@ def test_more_simulated_devices_than_cores_can_play_are_refused(monkeypatch: pyt
 def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
     results = json.loads((Path(__file__).parents[1] / "experiments" / "memory.json").read_text())
     ratios, off = [result["ratio"] for result in results], estimate_errors()
-    assert (off["layouts"], off["low"], off["high"]) == (len(ratios), min(ratios), max(ratios))
-    assert off["within_15_percent"] >= 0.85 * off["layouts"] and off["models"] == 3
+    assert (off.layouts, off.low, off.high) == (len(ratios), min(ratios), max(ratios))
+    assert off.within_15_percent >= 0.85 * off.layouts and off.models == 3
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
         said = verdict(memory, usable * GIB, "a v5e chip", measured=True)
         assert (
             said.startswith(f"{word}: an estimate of 10.0 GiB, ") and f"a v5e chip has {usable:.1f} GiB usable" in said
         )
-    assert f"layouts of {off['models']} models" in said
+    assert f"layouts of {off.models} models" in said
     assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
         "arrays at rest are exact"
     )
 
 
 def test_the_estimate_of_a_tpu_counts_the_weights_that_a_layer_gathers_and_the_loss_or_the_gradients():
-    def activations(*overrides: str) -> tuple[int, int]:
+    def activations(*overrides: str) -> tuple[float, float]:
         run = compose_run("model=gpt_tiny", "mesh=2x2x1", "batch=8", "seq=64", "remat=full", *overrides)
-        return activation_bytes(run, 0, kept_bytes(run)), _gathered_bytes(run, run.layout)
+        memory = MemoryEstimator(run, layouts_of([run]))
+        return memory.under(run.config.remat).activations.item(), memory.gathered.item()
 
     simulated, _ = activations("partition=fsdp", "target=cpu4")
     on_tpu, gathered = activations("partition=fsdp", "target=v5e-4")

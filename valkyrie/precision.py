@@ -12,6 +12,11 @@ class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return 4 if self is DType.float32 else 2
+
 
 class ProductDType(Enum):
     """The narrow dtypes that products may take their operands in; the value is NumPy's name."""

@@ -28,10 +28,10 @@ from scipy.stats import spearmanr
 from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.chips import known_chips
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.parallel.partition import PartitionConfig, resolve_rules
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import Known, fitted
 from valkyrie.search.estimate.spans import host_spans

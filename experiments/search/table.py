@@ -25,10 +25,9 @@ from valkyrie.config.run import Run
 from valkyrie.paths import write_whole
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.fit import FITTED, Known, fitted, known_of, without_family
-from valkyrie.search.estimate.memory import Need
 from valkyrie.search.estimate.runs import candidates_of
-from valkyrie.search.estimate.work import work_of
 from valkyrie.search.shortlist import FILE, errors
+from valkyrie.train.memory import MemoryEstimator
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def main() -> None:
     for key, pairs in alike.items():
         rows = [row for row, _ in pairs]
         layouts = candidates_of([run for _, run in pairs])
-        need = Need(work_of(pairs[0][1]), layouts).under(pairs[0][1].config.remat).total
+        need = MemoryEstimator(pairs[0][1], layouts).under(pairs[0][1].config.remat).total
         needs[rows[0]["space"]] += zip(rows, map(float, need), strict=True)
         if key in known:
             compiled = [row for row in rows if row["step_s"]]

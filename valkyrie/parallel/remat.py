@@ -19,8 +19,8 @@ ALL, PRODUCTS = "all", "products"
 _LONGEST = 40
 
 
-class Place(Enum):
-    """Where an activation waits for the backward pass: on its device, in host memory, or nowhere: it is made again."""
+class ActivationLocation(Enum):
+    """Where an activation waits for the backward pass: on its device, in host memory, or nowhere (recomputed)."""
 
     device = "device"
     host = "host"
@@ -57,12 +57,12 @@ class RematConfig:
         """Whether nothing is computed again."""
         return ALL in self.save and not self.offload
 
-    def place(self, name: str | None, *, product: bool = False) -> Place:
-        """Return where an activation waits; `product` says that it is the result of a matrix product."""
+    def location(self, name: str | None, *, product: bool = False) -> ActivationLocation:
+        """Return where an activation waits; `product`: it is the result of a matrix product."""
         if name in self.offload:
-            return Place.host
+            return ActivationLocation.host
         on_device = name in self.save or ALL in self.save or (product and PRODUCTS in self.save)
-        return Place.device if on_device else Place.nowhere
+        return ActivationLocation.device if on_device else ActivationLocation.nowhere
 
     def problems(self, names: Callable[[], Collection[str]]) -> list[Problem]:
         """Return what is wrong with the lists; `names` returns those of the model, called for where they are needed.

@@ -13,9 +13,9 @@ from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.communication import sum_communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.run import Debug
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.sharding import AnyMesh
 from valkyrie.runs.results import Traffic
-from valkyrie.train.memory import compiled_peak
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.state import TrainState
 from valkyrie.units import GIB
@@ -48,9 +48,15 @@ def compile_step(program: StepProgram) -> CompiledStep:
     """Return the compiled step. Under `debug=nans` it is called as one that JAX can take apart."""
     began = time.perf_counter()
     compiled = program.compile_step()
-    seconds, peak = time.perf_counter() - began, compiled_peak(compiled, program.backend)
+    seconds, peak = time.perf_counter() - began, _peak_bytes(compiled, program.backend)
     step = _checked(program.step) if program.run.config.debug is Debug.nans else compiled
     return CompiledStep(step, compiled, seconds, None if peak is None else peak / GIB)
+
+
+def _peak_bytes(compiled: jax.stages.Compiled, backend: str) -> int | None:
+    """Return the bytes of one device at the peak of a compiled step, by XLA's count, or None if unknown."""
+    sizes = compiled.memory_analysis()
+    return None if sizes is None else platform_of(backend).peak_bytes(sizes)
 
 
 def _checked(step: Any) -> Any:

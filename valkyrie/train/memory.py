@@ -1,139 +1,274 @@
-"""The memory a run is expected to need on a device: exact for arrays at rest, estimated for activations."""
+"""Memory of a training step on one device, for one layout or for thousands at once. Imports no JAX.
+
+Parameters, gradients, optimizer state and the average follow from shapes; activations are an estimate from what blocks
+declare (`SavedActivation`).
+"""
 
 from __future__ import annotations
 
-import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 
-from valkyrie.axes import LAYERS, Parameter
-from valkyrie.config.run import Run
+from valkyrie.axes import BATCH, LAYERS, SEQ
+from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import platform_of
-from valkyrie.models.block import BLOCK_INPUT
-from valkyrie.parallel.layout import Layout
-from valkyrie.parallel.partition import Memory
+from valkyrie.models.block import BLOCK_INPUT, SavedActivation
+from valkyrie.parallel.candidates import Candidates
+from valkyrie.parallel.partition import Memory, resolve_rules
+from valkyrie.parallel.remat import ActivationLocation, RematConfig, remat_named, shipped_remats
 from valkyrie.precision import ACCUMULATED
-from valkyrie.train.kept import UNNAMED, KeptBytes, bytes_of, kept_bytes
+from valkyrie.records import read_record
 
 ERRORS = Path(__file__).with_name("memory.json")
-"""How far the estimate was off where it was held to the compiler; experiments/memory.py writes it."""
+"""Errors of the estimate against the compiler (`EstimateErrors`), written by experiments/memory.py."""
+UNNAMED = "everything else"
+"""Key for the saved bytes of activations without a name."""
+
+Bytes = TypeVar("Bytes", int, np.ndarray)
 
 
 @dataclass(frozen=True)
-class ParameterRow:
-    """One line of the parameter table; `bytes_per_device` is what one device stores of it."""
+class ExpectedMemory(Generic[Bytes]):
+    """Peak memory of a step by part, in bytes of one device: of one layout, or one entry per layout."""
 
-    name: str
-    spec: Parameter
-    split: tuple[tuple[str, ...], ...]
-    bytes_per_device: int
-
-
-@dataclass(frozen=True)
-class ExpectedMemory:
-    """Bytes on one device during a step. All but `activations` follow from shapes; that one is estimated."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    average: int
-    activations: int
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    average: Bytes
+    activations: Bytes
 
     @property
-    def total(self) -> int:
-        """The sum, in bytes."""
+    def at_rest(self) -> Bytes:
+        """Bytes that are in use between steps."""
+        return self.parameters + self.optimizer + self.average
+
+    @property
+    def total(self) -> Bytes:
+        """Sum of all parts."""
         return self.parameters + self.gradients + self.optimizer + self.average + self.activations
 
 
-def compiled_peak(compiled: jax.stages.Compiled, backend: str) -> int | None:
-    """Return the bytes of one device at the peak of a compiled step, as XLA counts them; None where it does not."""
-    sizes = compiled.memory_analysis()
-    return None if sizes is None else platform_of(backend).peak_bytes(sizes)
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes of one device that one layout saves for the backward pass, by activation: on the device and on the host."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def on_device(self) -> int:
+        """Sum on the device."""
+        return sum(self.device.values())
+
+    @property
+    def on_host(self) -> int:
+        """Sum in host memory."""
+        return sum(self.host.values())
 
 
-def parameter_rows(run: Run) -> list[ParameterRow]:
-    """Return a row for every parameter of a run: how it is split, and its bytes on one device."""
-    layout, policy = run.layout, run.config.precision
-    rows = []
-    for name, spec in run.model.parameters().items():
-        split = layout.stored(spec.axes)
-        dtype = "float32" if spec.float32 else policy.parameter.value
-        rows.append(ParameterRow(name, spec, split, shard_bytes(spec.shape, dtype, split, layout)))
-    return rows
+@dataclass(frozen=True)
+class EstimateErrors:
+    """Ratios of needed to estimated bytes over `layouts` of `models`; `within_15_percent` counts layouts."""
+
+    layouts: int
+    models: int
+    low: float
+    high: float
+    median: float
+    within_15_percent: int
 
 
-def shard_bytes(shape: Sequence[int], dtype: Any, split: Sequence[tuple[str, ...]], layout: Layout) -> int:
-    """Return the bytes of one shard of an array split this way."""
-    parts = [math.prod(layout.mesh.axes[m] for m in mesh_axes) for mesh_axes in split]
-    return math.prod(n // p for n, p in zip(shape, parts, strict=True)) * jnp.dtype(dtype).itemsize
+class MemoryEstimator:
+    """Memory of a step of each layout. What no remat policy changes is computed once for all policies.
+
+    Args:
+        run: Model, batch, precision and optimizer.
+        layouts: The layouts, one entry each in every array of bytes.
+    """
+
+    def __init__(self, run: Run, layouts: Candidates) -> None:
+        self.run, self.layouts = run, layouts
+
+    def under(self, remat: RematConfig) -> ExpectedMemory[np.ndarray]:
+        """Return the memory under a remat policy, without arrays that are stored in host memory."""
+        partition, (parameters, gradients, moments, average) = self.layouts.partition, self._at_rest
+        on_device = partition.parameter_memory is Memory.device
+        return ExpectedMemory(
+            parameters=parameters * on_device,
+            gradients=gradients,
+            optimizer=moments * (partition.optimizer_memory is Memory.device),
+            average=average * on_device,
+            activations=self._activations(remat, gradients),
+        )
+
+    def saved(self, remat: RematConfig) -> dict[ActivationLocation, dict[str, np.ndarray]]:
+        """Return the bytes saved for the backward pass, by where they wait and by activation."""
+        sizes = {location: defaultdict[str, Any](float) for location in ActivationLocation}
+        for activation, bytes_ in self.activations:
+            sizes[location_of(activation, remat)][activation.name or UNNAMED] += bytes_
+        return {location: dict(by_name) for location, by_name in sizes.items()}
+
+    @cached_property
+    def activations(self) -> list[tuple[SavedActivation, np.ndarray]]:
+        """What backward passes may read, with the bytes of all microbatches that wait for theirs at once."""
+        waiting = self.layouts.in_flight / self.layouts.stages
+        return [(activation, self._bytes(activation) * waiting) for activation in self.run.model.kept()]
+
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """Bytes of one layer's weights gathered for use, and of their gradients before the reduction."""
+        layouts, total, policy = self.layouts, np.zeros(len(self.layouts)), self.run.config.precision
+        itemsize = policy.compute.itemsize + policy.reduction.itemsize
+        for spec in self.run.model.parameters().values():
+            data = [m for axis in spec.axes for m in layouts.gathered(axis)]
+            if LAYERS in spec.axes and data:
+                layers = spec.shape[spec.axes.index(LAYERS)] / layouts.stages
+                total = total + itemsize * (layouts.shard(spec, "used") / layers) * (layouts.parts(data) > 1)
+        return total
+
+    @cached_property
+    def _at_rest(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The bytes of parameters, gradients, the optimizer's state and the average of parameters."""
+        layouts, config = self.layouts, self.run.config
+        parameters, reduced, added, moments, average = (np.zeros(len(layouts)) for _ in range(5))
+        for spec in self.run.model.parameters().values():
+            numbers = layouts.shard(spec, "stored")
+            parameters += numbers * (4 if spec.float32 else config.precision.parameter.itemsize)
+            reduced += numbers * config.precision.reduction.itemsize
+            added += numbers * ACCUMULATED.itemsize
+            zero1 = layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1
+            moments += config.optimizer.state_bytes(spec) * numbers / zero1
+            average += numbers * ACCUMULATED.itemsize * (config.optimizer.ema_decay is not None)
+        gradients = np.minimum(parameters, reduced) + np.where(layouts.microbatches > 1, added, 0)
+        return parameters, gradients, moments, average
+
+    def _activations(self, remat: RematConfig, gradients: np.ndarray) -> np.ndarray:
+        """Return the bytes saved on the device, and those of the working set of a group of blocks and of the loss."""
+        saved, unnamed = np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
+        for activation, bytes_ in self.activations:
+            if location_of(activation, remat) is ActivationLocation.device:
+                saved = saved + bytes_
+                unnamed = unnamed + (bytes_ if activation.name is None else 0.0)
+        loss, group = self._working
+        platform = platform_of(self.run.config.target.platform)
+        return platform.activation_bytes(saved, unnamed, loss, group, gradients, self.gathered)
+
+    @cached_property
+    def _working(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of the logits of a part of the loss, and of the group of blocks that is being computed."""
+        layouts, model, m = self.layouts, self.run.model, self.layouts.microbatches
+        loss, group, piped = np.zeros(len(layouts)), np.zeros(len(layouts)), layouts.stages > 1
+        for activation in model.working():
+            bytes_ = self._bytes(activation)
+            group, loss = (group + bytes_, loss) if activation.positions is None else (group, loss + bytes_)
+        if piped.any():  # the first stage has the residual stream of all microbatches
+            stream = next(activation for activation in model.kept() if activation.name == BLOCK_INPUT)
+            group = group + np.where(piped, m * self._bytes(replace(stream, count=1)), 0.0)
+        return loss / layouts.stages * np.where(piped & (not layouts.alternates), m, 1), group
+
+    def _bytes(self, activation: SavedActivation) -> np.ndarray:
+        """Return the bytes of a microbatch's activations on one device of a stage."""
+        config, layouts, axes = self.run.config, self.layouts, activation.tensor.axes
+        assert axes[:2] == (BATCH, SEQ), axes
+        positions = config.seq / layouts.parts(layouts.activations[SEQ])
+        if activation.positions is not None:
+            positions = np.minimum(positions, activation.positions)
+        numbers = config.batch / layouts.microbatches / layouts.parts(layouts.activations[BATCH]) * positions
+        for axis, length in zip(axes[2:], activation.tensor.shape[2:], strict=True):
+            numbers = numbers * length / layouts.split(axis, "active", length)
+        return activation.count * numbers * (4 if activation.float32 else config.precision.compute.itemsize)
 
 
-def expected_memory(run: Run, abstract_state: Any) -> ExpectedMemory:
-    """Return what a step needs on one device; arrays that rest in host memory are not counted."""
-    layout, config = run.layout, run.config
-    rows = parameter_rows(run)
-    parameters = sum(r.bytes_per_device for r in rows)
-    reduced = sum(shard_bytes(r.spec.shape, config.precision.reduction.value, r.split, layout) for r in rows)
-    added = sum(shard_bytes(r.spec.shape, ACCUMULATED.value, r.split, layout) for r in rows)
-    parameters_here = layout.partition.parameter_memory is Memory.device
-    optimizer_here = layout.partition.optimizer_memory is Memory.device
-    return ExpectedMemory(
-        parameters=parameters if parameters_here else 0,
-        gradients=(gradients := min(parameters, reduced) + (added if layout.microbatches > 1 else 0)),
-        optimizer=_local_bytes(abstract_state.optimizer) if optimizer_here else 0,
-        average=_local_bytes(abstract_state.ema) if parameters_here else 0,
-        activations=activation_bytes(run, gradients, kept_bytes(run, layout)),
+def layouts_of(runs: Sequence[Run]) -> Candidates:
+    """Return runs of one partition, with the same mesh axes, as arrays; where their axes are placed is left out."""
+    config, layouts = runs[0].config, [run.layout for run in runs]
+    parameters, activations, _ = resolve_rules(config.partition, config.mesh, runs[0].arrays.axes, known_axes())
+    return Candidates(
+        config.partition,
+        parameters,
+        activations,
+        runs[0].arrays,
+        {axis: np.array([layout.mesh.axes[axis] for layout in layouts]) for axis in layouts[0].mesh.axes},
+        {},
+        np.array([layout.microbatches for layout in layouts]),
+        np.full(len(runs), float(config.partition.rounds)),
     )
 
 
-def _local_bytes(abstract: Any) -> int:
+def expected_memory(run: Run, abstract_state: Any, remat: RematConfig | None = None) -> ExpectedMemory[int]:
+    """Return the memory of a run, under its own remat or another one, without arrays stored in host memory.
+
+    The bytes of the optimizer's state are those of `abstract_state`, its shapes with shardings.
+    """
+    memory = MemoryEstimator(run, layouts_of([run])).under(remat or run.config.remat)
+    on_device = run.layout.partition.optimizer_memory is Memory.device
+    parts = {name: int(bytes_.item()) for name, bytes_ in vars(memory).items()}
+    return ExpectedMemory(**parts | {"optimizer": _shard_bytes(abstract_state.optimizer) if on_device else 0})
+
+
+def _shard_bytes(abstract: Any) -> int:
     """Return the bytes of one device's shards of a tree of shapes with shardings."""
+    import jax
+
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
 
 
-def activation_bytes(run: Run, gradients: int, kept: KeptBytes) -> int:
-    """Return what a policy keeps for the backward pass, and the working set of one group of blocks and of the loss."""
-    layout, working = run.layout, run.model.working()
-    loss = sum(bytes_of(part, run, layout) for part in working if part.positions is not None)
-    group = sum(bytes_of(part, run, layout.in_stage) for part in working if part.positions is None)
-    if pipeline := layout.pipeline:
-        loss /= pipeline.microbatches if pipeline.alternates else 1
-        group += pipeline.microbatches * _stream_bytes(run, layout)
-    platform, unnamed = platform_of(run.config.target.platform), kept.device.get(UNNAMED, 0)
-    gathered = _gathered_bytes(run, layout)
-    return int(platform.activation_bytes(kept.on_device, unnamed, loss, group, gradients, gathered))
+def saved_bytes(run: Run, remat: RematConfig | None = None) -> SavedBytes:
+    """Return the bytes that a run saves for its backward pass, under its own remat or another one."""
+    saved = MemoryEstimator(run, layouts_of([run])).saved(remat or run.config.remat)
+    locations = saved[ActivationLocation.device], saved[ActivationLocation.host]
+    return SavedBytes(
+        *({name: size for name, n in by_name.items() if (size := int(n.item()))} for by_name in locations)
+    )
 
 
-def _stream_bytes(run: Run, layout: Layout) -> float:
-    """Return the bytes of the residual stream of a microbatch: the first stage has that of all of them at hand."""
-    inputs = next(kept for kept in run.model.kept() if kept.name == BLOCK_INPUT)
-    return bytes_of(replace(inputs, count=1), run, layout.in_stage)
+def recomputed_activations(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Return the named activations that a run recomputes, with the bytes of one device that saving each would take.
+
+    With each, the names of those that are needed only to recompute it, and would not be recomputed either.
+    """
+    layout, remat = run.layout, run.config.remat
+    if layout.pipeline is not None and layout.pipeline.alternates:  # saves inputs only, however much memory is free
+        return {}
+    sizes: dict[str, float] = defaultdict(float)
+    needed: dict[str, dict[str, None]] = defaultdict(dict)
+    for activation, bytes_ in MemoryEstimator(run, layouts_of([run])).activations:
+        recomputed = location_of(activation, remat) is ActivationLocation.nowhere and not _is_spared(activation, remat)
+        if recomputed and activation.name is not None and activation.count:
+            sizes[activation.name] += bytes_.item()
+            if activation.needed_for is not None:
+                needed[activation.needed_for][activation.name] = None
+    return {name: (int(size), tuple(needed[name])) for name, size in sizes.items()}
 
 
-def _gathered_bytes(run: Run, layout: Layout) -> int:
-    """Return the bytes of one layer's weights gathered for use, and of their gradients before the reduction."""
-    policy, total = run.config.precision, 0
-    itemsize = jnp.dtype(policy.compute.value).itemsize + jnp.dtype(policy.reduction.value).itemsize
-    for spec in run.model.parameters().values():
-        stored, used = layout.stored(spec.axes), layout.computed(spec.axes)
-        gathered = any(layout.parts(at) != layout.parts(by) for at, by in zip(stored, used, strict=True))
-        if LAYERS in spec.axes and gathered:
-            sizes = zip(spec.shape, spec.axes, used, strict=True)
-            total += itemsize * math.prod(n // layout.parts(over) for n, axis, over in sizes if axis != LAYERS)
-    return total
+def legal_remats(run: Run) -> dict[str, RematConfig]:
+    """Return the choices of `remat` that a run may have, by label, and its own lists if no choice has them."""
+    remats = {name: remat_named(name) for name in shipped_remats()}
+    remats.setdefault(run.config.remat.label, run.config.remat)
+    return {name: remat for name, remat in remats.items() if not run.changed(remat=remat).layout_problems()}
+
+
+def location_of(activation: SavedActivation, remat: RematConfig) -> ActivationLocation:
+    """Return where an activation waits: nowhere if it only serves to recompute one that is saved."""
+    location = remat.location(activation.name, product=activation.product)
+    if location is ActivationLocation.nowhere and activation.always:
+        return ActivationLocation.device
+    return ActivationLocation.nowhere if _is_spared(activation, remat) else location
+
+
+def _is_spared(activation: SavedActivation, remat: RematConfig) -> bool:
+    saved_for = activation.needed_for
+    return saved_for is not None and remat.location(saved_for) is not ActivationLocation.nowhere
 
 
 @cache
-def estimate_errors() -> dict[str, Any]:
-    """Return how far the estimate was off: the ratio of needed to estimated bytes is from `low` to `high`.
-
-    Keys: also `layouts`, `models`, `median` and `within_15_percent`.
-    """
-    return json.loads(ERRORS.read_text())
+def estimate_errors() -> EstimateErrors:
+    """Return the errors of the estimate that were measured against the TPU compiler."""
+    return read_record(EstimateErrors, ERRORS)

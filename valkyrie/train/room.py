@@ -105,9 +105,9 @@ def _where(devices: Devices, available: int) -> str:
     return f"a {devices.devices[0].device_kind} has {gib(available)}"
 
 
-def _certain(expected: ExpectedMemory, training: bool) -> int:
+def _certain(expected: ExpectedMemory[int], training: bool) -> int:
     """Return the bytes of what follows from shapes; gradients only of a training."""
-    return expected.parameters + expected.optimizer + expected.average + (expected.gradients if training else 0)
+    return expected.at_rest + (expected.gradients if training else 0)
 
 
 def _smaller(run: Run, available: int, count: int, training: bool) -> str:

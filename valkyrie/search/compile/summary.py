@@ -29,7 +29,7 @@ from valkyrie.search.compile.prediction import (
 )
 from valkyrie.search.compile.runner import Compiled
 from valkyrie.search.compile.trust import trust
-from valkyrie.train.kept import kept_bytes, made_again
+from valkyrie.train.memory import recomputed_activations, saved_bytes
 from valkyrie.units import GIB
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
 
     The seconds of an activation are those of the recomputed operations with its name.
     """
-    kept, remat = kept_bytes(run), run.config.remat
+    kept, remat = saved_bytes(run), run.config.remat
     paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
     again = [
         Recomputed(name, size, sum((seconds for path, seconds in paths if not path.isdisjoint((name, *serving))), 0.0))
-        for name, (size, serving) in made_again(run).items()
+        for name, (size, serving) in recomputed_activations(run).items()
     ]
     again.sort(key=lambda entry: -entry.seconds)
     return RematReport(tuple(remat.save), tuple(remat.offload), kept.device, kept.host, tuple(again))

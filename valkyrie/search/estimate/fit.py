@@ -15,8 +15,8 @@ import numpy as np
 
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import RematConfig
-from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of
 from valkyrie.search.estimate.runs import candidates_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.search.estimate.candidates import Candidates
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 
 

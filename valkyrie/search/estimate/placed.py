@@ -12,7 +12,7 @@ import numpy as np
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig, TargetConfig, Topology
 from valkyrie.machine import assumptions
-from valkyrie.search.estimate.candidates import Span
+from valkyrie.parallel.candidates import Span
 
 MOST_FACTORS = 2
 """Into how many factors a physical axis is split among mesh axes; more share links without gaining any."""

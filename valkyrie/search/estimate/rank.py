@@ -12,11 +12,11 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.search.estimate.efficiency import efficiency_of
-from valkyrie.search.estimate.memory import ExpectedBytes, Need
 from valkyrie.search.estimate.network import network_of
 from valkyrie.search.estimate.space import Candidate, Group, Space
 from valkyrie.search.estimate.times import Step, Times
 from valkyrie.search.estimate.work import work_of
+from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Estimated:
     number: int
     remat: RematConfig
     times: Times
-    memory: ExpectedBytes
+    memory: ExpectedMemory[np.ndarray]
 
     @property
     def step_s(self) -> float:
@@ -67,7 +67,7 @@ class Estimates:
     group: Group
     remat: RematConfig
     times: Times
-    memory: ExpectedBytes
+    memory: ExpectedMemory[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,6 @@ def rank(run: Run, space: Space) -> Ranking:
         assert chip is not None
         efficiency = efficiency_of(chip)
         step = Step(work, group.candidates, chip, efficiency, network_of(chip, efficiency))
-        need = Need(work, group.candidates)
+        need = MemoryEstimator(run, group.candidates)
         estimates += [Estimates(group, remat, step.under(remat), need.under(remat)) for remat in group.remats]
     return Ranking(space, estimates)

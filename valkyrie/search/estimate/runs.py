@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from valkyrie.config.run import Run, known_axes
+from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout
-from valkyrie.parallel.partition import resolve_rules
 from valkyrie.parallel.placement import AxisPlacement, describe_entries, describe_places
 from valkyrie.parallel.slice import Slice
-from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of
 from valkyrie.search.estimate.spans import host_spans, torus_spans
 from valkyrie.search.estimate.times import Step
 from valkyrie.search.estimate.work import work_of
+from valkyrie.train.memory import layouts_of
 
 
 def estimated(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
@@ -43,28 +42,13 @@ def estimated(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, flo
 
 def candidates_of(runs: Sequence[Run]) -> Candidates:
     """Return runs of one partition and remat, with the same mesh axes, as arrays."""
-    first = runs[0]
-    layouts = [run.layout for run in runs]
-    sizes = {axis: np.array([layout.mesh.axes[axis] for layout in layouts]) for axis in layouts[0].mesh.axes}
-    chip = first.config.target.chip
+    layouts, chip = layouts_of(runs), runs[0].config.target.chip
     assert chip is not None
     if platform_of(chip.platform).has_torus:
-        spans = torus_spans([lies(run.config.target, layout) for run, layout in zip(runs, layouts, strict=True)], chip)
+        spans = torus_spans([lies(run.config.target, run.layout) for run in runs], chip)
     else:
-        spans = host_spans(sizes, chip)
-    parameters, activations, _ = resolve_rules(
-        first.config.partition, first.config.mesh, first.arrays.axes, known_axes()
-    )
-    return Candidates(
-        first.config.partition,
-        parameters,
-        activations,
-        first.arrays,
-        sizes,
-        spans,
-        np.array([run.config.microbatches for run in runs]),
-        np.full(len(runs), float(first.config.partition.rounds)),
-    )
+        spans = host_spans(layouts.sizes, chip)
+    return replace(layouts, spans=spans)
 
 
 def lies(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:

@@ -18,15 +18,15 @@ from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, Topology, topology_of
+from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import parse_mesh, resized
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Role, RoleKind, Rules, resolve_rules, roles
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, either
-from valkyrie.search.estimate.candidates import Candidates
 from valkyrie.search.estimate.placed import Placement, between_slices, placements_of, spans_of
-from valkyrie.train.kept import place_of
+from valkyrie.train.memory import location_of
 
 MOST_MICROBATCHES = 128
 """More do not shorten a pipeline's bubble by one percent."""
@@ -185,7 +185,7 @@ def _distinct(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
     """Return the policies that keep different activations of this model, the run's own first."""
     kept, distinct = run.model.kept(), {}
     for remat in [run.config.remat, *remats]:
-        distinct.setdefault(tuple(place_of(entry, remat) for entry in kept), remat)
+        distinct.setdefault(tuple(location_of(entry, remat) for entry in kept), remat)
     return list(distinct.values())
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.parallel.candidates import Span
 from valkyrie.parallel.placement import DCN, AxisPlacement
-from valkyrie.search.estimate.candidates import Span
 from valkyrie.search.estimate.placed import Lying, spans_of
 
 SCATTERED = 0.25

@@ -17,11 +17,11 @@ import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Parameter
 from valkyrie.hardware.target import ChipConfig
-from valkyrie.parallel.remat import Place, RematConfig
-from valkyrie.search.estimate.candidates import Candidates
+from valkyrie.parallel.candidates import Candidates
+from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import Network
-from valkyrie.search.estimate.work import Mixing, Product, Work, size_of
+from valkyrie.search.estimate.work import Mixing, Product, Work
 
 BACKWARD = 2.0
 """A product's backward pass has two products of its size."""
@@ -137,7 +137,7 @@ class Step:
 
     def _mixing_under(self, remat: RematConfig) -> np.ndarray:
         """Return the seconds of attention's scores and of scans, forward, again and backward."""
-        again = [remat.place(mixing.name) is Place.nowhere for mixing in self.work.mixing]
+        again = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
         flops = _total((1 + MIXING_BACKWARD + a) * n for a, n in zip(again, self._mixing_flops, strict=True))
         scores = _total((1 + BACKWARD + a) * n for a, n in zip(again, self._scores, strict=True))
         moved = self.work.itemsize * self.efficiency.scores_passes * scores
@@ -161,9 +161,11 @@ class Step:
         """Return the bytes of activations that go through HBM: forward, again and backward; and those to the host."""
         e, moved, to_host = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for (kept, _), bytes_ in zip(self.work.moved, self._moved, strict=True):
-            place = remat.place(kept.name, product=kept.product)
-            moved = moved + bytes_ * (e.passes + (e.passes_again if place is Place.nowhere else e.passes_kept))
-            to_host = to_host + (bytes_ if place is Place.host else 0.0)
+            place = remat.location(kept.name, product=kept.product)
+            moved = moved + bytes_ * (
+                e.passes + (e.passes_again if place is ActivationLocation.nowhere else e.passes_kept)
+            )
+            to_host = to_host + (bytes_ if place is ActivationLocation.host else 0.0)
         return moved, to_host
 
     @cached_property
@@ -182,7 +184,7 @@ class Step:
         sent = zip(again, self._sent_by_products, strict=True)
         seconds = _total((1 + a) * f + b + (0 if a else anew) for a, (f, b, anew) in sent)
         for mixing, sent in zip(self.work.mixing, self._sent_by_mixing, strict=True):
-            seconds = seconds + mixing.count * (2 + (remat.place(mixing.name) is Place.nowhere)) * sent
+            seconds = seconds + mixing.count * (2 + (remat.location(mixing.name) is ActivationLocation.nowhere)) * sent
         return seconds * self.share + self._table_collectives
 
     @cached_property
@@ -279,7 +281,7 @@ class Step:
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)
             if axes:
-                seconds += 2 * self.network.gather(self.layouts, axes, self._of_device(spec) * itemsize)
+                seconds += 2 * self.network.gather(self.layouts, axes, self.layouts.shard(spec, "used") * itemsize)
         return seconds
 
     @cached_property
@@ -289,11 +291,11 @@ class Step:
         A pipeline sums them once, after its last microbatch. Under ZeRO-1 those are scattered that are whole otherwise.
         """
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
-        itemsize = size_of(self.work.run.config.precision.reduction)
+        itemsize = self.work.run.config.precision.reduction.itemsize
         for spec in self.work.parameters.values():
             split, stored = self._gathered_axes(spec), [m for axis in spec.axes for m in layouts.stored(axis)]
             rest = tuple(axis for axis in layouts.data if axis not in stored)  # a dispatched shard gets all its tokens
-            bytes_ = self._of_device(spec) * itemsize
+            bytes_ = self.layouts.shard(spec, "used") * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
             reduce = self.network.scatter if scattered else self.network.sum
@@ -314,9 +316,11 @@ class Step:
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         stream = self.rows * layouts.microbatches * width * self.work.itemsize
         seconds = 4 * (layouts.stages - 1) * self.network.exchange(layouts, axes, stream / layouts.stages)
-        itemsize = size_of(self.work.run.config.precision.reduction)
+        itemsize = self.work.run.config.precision.reduction.itemsize
         whole = [spec for spec in self.work.parameters.values() if LAYERS not in spec.axes]
-        return seconds + self.network.sum(layouts, axes, itemsize * _total(self._of_device(spec) for spec in whole))
+        return seconds + self.network.sum(
+            layouts, axes, itemsize * _total(self.layouts.shard(spec, "used") for spec in whole)
+        )
 
     @cached_property
     def _updated(self) -> np.ndarray:
@@ -324,19 +328,12 @@ class Step:
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
-                bytes_ = 4 * self._of_device(spec) / self.layouts.parts(self._gathered_axes(spec))
+                bytes_ = 4 * self.layouts.shard(spec, "used") / self.layouts.parts(self._gathered_axes(spec))
                 seconds += self.network.gather(self.layouts, self.layouts.spread(spec.axes), bytes_, one_ring=True)
         return seconds
 
     def _gathered_axes(self, spec: Parameter) -> tuple[str, ...]:
         return tuple(m for axis in spec.axes for m in self.layouts.gathered(axis))
-
-    def _of_device(self, spec: Parameter) -> np.ndarray:
-        """Return how many numbers of a parameter a device uses."""
-        numbers = np.full(len(self.layouts), float(spec.size))
-        for axis, n in zip(spec.axes, spec.shape, strict=True):
-            numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "used", n))
-        return numbers
 
     @cached_property
     def _handed_on(self) -> np.ndarray:
@@ -360,11 +357,8 @@ class Step:
         config = self.work.run.config.optimizer
         bytes_, zero1 = np.zeros(len(self.layouts)), self.layouts.partition.zero1
         for spec in self.work.parameters.values():
-            numbers = np.full(len(self.layouts), float(spec.size))
-            for axis, n in zip(spec.axes, spec.shape, strict=True):
-                numbers = numbers / (self.layouts.stages if axis == LAYERS else self.layouts.split(axis, "stored", n))
             parts = self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1
-            bytes_ += config.update_bytes(spec) * numbers / parts
+            bytes_ += config.update_bytes(spec) * self.layouts.shard(spec, "stored") / parts
         flops = config.update_flops(self.work.parameters.values(), self.layouts.devices)
         return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
 

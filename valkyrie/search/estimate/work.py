@@ -9,8 +9,7 @@ from valkyrie.axes import BATCH, SEQ, Parameter
 from valkyrie.config.run import Run
 from valkyrie.models import Layered
 from valkyrie.models.block import Block, BlockContext, SavedActivation
-from valkyrie.parallel.remat import Place, RematConfig
-from valkyrie.precision import DType
+from valkyrie.parallel.remat import ActivationLocation, RematConfig
 
 _OF_PRODUCTS = ("matrix", "ssm")
 
@@ -46,7 +45,7 @@ class Product:
 
     def is_remade(self, remat: RematConfig) -> bool:
         """Return whether a backward pass computes it again."""
-        return self.remade and remat.place(self.name, product=True) is Place.nowhere
+        return self.remade and remat.location(self.name, product=True) is ActivationLocation.nowhere
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,7 @@ class Work:
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the compute dtype."""
-        return size_of(self.run.config.precision.compute)
-
-
-def size_of(dtype: DType) -> int:
-    """Return the bytes of a number."""
-    return 4 if dtype is DType.float32 else 2
+        return self.run.config.precision.compute.itemsize
 
 
 def work_of(run: Run, *, whole_blocks: bool = False) -> Work:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays
+from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Parameter
 from valkyrie.parallel.layout import gathered_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
 from valkyrie.parallel.problems import size_checks
@@ -146,6 +146,13 @@ class Candidates:
             further = self.parts(axes[:end])
             limited = np.where(length % further == 0, further, limited)
         return limited
+
+    def shard(self, spec: Parameter, kind: str) -> np.ndarray:
+        """Return how many numbers of a parameter one device has as it is `stored` or `used`."""
+        numbers = np.full(len(self), float(spec.size))
+        for axis, length in zip(spec.axes, spec.shape, strict=True):
+            numbers = numbers / (self.stages if axis == LAYERS else self.split(axis, kind, length))
+        return numbers
 
     def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
         """Return the problems of sizes that these layouts have, each with a mask of the layouts that have it."""
