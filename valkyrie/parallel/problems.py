@@ -16,8 +16,8 @@ from valkyrie.parallel.partition import PipelineSchedule, RoleKind
 from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode
 
 if TYPE_CHECKING:
+    from valkyrie.parallel.candidates import Candidates
     from valkyrie.parallel.layout import Layout
-    from valkyrie.search.estimate.candidates import Candidates
 
 Nearest = Callable[[Problem], list[int]]
 """Returns the values of a problem's key, nearest to its own, that remove the problem and cause no other."""
