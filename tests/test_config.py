@@ -14,7 +14,6 @@ from helpers import compose_config, compose_run, names, some_quick
 from sweeps import plans_of
 from valkyrie.config.arguments import run_of
 from valkyrie.config.compose import GROUPS, accelerators, default_mesh, default_partition
-from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.parallel.partition import RoleKind
@@ -27,7 +26,7 @@ from valkyrie.train.memory import expected_memory
 from valkyrie.train.program import StepProgram
 
 GOLDEN = Path(__file__).parent / "goldens" / "config_default.yaml"
-CHOICES = {group: names(group) for group in GROUPS} | {"mode": sorted(MODES)}
+CHOICES = {group: names(group) for group in GROUPS}
 EXPERIMENTS = names("experiment")
 SWEEPS = names("sweep")
 WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "sweep" / f"{n}.yaml").read_text()]
@@ -36,7 +35,7 @@ WRITTEN_OUT = [n for n in SWEEPS if "/hydra/sweeper:" not in (conf_dir() / "swee
 
 def test_every_group_has_choices_and_every_folder_is_a_group():
     folders = {path.name for path in conf_dir().iterdir() if path.is_dir()}
-    assert folders == {*GROUPS, "experiment", "size", "sweep", "hydra"} - {"mode"}  # a list of objects, not of files
+    assert folders == {*GROUPS, "experiment", "size", "sweep", "hydra"}
     assert all(CHOICES.values())
     assert EXPERIMENTS
     assert SWEEPS
@@ -48,7 +47,7 @@ def test_every_choice_of_every_group_composes(turn: int):
     chosen = {group: found[turn % len(found)] for group, found in CHOICES.items()}
     run = Run.from_config(compose_config(*(f"{group}={choice}" for group, choice in chosen.items())))
     found = {group: getattr(run.config, group).name for group in GROUPS}
-    assert found == chosen
+    assert found == chosen | ({"mode": "measure"} if chosen["mode"] == "quick_measure" else {})
 
 
 @pytest.mark.parametrize("path", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -372,8 +371,15 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
             "experiment/m.yaml",
             "steps: 5\n",
             "experiment=m",
-            "the file of experiment= must begin with the line '# @package _global_'; without it, its settings are "
-            "those of a group experiment, which there is not.",
+            "the file of experiment= must begin with the line '# @package _global_'. Without it, its settings are read "
+            "as those of a group experiment, and there is no such group.",
+        ),
+        (
+            "sweep/m.yaml",
+            "defaults: [override /mode: show]\n",
+            "sweep=m",
+            "sweep/m.yaml must begin with the line '# @package _global_'. Without it, its settings are read as those of "
+            "a group sweep, and there is no such group.",
         ),
         (
             "partition/m.yml",

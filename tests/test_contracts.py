@@ -33,6 +33,7 @@ from helpers import (
     two_steps,
 )
 from valkyrie.axes import GROUPS
+from valkyrie.config.modes import MODES
 from valkyrie.models.block import weight
 from valkyrie.models.s5 import S5
 from valkyrie.parallel.mesh import abstract_mesh
@@ -233,5 +234,5 @@ def test_a_model_that_sees_the_future_is_only_shown(override: str):
     assert np.abs(before[:, 8] - after[:, 8]).max() > 1e-6
     with pytest.raises(AssertionError, match="next_token"):
         small_run("valkyrie_tiny", "mode=train", override)
-    run.config.mode.name = "train"
+    run.config.mode = MODES.config_class("train")()
     assert (ProblemCode.unsupported, "model") in [(problem.code, problem.key) for problem in run.problems()]

@@ -48,7 +48,7 @@ ONE_LINE = {
     "a mode that is none": (
         ["mode=shw"],
         "mode=shw is not a choice. Did you mean mode=show? Choices: calibrate, checkpoints, code_eval, compile, eval, "
-        "explain, figures, generate, measure, search, show, train, tune.",
+        "explain, figures, generate, measure, quick_measure, search, show, train, tune.",
     ),
     "an experiment that is none": (
         ["experiment=nix"],

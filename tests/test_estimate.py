@@ -19,6 +19,7 @@ from valkyrie.config.arguments import run_of
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import Problem, ProblemCode
 from valkyrie.runs.folder import parts_of
@@ -86,7 +87,7 @@ def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:
     assert len(checked) >= 150
     for one in checked:
         layout = one.run(run)
-        layout = layout.changed(mode=replace(layout.config.mode, name="compile"))
+        layout = layout.changed(mode=CompileMode())
         assert layout.problems(advise=False) == [], one.candidate.overrides
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import valkyrie
 from helpers import compose_run
-from valkyrie.config.modes import ModeConfig
+from valkyrie.config.modes import MODES
 from valkyrie.runs.folder import (
     RUN,
     changed_settings,
@@ -204,6 +204,6 @@ def test_a_compile_of_a_trained_run_leaves_its_settings_alone(tmp_path: Path, ho
     make_run(tmp_path, "one")
     run = compose_run("model=s5_tiny", "mesh=1x1x1", "partition=dp", f"runs={tmp_path}", how)
     assert run_folder(run) == tmp_path / "one"
-    compiled = run.changed(mode=ModeConfig(name="compile"))
+    compiled = run.changed(mode=MODES.config_class("compile")())
     assert run_folder(compiled) == tmp_path / "one-compile"
-    assert run_folder(run.changed(mode=ModeConfig(name="eval"))) == tmp_path / "one"
+    assert run_folder(run.changed(mode=MODES.config_class("eval")())) == tmp_path / "one"

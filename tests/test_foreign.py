@@ -18,7 +18,7 @@ from machines import needs_libtpu
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "foreign"
-CASES = yaml.safe_load((FOLDER / "cases.yaml").read_text())
+CASES = yaml.safe_load((FOLDER / "cases.yml").read_text())
 PAGE = (ROOT / "README.md").read_text()
 EXAMPLE = re.findall(r"```python\n(.*?)```", PAGE.split("## Predict any JAX program")[1], re.DOTALL)[0]
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from helpers import some_quick
-from runs import SINGLE, command, copied, start, tiny, trained
-from valkyrie.config.modes import MODES, Mode, ModeConfig, Needs
+from runs import command, copied, start, tiny, trained
 from valkyrie.runs.tracking import read_metrics
 
 
@@ -122,39 +121,6 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     job.wait(60)
     job.stderr.close()
     assert not re.search("Traceback|Exception ignored|Errno", err)
-
-
-def test_the_keys_of_the_modes_are_those_of_the_configuration() -> None:
-    keys = {key for mode in MODES.values() for key in mode.keys}
-    assert {*keys, "name"} == set(vars(ModeConfig()))
-    assert all(set(mode.files) <= set(mode.keys) for mode in MODES.values())
-
-
-def test_a_new_mode_is_its_object_and_its_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "counting.py").write_text(
-        "def count(run):\n    print(run.model.parameter_count(), 'parameters,', *run.arguments)\n    return 0\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    count = Mode("count", "the number of parameters", "counting:count", needs=Needs.nothing)
-    monkeypatch.setitem(MODES, "count", count)
-    assert command("mode=count", *SINGLE, "model=s5_tiny") == 0
-    assert re.search(r"\d+ parameters, mode=count mesh=1x1x1", capfd.readouterr().out)
-    assert command("--help") == 0
-    assert "mode=count        the number of parameters" in capfd.readouterr().out
-    assert command("mode=counted") == 2
-    assert (
-        "mode=counted is not a choice. Did you mean mode=count? Choices: calibrate, checkpoints, code_eval, compile,"
-        in capfd.readouterr().err
-    )
-
-
-def test_a_mode_that_is_none_is_refused_by_its_key_too(capfd: pytest.CaptureFixture[str]) -> None:
-    assert command("mode.name=look", *SINGLE) == 2
-    known = "train, show, compile, search, explain, calibrate, measure, figures, tune, eval, checkpoints, generate"
-    known += ", code_eval"
-    assert capfd.readouterr().err == f"valkyrie-train: mode=look is not known. Known: {known}.\n"
 
 
 def test_checkpoints_are_listed_and_a_damaged_one_is_an_exit_status(

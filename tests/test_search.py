@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from valkyrie.config.arguments import run_of
-from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.shorthand import written_out
 from valkyrie.hardware.platforms.tpu import Tpu
@@ -406,7 +405,7 @@ def search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> 
     monkeypatch.chdir(tmp_path)
     run = run_of([*TINY, "name=found", *arguments])
     assert run.problems() == []
-    status = MODES["search"](run)
+    status = run.config.mode.run(run)
     file = tmp_path / "runs" / "found" / ANSWER
     return status, json.loads(file.read_text()) if file.exists() else {}, run
 
@@ -477,7 +476,7 @@ def test_an_earlier_answer_that_knows_more_stays(tmp_path: Path) -> None:
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     run = run_of(["mode=search", "target=v5e-4", "model=llama_7b", "batch=64", "precision=bf16_mixed"])
-    assert MODES["search"](run) != 0
+    assert run.config.mode.run(run) != 0
     printed = capsys.readouterr().out
     assert "nothing fits: the smallest layout needs" in printed
     assert "16 chips would do: target=v5e-16." in printed

@@ -75,8 +75,8 @@ def test_names_are_fit_for_folders_and_for_hydra():
 
 def test_the_key_is_of_what_decides_the_result():
     key = trial_key(compose_run(*TINY, *SINGLE))
-    same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "mode.cache=false", "seed=0"]
-    same += ["log_every=3", "prompt=b", "top_k=7", "checkpoint.every=9", "mode.repeats=3"]
+    same = ["name=other", "runs=there", "trial.limit_s=5", "tracking=wandb", "seed=0"]
+    same += ["log_every=3", "prompt=b", "top_k=7", "checkpoint.every=9"]
     assert trial_key(compose_run(*TINY, *SINGLE, *same)) == key
     for change in (
         "batch=4",
@@ -93,7 +93,7 @@ def test_the_key_is_of_what_decides_the_result():
 @pytest.mark.parametrize(
     ("mode", "same", "other"),
     [
-        ("compile", ["mode.hlo=true", "mode.repeats=3", "eval_batches=3", "data.documents=9", "seed=3"], "steps=9"),
+        ("compile", ["mode.hlo=true", "mode.cache=false", "eval_batches=3", "data.documents=9", "seed=3"], "steps=9"),
         ("measure", ["mode.trace=true", "eval_batches=3", "data.documents=9"], "mode.repeats=3"),
         ("measure", ["mode.trace=true"], "mode.data=real"),
         ("generate", ["trial.retry=true"], "prompt=b"),

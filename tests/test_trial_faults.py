@@ -195,7 +195,7 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
         Status.killed,
         "its process was ended by SIGABRT: F0101 00:00 thing.cc:1] Check failed: a == b",
     )
-    assert results_of(tmp_path, MODES["measure"]).reason == "it left no measure.json"
+    assert results_of(tmp_path, MODES.config_class("measure")).reason == "it left no measure.json"
     assert outcome(tmp_path, 130).status is Status.killed
 
 
@@ -241,7 +241,7 @@ def test_a_training_leaves_what_its_last_part_knows(tmp_path: Path):
     parts = [part | ending for part in parts]
     lines = [line for part in parts for line in ({"step": 1, "loss": part["eval_loss"]}, {"summary": part})]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ended = results_of(tmp_path, MODES["train"])
+    ended = results_of(tmp_path, MODES.config_class("train"))
     assert ended.status is Status.ok
     step, memory = StepResult(step_s=0.4), MemoryResult(peak=2**28)
     assert ended.results == TrialResult(step=step, memory=memory, eval_loss=2.0, loss=2.0, steps=1, finished=True)

@@ -257,7 +257,7 @@ def predict(
 def _predict_run(run: Run, quiet: bool) -> Result:
     from valkyrie.search.modes import compile_and_summarise
 
-    _, prediction, replay = compile_and_summarise(run, _console(quiet))
+    _, prediction, replay = compile_and_summarise(run, Console(stderr=True, quiet=quiet))
     if prediction.status is CompileStatus.refused:
         raise ValueError(prediction.reason)
     return Result(prediction, replay)

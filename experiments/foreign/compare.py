@@ -1,6 +1,6 @@
 """Predicts the same work by our program and by MaxText's own, by the same compiler and the same replay.
 
-    python experiments/foreign/compare.py                        # every case of cases.yaml, and the table
+    python experiments/foreign/compare.py                        # every case of cases.yml, and the table
     python experiments/foreign/compare.py 1b_v4_64 22b_v4_128    # some
     python experiments/foreign/compare.py --markdown foreign.md --json foreign.json
 
@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 def main() -> None:
     """Compile what is missing, print the table, and write what is asked for."""
     parser = argparse.ArgumentParser(description="Our program and MaxText's, predicted by the same compiler.")
-    parser.add_argument("cases", nargs="*", help="names of cases in cases.yaml; all by default")
-    parser.add_argument("--cases-file", type=Path, default=HERE / "cases.yaml", help="a file of the same keys")
+    parser.add_argument("cases", nargs="*", help="names of cases in cases.yml; all by default")
+    parser.add_argument("--cases-file", type=Path, default=HERE / "cases.yml", help="a file of the same keys")
     parser.add_argument("--modules", type=Path, default=Path("modules"), help="where MaxText's modules are kept")
     parser.add_argument("--markdown", type=Path, help="write the table here too")
     parser.add_argument("--json", type=Path, help="write every case's numbers here")

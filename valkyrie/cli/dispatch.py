@@ -21,7 +21,6 @@ from valkyrie.config.arguments import read_arguments, refuses_keys_of_null
 from valkyrie.config.compose import register
 from valkyrie.config.explain import explain
 from valkyrie.config.mistakes import refuse_slips, version_text
-from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.config.saved import Primary, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
@@ -74,7 +73,7 @@ def dispatch() -> None:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if show_traceback:
             raise
-        fail(explain(error, config_dirs(sys.argv[1:])))
+        fail(str(explain(error, config_dirs(sys.argv[1:]))))
     except SweepEndError as error:
         if show_traceback:
             raise
@@ -113,7 +112,7 @@ def _compose(primary: Primary) -> DictConfig | None:
 
 
 def _dispatch(run: Run) -> int:
-    return MODES[run.config.mode.name](run)
+    return run.config.mode.run(run)
 
 
 def fail(message: str, status: int = USER_ERROR) -> None:

@@ -61,7 +61,7 @@ def run_of(arguments: Sequence[str]) -> Run:
     try:
         return _composed(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(explain(error, config_dirs(arguments))) from error
+        raise explain(error, config_dirs(arguments)) from error
 
 
 def run_in(folder: Path, overrides: Sequence[str]) -> Run:
@@ -81,7 +81,7 @@ def run_in(folder: Path, overrides: Sequence[str]) -> Run:
             _refuse_what_sets_no_value(override)
         return _composed(typed, folder)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(explain(error)) from error
+        raise explain(error) from error
 
 
 def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:

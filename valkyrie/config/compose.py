@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.config.choices import Chips, files, target_named
-from valkyrie.config.modes import MODES, ModeConfig
+from valkyrie.config.modes import MODES
 from valkyrie.config.run import FAMILIES, RunConfig
 from valkyrie.hardware.chips import CHIPS
 from valkyrie.hardware.names import parse_target
@@ -37,7 +37,6 @@ SCHEMAS: dict[str, type] = {
     "remat": RematConfig,
     "precision": PolicyConfig,
     "target": TargetConfig,
-    "mode": ModeConfig,
     "checkpoint": CheckpointConfig,
     "tracking": TrackingConfig,
     "distributed": DistributedConfig,
@@ -65,7 +64,7 @@ SIMULATED_MESH = "2x2x2"
 
 
 class ValkyrieSource(ConfigSource):
-    """Configs without a file: meshes of any shape, targets by name, modes, the schemas of groups and model families."""
+    """Configs without a file: meshes of any shape, targets by name, the schemas of groups and model families."""
 
     @staticmethod
     def scheme() -> str:
@@ -81,19 +80,18 @@ class ValkyrieSource(ConfigSource):
         return config_path in ("", "target/chip", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether this is a schema, a mode, a mesh by its looks, or a target: those with a file come first."""
+        """Return whether this is a schema, a mesh by its looks, or a target: those with a file come first."""
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         is_mesh = group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)
         is_target = group == "target" and name != "" and "/" not in name
         is_family = group in FAMILIES and name.endswith("_schema") and name.removesuffix("_schema") in FAMILIES[group]
-        is_mode = group == "mode" and name in MODES
         is_saved = name == AS_SAVED and group in saved_groups
         is_default = path == f"remat/{BY_WIDTH}"
-        return is_mesh or is_target or is_mode or path in SCHEMA_PATHS or is_family or is_saved or is_default
+        return is_mesh or is_target or path in SCHEMA_PATHS or is_family or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the mesh, the target, the mode or the schema; an error says what to write instead."""
+        """Return the mesh, the target or the schema; an error says what to write instead."""
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         try:
@@ -106,8 +104,6 @@ class ValkyrieSource(ConfigSource):
             elif group == "remat":
                 own = {"name": "${default_remat:${model.embed}}", "save": "${default_save:${model.embed}}"}
                 config = OmegaConf.create({"defaults": ["remat_schema", "_self_"], **own})
-            elif group == "mode":
-                config = OmegaConf.create({"defaults": ["mode_schema", "_self_"], "name": name, **MODES[name].defaults})
             else:
                 value = _mesh(name) if group == "mesh" else FAMILIES[group].config_class(name.removesuffix("_schema"))
                 config = OmegaConf.structured(value)
@@ -121,12 +117,10 @@ class ValkyrieSource(ConfigSource):
         )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return groups, modes, and a target of each chip; meshes are too many to list, schemas are for files only."""
-        if config_path == "mode" and results_filter is not ObjectType.GROUP:
-            return [*MODES]
+        """Return groups, and a target of each chip; meshes are too many to list, schemas are for files only."""
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in files(CHIPS))]
-        return ["mesh", "mode", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
+        return ["mesh", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
 
 
 def register() -> Path:
@@ -266,7 +260,8 @@ def _chosen(group: str, name: str, key: str) -> str:
 
 def described_modes() -> str:
     """Return a line for each mode, as `--help` has it."""
-    return "\n".join(f"  mode={mode.name:12} {mode.description}" for mode in MODES.values())
+    names = (*MODES.names(), *MODES.user_names())
+    return "\n".join(f"  mode={name:12} {MODES.config_class(name).description}" for name in names)
 
 
 def accelerators() -> int:

@@ -19,8 +19,11 @@ from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import refusal_of
 from valkyrie.config.run import FAMILIES
 from valkyrie.foreign_errors import ambiguous_argument, missing_group, needs_quotes, scalar_for_group
+from valkyrie.problems import Problem, ProblemError
 
-_GROUPS = ("experiment", "sweep", *GROUPS)
+_OVERLAYS = ("experiment", "sweep")
+"""Groups of YAMLs with settings of other groups."""
+_GROUPS = (*_OVERLAYS, *GROUPS)
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
@@ -28,8 +31,18 @@ _EXTRAS = {
 """Choices that come with an extra of the package."""
 
 
-def explain(error: Exception, folders: Sequence[str] = ()) -> str:
-    """Return an error in a few plain lines; `folders` are those of the user's own configurations."""
+def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
+    """Return an error of Hydra, OmegaConf or YAML as ours, a ProblemError if one key is at fault.
+
+    `folders` are those of the user's own configurations.
+    """
+    if isinstance(error, ProblemError):
+        return error
+    refusal = _refusal(error, folders)
+    return ProblemError([refusal]) if isinstance(refusal, Problem) else ValueError(refusal)
+
+
+def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_choice(str(error.missing_cfg_file), list(error.options or ()), folders)
     if isinstance(error, OverrideParseException):
@@ -43,12 +56,7 @@ def explain(error: Exception, folders: Sequence[str] = ()) -> str:
         return str(refused)
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        if str(cause.full_key) in ("experiment", "sweep"):
-            return (
-                f"the file of {cause.full_key}= must begin with the line '# @package _global_'; without it, its "
-                f"settings are those of a group {cause.full_key}, which there is not."
-            )
-        return refusal_of(cause)
+        return _no_package(cause.full_key) if cause.full_key in _OVERLAYS else refusal_of(cause)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return refusal_of(cause)
     if isinstance(error, ConfigCompositionException) and (told := _wrong_file(str(error))):
@@ -87,10 +95,22 @@ def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> st
     return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
 
 
+def _no_package(where: str) -> str:
+    """Return the refusal of an overlay without a package line, by its group or by its path in the folder of groups."""
+    group, _, name = where.partition("/")
+    file = f"{where}.yaml" if name else f"the file of {group}="
+    return (
+        f"{file} must begin with the line '# @package _global_'. Without it, its settings are read as those of a group "
+        f"{group}, and there is no such group."
+    )
+
+
 def _wrong_file(message: str) -> str | None:
     """Return what is wrong with a YAML of the user's where Hydra has words of its own for it; else None."""
     if missing := missing_group(message):
         file, group = missing
+        if (overlay := group.partition(".")[0]) in _OVERLAYS and overlay != group:
+            return _no_package(file)
         near = difflib.get_close_matches(group, _GROUPS, n=1)
         hint = f" Did you mean {near[0]}?" if near and near[0] != group else ""
         groups = ", ".join(_GROUPS)

@@ -51,7 +51,7 @@ def _refuse_no_assignment(here: str, following: str) -> None:
     match = re.fullmatch(r"(?!prompt=)([\w.]+)(\s*(?:==|:=|:|=)\s*)(\S.*)", here)  # a prompt may begin with blanks
     if match and match[2] != "=" and match[1].partition(".")[0] in _KEYS:
         raise ValueError(f"{here}: a setting is written KEY=VALUE, without blanks: {match[1]}={match[3]}.")
-    if here in MODES:
+    if here in MODES.names():
         raise ValueError(f"{here}: write mode={here}.")
     if here.partition(".")[0] in _KEYS and "=" not in here:
         value = "VALUE" if "=" in following or not following else following
@@ -61,10 +61,9 @@ def _refuse_no_assignment(here: str, following: str) -> None:
 def _refuse_names(argument: str, key: str, value: str) -> None:
     """Refuse what would give a group another name and leave its settings as they are, or no choice at all."""
     group = key.partition(".")[0]
-    if key in {f"{group}.name" for group in _CHOSEN}:
-        shipped = MODES if group == "mode" else config_names(group)
-        if group in ("mesh", "target") or value in shipped:
-            raise ValueError(f"{argument} changes a name and none of the settings. Write {group}={value}.")
+    named = group in _CHOSEN and key == f"{group}.name"
+    if named and (group in ("mesh", "target") or value in config_names(group)):
+        raise ValueError(f"{argument} changes a name and none of the settings. Write {group}={value}.")
     if key in _CHOSEN and value.startswith("["):
         raise ValueError(f"{argument}: {key}= takes one choice, not a list{_one_of(key, value)}")
     if key in _CHOSEN and key != "task" and value == "null":

@@ -1,15 +1,20 @@
-"""The modes of `valkyrie-train`: one object each, with its keys, its files, its time limit and its function.
+"""Modes of `valkyrie-train`: the base of their configs, and the files that they leave in a run folder.
 
-To add a mode, add its object to `MODES` (and a key it needs to `ModeConfig`), and write the function that it names.
+A mode is a module with a dataclass `Config` derived from `ModeConfig`, in `valkyrie.modes` or in a folder of the user's
+(`conf/README.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from valkyrie.extensions import Families
+from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.units import seconds_of
 
 if TYPE_CHECKING:
     from valkyrie.config.run import Run
@@ -30,64 +35,35 @@ MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
 """The optimised module of a compile, serialised and as text, and the folder of the profiler's trace."""
 
 HOUR_S = 3600.0
-COMPILE_MARGIN_S = 300.0
-"""The seconds that a compile trial has beyond the compiler's own limit, to start and to report."""
 
 SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
 SHAPING_KEYS += ("microbatches", "remat", "task")
 """The keys of a run that decide what is compiled."""
-_NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
-_NO_TRAINING = frozenset({"mode", "checkpoint", "log_every", "prompt", "sample_tokens", "temperature", "top_k"})
+NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
+"""The keys of a run that decide no result."""
 
-
-class MeasuredData(Enum):
-    """What `mode=measure` feeds a step: random tokens that lie on the devices, or the run's data by its loader."""
-
-    random = "random"
-    real = "real"
-
-
-@dataclass
-class ModeConfig:
-    """The keys of all modes; `name` chooses one, and each reads its own.
-
-    For `compile`: `time_limit_s` bounds the compiler's seconds, `cache` takes the result of an equal compile, `hlo`
-    leaves the optimised module in the run folder. For `measure`: `repeats` steps are timed after `warmup` others;
-    `data` is what they are fed, and `trace` leaves the profiler's trace in the run folder.
-    For `tune`: after `budget` (`10min`, `90s`, `2h`) no more is tried; null: until all is. The layout as it is is
-    compiled whatever it takes.
-    For `search`: `targets` are compared, `shapes` says that every shape a slice comes in is. At most `compiles` layouts
-    are compiled, for `budget` at most (`10min`, `90s`, `2h`; null: no limit): one under way at its end is ended. For so
-    long as `tune` says compiler options and implementations are then tried on the best of them. Where the devices are
-    at hand, `measure` layouts are run last, none begun after `budget` again: as the search found them, without what
-    `tune` did, which is left out of the answer where another layout is then the fastest. Hours and dollars are told for
-    `tokens`, tokens for `budget_usd`.
-    For `calibrate`: `paths` are folders of sweeps, searches or runs.
-    For `explain`: `first` and `second` are the layouts compared: overrides of the command's own, or a run folder.
-    For `generate`: `keep` is the name under which the text and the state after it are kept in the run folder, and go on
-    the next time.
-    """
-
-    name: str = "train"
-    time_limit_s: float = 1800.0
-    cache: bool = True
-    hlo: bool = False
-    warmup: int = 2
-    repeats: int = 10
-    data: MeasuredData = MeasuredData.random
-    trace: bool = False
-    budget: str | None = None
-    targets: list[str] = field(default_factory=list)
-    shapes: bool = False
-    compiles: int = 12
-    measure: int = 4
-    tune: str | None = None
-    tokens: float | None = None
-    budget_usd: float | None = None
-    paths: list[str] = field(default_factory=list)
-    first: str | None = None
-    second: str | None = None
-    keep: str | None = None
+_FLAT_KEYS: dict[str, Any] = {
+    "time_limit_s": 1800.0,
+    "cache": True,
+    "hlo": False,
+    "warmup": 2,
+    "repeats": 10,
+    "data": "random",
+    "trace": False,
+    "budget": None,
+    "targets": [],
+    "shapes": False,
+    "compiles": 12,
+    "measure": 4,
+    "tune": None,
+    "tokens": None,
+    "budget_usd": None,
+    "paths": [],
+    "first": None,
+    "second": None,
+    "keep": None,
+}
+"""The keys that `mode` had when all modes shared one config, with their defaults: each is in every such `run.yaml`."""
 
 
 class Needs(Enum):
@@ -98,192 +74,153 @@ class Needs(Enum):
     devices = "devices"
 
 
-@dataclass(frozen=True)
-class Mode:
-    """What a command does with a run.
+@dataclass
+class ModeConfig(ABC):
+    """Base of the config of every mode. The fields of a subclass are the keys `mode.KEY`, and have defaults.
 
-    `function` is `MODULE:NAME`: called with the run, it returns the exit status.
-    `keys` are those of `ModeConfig` that it reads, `files` what it leaves in the run folder where such a key is true.
-    `results` is the file of the run folder with its numbers; None where it only prints. `reads_run`: `name` and
-    `resume` name a trained run. `predicts`: its numbers come from a compiler and are computed again with another
-    version of it. `timed`: trials at the same time on one machine disturb its numbers. `tracked`: it
-    reports to W&B itself. `any_model`: it also takes models that no task can train. `any_layout`: it looks for a legal
-    layout itself. `defaults`: values of its keys where they are other than those of all modes.
-
-    Of a trial: `decided_by` returns the keys of the run that decide its result, None meaning all but `not_decided_by`;
-    `limit_s` returns the seconds it may take, None meaning any; `grace_s` is how long it may take to stop.
+    Args:
+        name: the module that defines the mode.
     """
 
+    description: ClassVar[str] = ""
+    """One line for `--help`."""
+    needs: ClassVar[Needs] = Needs.devices
+    results: ClassVar[str | None] = None
+    """The file of the run folder with its numbers, or None if it only prints."""
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The files that it leaves in the run folder in addition to `results`, by the key that requests them."""
+    short_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys that may be written without `mode.` on the command line."""
+    reads_run: ClassVar[bool] = False
+    """Whether `name` and `resume` name a trained run."""
+    predicts: ClassVar[bool] = False
+    """Whether its numbers come from a compiler, and are computed again with another version of it."""
+    timed: ClassVar[bool] = False
+    """Whether trials at the same time on one machine disturb its numbers."""
+    tracked: ClassVar[bool] = False
+    """Whether it reports to W&B itself."""
+    any_model: ClassVar[bool] = False
+    """Whether it also takes models that no task can train."""
+    any_layout: ClassVar[bool] = False
+    """Whether it looks for a legal layout itself."""
+    not_decided_by: ClassVar[frozenset[str]] = NO_RESULT
+    """The keys of the run that do not decide a trial's result, unless `decided_by` lists those that do."""
+    trial_limit_s: ClassVar[float | None] = HOUR_S
+    """Seconds that a trial may take, or None if it may take any time."""
+    grace_s: ClassVar[float] = 5.0
+    """Seconds that a trial may take to stop."""
+
     name: str
-    description: str
-    function: str
-    needs: Needs = Needs.devices
-    keys: tuple[str, ...] = ()
-    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    results: str | None = None
-    reads_run: bool = False
-    predicts: bool = False
-    timed: bool = False
-    tracked: bool = False
-    any_model: bool = False
-    any_layout: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    decided_by: Callable[[ModeConfig], Sequence[str]] | None = None
-    not_decided_by: frozenset[str] = _NO_RESULT
-    limit_s: Callable[[ModeConfig], float | None] = lambda config: HOUR_S
-    grace_s: float = 5.0
 
-    def __call__(self, run: Run) -> int:
-        """Carry out a run and return the exit status."""
-        module, _, name = self.function.partition(":")
-        return getattr(import_module(module), name)(run)
+    @abstractmethod
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status. Imports JAX only here: a run is checked before JAX loads."""
 
-    def asked_files(self, config: ModeConfig) -> tuple[str, ...]:
-        """Return the files, beside its results, that a run is asked to leave."""
-        return tuple(name for key, names in self.files.items() if getattr(config, key) for name in names)
+    def problems(self) -> list[Problem]:
+        """Return the problems of the keys."""
+        return []
+
+    def requested_files(self) -> tuple[str, ...]:
+        """Return the files, in addition to its results, that a run leaves."""
+        return tuple(name for key, names in self.files.items() if getattr(self, key) for name in names)
+
+    def decided_by(self) -> Sequence[str] | None:
+        """Return the keys of the run that decide a trial's result, or None for all except `not_decided_by`."""
+        return None
+
+    def limit_s(self) -> float | None:
+        """Return the seconds that a trial may take, or None if it may take any time."""
+        return self.trial_limit_s
 
 
-def _decides_a_measurement(config: ModeConfig) -> Sequence[str]:
-    data = ["data"] if config.data is MeasuredData.real else []
-    return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]
+@dataclass
+class CompilingMode(ModeConfig):
+    """Base of modes that compile layouts for their target.
+
+    Args:
+        time_limit_s: seconds that the compiler may take.
+        cache: whether to take the result of an equal compile.
+    """
+
+    time_limit_s: float = 1800.0
+    cache: bool = True
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of the keys."""
+        return [*super().problems(), *check_range("mode.time_limit_s", self.time_limit_s, above=0)]
 
 
-MODES = {
-    mode.name: mode
-    for mode in (
-        Mode(
-            name="train",
-            description="train, evaluate, print a sample",
-            function="valkyrie.train.modes:train",
-            results=METRICS,
-            tracked=True,
-            not_decided_by=_NO_RESULT | _NO_TRAINING,
-            limit_s=lambda config: None,
-            grace_s=60.0,  # it saves its state
-        ),
-        Mode(
-            name="show",
-            description="every parameter with its placement and bytes; stops there",
-            function="valkyrie.train.modes:show",
-            needs=Needs.nothing,
-            any_model=True,
-        ),
-        Mode(
-            name="compile",
-            description="compile the step for its target, without the target: does it fit, and how long is a step",
-            function="valkyrie.search.modes:compile_mode",
-            needs=Needs.compiler,
-            keys=("time_limit_s", "cache", "hlo"),
-            files={"hlo": (MODULE, TEXT)},
-            results=SUMMARY,
-            predicts=True,
-            decided_by=lambda config: SHAPING_KEYS,
-            limit_s=lambda config: max(HOUR_S, config.time_limit_s + COMPILE_MARGIN_S),
-        ),
-        Mode(
-            name="search",
-            description="find the fastest layout on a slice: estimate all, compile the best, measure where it can",
-            function="valkyrie.search.mode:search",
-            needs=Needs.nothing,
-            keys=(
-                "budget",
-                "targets",
-                "shapes",
-                "compiles",
-                "measure",
-                "tune",
-                "tokens",
-                "budget_usd",
-                "time_limit_s",
-                "cache",
-            ),
-            any_layout=True,
-            defaults={"budget": "8min"},
-            limit_s=lambda config: None,
-        ),
-        Mode(
-            name="explain",
-            description="say why one of two layouts is faster: what each waits for, computes twice and keeps",
-            function="valkyrie.search.explain.mode:explain_mode",
-            needs=Needs.nothing,
-            keys=("first", "second", "time_limit_s", "cache"),
-            any_layout=True,
-            limit_s=lambda config: None,
-        ),
-        Mode(
-            name="calibrate",
-            description="fit the constants of the estimate, and the factor of replays, to compiled or measured trials",
-            function="valkyrie.search.calibrate.mode:calibrate_mode",
-            needs=Needs.nothing,
-            keys=("paths",),
-            any_layout=True,
-            limit_s=lambda config: None,
-        ),
-        Mode(
-            name="measure",
-            description="time the step on the devices of this machine",
-            function="valkyrie.search.modes:measure_mode",
-            keys=("warmup", "repeats", "data", "trace"),
-            files={"trace": (TRACE,)},
-            results=MEASURED,
-            timed=True,
-            decided_by=_decides_a_measurement,
-        ),
-        Mode(
-            name="figures",
-            description="time products, memory and collectives of the devices of this machine, as figures of a chip",
-            function="valkyrie.search.measure.figures:figures_mode",
-            timed=True,
-            any_model=True,
-            any_layout=True,
-            limit_s=lambda config: 600.0,
-        ),
-        Mode(
-            name="tune",
-            description="find the compiler options with which the step is shortest, by compile alone",
-            function="valkyrie.search.tune.mode:tune_mode",
-            needs=Needs.compiler,
-            keys=("budget", "time_limit_s", "cache"),
-            predicts=True,
-            limit_s=lambda config: None,
-        ),
-        Mode(
-            name="eval",
-            description="evaluate a trained run on its whole validation split",
-            function="valkyrie.train.modes:evaluate",
-            reads_run=True,
-        ),
-        Mode(
-            name="checkpoints",
-            description="list the checkpoints of a trained run and compare their files with their checksums",
-            function="valkyrie.train.modes:list_checkpoints",
-            needs=Needs.nothing,
-            reads_run=True,
-            any_model=True,
-        ),
-        Mode(
-            name="generate",
-            description="print the prompt and what a trained run makes of it",
-            function="valkyrie.train.modes:generate",
-            keys=("keep",),
-            reads_run=True,
-        ),
-        Mode(
-            name="code_eval",
-            description="let a trained run complete functions, compile and test them in a sandbox",
-            function="valkyrie.train.modes:code_eval",
-            reads_run=True,
-        ),
-    )
-}
+@dataclass
+class MeasuringMode(ModeConfig):
+    """Base of modes that time layouts on devices.
+
+    Args:
+        warmup: steps before the timed ones.
+        repeats: timed steps.
+    """
+
+    warmup: int = 2
+    repeats: int = 10
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of the keys."""
+        problems = [*super().problems(), *check_range("mode.repeats", self.repeats, least=1)]
+        return [*problems, *check_range("mode.warmup", self.warmup, least=0)]
+
+
+MODES = Families("mode.name", "valkyrie.modes", ModeConfig)
 """What `mode=` may name."""
+
+Schema = TypeVar("Schema", bound=ModeConfig)
+
+
+def mode_named(name: str | None) -> type[ModeConfig] | None:
+    """Return the config of a mode, or None if there is no such mode."""
+    return MODES.config_class(name) if name is not None and name in MODES else None
 
 
 def reads_run(name: str | None) -> bool:
     """Return whether a mode looks at a trained run, which `name` and `resume` then name; False for an unknown one."""
-    return name in MODES and MODES[name].reads_run
+    mode = mode_named(name)
+    return mode is not None and mode.reads_run
 
 
 def has_results(name: str) -> bool:
-    """Return whether a mode leaves numbers; a trial of another is carried out each time it is asked for."""
-    return name in MODES and MODES[name].results is not None
+    """Return whether a mode leaves numbers; a trial of another is carried out each time it is requested."""
+    mode = mode_named(name)
+    return mode is not None and mode.results is not None
+
+
+def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
+    """Return the settings with which a run does what another mode does: shared keys, and defaults of the others.
+
+    A search compiles and measures, for example, and `valkyrie.predict` compiles a run of any mode.
+    """
+    if isinstance(mode, schema):
+        return mode
+    shared = {field.name for field in fields(mode)} & {field.name for field in fields(schema)} - {"name"}
+    return schema(**{key: getattr(mode, key) for key in shared})
+
+
+def check_time(key: str, value: str | None) -> list[Problem]:
+    """Return the problem of a key whose value must be a time with its unit, or null."""
+    if value is None or seconds_of(value) is not None:
+        return []
+    text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."
+    return [Problem(ProblemCode.malformed, key, value, text)]
+
+
+def modes_with(key: str) -> list[str]:
+    """Return the names of the modes that have a key."""
+    configs = {name: MODES.config_class(name) for name in (*MODES.names(), *MODES.user_names())}
+    return [name for name, config in configs.items() if key in {field.name for field in fields(config)}]
+
+
+def without_foreign_keys(mode: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the keys of other modes from the `mode` of a `run.yaml` of the time when all modes shared one config.
+
+    Keys whose value is not the default stay, and are then refused.
+    """
+    config = mode_named(mode.get("name"))
+    own = set() if config is None else {field.name for field in fields(config)}
+    return {key: value for key, value in mode.items() if key in own or _FLAT_KEYS.get(key, mode) != value}

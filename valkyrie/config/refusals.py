@@ -15,14 +15,13 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from valkyrie.config.modes import ModeConfig
+from valkyrie.config.modes import modes_with
 from valkyrie.data.config import sources_with
 from valkyrie.foreign_errors import WrongValue, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
-from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.problems import Problem, ProblemCode
 from valkyrie.trees import flat
-from valkyrie.units import seconds_of
 
 _ELSEWHERE = {
     "lr": "optimizer.learning_rate",
@@ -73,18 +72,19 @@ _LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
 _FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
-def refusal_of(error: OmegaConfBaseException) -> str:
-    """Return what OmegaConf refuses, in a line that names the key, and says what is needed."""
+def refusal_of(error: OmegaConfBaseException) -> Problem:
+    """Return the problem that OmegaConf has found, with its key and what is needed."""
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
     cause = error.__cause__ or error.__context__
     if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
-        return str(cause)  # our own refusal, of a resolver
-    return _wrong_value(error.full_key, str(error).splitlines()[0].rstrip("."))
+        return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
+    text = _wrong_value(error.full_key, str(error).splitlines()[0].rstrip("."))
+    return Problem(ProblemCode.malformed, error.full_key, text=text)
 
 
-def unknown_key(full_key: str, parent: Any) -> str:
-    """Return the refusal of a key that the schema does not have, with the ones it has and the nearest."""
+def unknown_key(full_key: str, parent: Any) -> Problem:
+    """Return the problem of a key that the schema does not have, with the keys that it has and the nearest."""
     prefix, _, last = full_key.rpartition(".")
     inside = f"{prefix}." if prefix else ""
     known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
@@ -93,10 +93,18 @@ def unknown_key(full_key: str, parent: Any) -> str:
     near = [f"{inside}{key}" for key in near] or _elsewhere(last, parent, prefix)
     near = near or [f"{inside}{key}" for key in difflib.get_close_matches(last, known, n=1)]
     hint = f" Did you mean {near[0]}?" if near else ""
-    if inside.startswith("data.") and (others := sources_with(full_key.removeprefix("data."))):
-        hint = f" It is a key of {', '.join(f'data={name}' for name in others)}."
-    what = f"a key of data.source={parent.get('source')}" if prefix == "data" else "a key"
-    return f"{full_key} is not {what}.{hint} Known{f' in {prefix}' if prefix else ''}: {', '.join(known)}."
+    group, families = prefix.partition(".")[0], {"data": ("source", sources_with), "mode": ("name", modes_with)}
+    what = "a key"
+    if group in families:
+        family, with_key = families[group]
+        if others := with_key(full_key.removeprefix(f"{group}.")):
+            hint = f" It is a key of {', '.join(f'{group}={name}' for name in others)}."
+        what = (
+            f"a key of {group}{'' if group == 'mode' else '.source'}={parent.get(family)}" if prefix == group else what
+        )
+    where = f" in {prefix}" if prefix else ""
+    text = f"{full_key} is not {what}.{hint} Known{where}: {', '.join(known)}."
+    return Problem(ProblemCode.unknown_name, full_key, text=text)
 
 
 def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
@@ -156,19 +164,4 @@ def too_large(values: dict[str, Any]) -> list[Problem]:
             if isinstance(number, int) and abs(number) > largest:
                 details = {"most": largest}
                 problems.append(Problem(ProblemCode.too_large, key, shortened(str(number)), details=details))
-    return problems
-
-
-def mode_problems(mode: ModeConfig) -> list[Problem]:
-    """Return everything that is wrong with the keys of modes."""
-    problems = [*check_range("mode.repeats", mode.repeats, least=1), *check_range("mode.warmup", mode.warmup, least=0)]
-    problems += check_range("mode.time_limit_s", mode.time_limit_s, above=0)
-    for name in ("tokens", "budget_usd"):
-        problems += check_range(f"mode.{name}", getattr(mode, name), above=0)
-    for name in ("compiles", "measure"):
-        problems += check_range(f"mode.{name}", getattr(mode, name), least=0)
-    for key in ("mode.budget", "mode.tune"):
-        if (value := getattr(mode, key.removeprefix("mode."))) is not None and seconds_of(value) is None:
-            text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."
-            problems.append(Problem(ProblemCode.malformed, key, value, text))
     return problems

@@ -19,9 +19,11 @@ from valkyrie.axes import BATCH, Arrays
 from valkyrie.buckets import needs_disk
 from valkyrie.checkpoint import CheckpointConfig
 from valkyrie.code_eval.config import CodeEvalConfig
-from valkyrie.config.modes import MODES, ModeConfig, Needs, reads_run
-from valkyrie.config.refusals import mode_problems, refusal_of, too_large
-from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path, without_foreign_keys
+from valkyrie.config import modes
+from valkyrie.config.modes import MODES, ModeConfig, Needs
+from valkyrie.config.refusals import refusal_of, too_large
+from valkyrie.data import config as data
+from valkyrie.data.config import SEEDS, SOURCES, DataConfig, full_path
 from valkyrie.extensions import Families, add_import_path
 from valkyrie.hardware.target import TargetConfig
 from valkyrie.models import Model, activation_names, known_axes
@@ -46,6 +48,7 @@ from valkyrie.trees import as_written, at, flat, with_value
 HEADER = "# valkyrie-train --config-path "
 """How every `run.yaml` begins."""
 FAMILIES: dict[str, Families] = {
+    "mode": MODES,
     "model": models.FAMILIES,
     "data": SOURCES,
     "task": TASKS,
@@ -81,13 +84,13 @@ class RunConfig:
     """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
 
     `task` None is the task of the model family.
-    `modules` are folders with the user's own modules (models, data sources, tasks, optimizers), which a run in another
-    process imports too.
+    `modules` are folders with the user's own modules (models, data sources, tasks, optimizers, modes), which a run in
+    another process imports too.
     `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
     `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
     """
 
-    mode: ModeConfig = field(default_factory=ModeConfig)
+    mode: ModeConfig = MISSING
     target: TargetConfig = field(default_factory=TargetConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
@@ -236,8 +239,12 @@ class Run:
                 continue
             if family is None:
                 raise ValueError(f"{families.key} is missing. Known: {', '.join(families.names())}.")
-            if group == "data":
-                _drop_foreign_keys(composed, family)
+            drop_foreign_keys(composed, group)
+            known_types = (dict, families.config_class(family))
+            if group == "data" and OmegaConf.get_type(composed.data) not in known_types:
+                raise ValueError(
+                    f"data.source={family} changes the source and none of the settings. Write data={family}."
+                )
             schema[group] = OmegaConf.structured(families.config_class(family))
             folders.append(families.user_folder(family))
         try:
@@ -245,7 +252,7 @@ class Run:
             OmegaConf.resolve(merged)
             typed = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
-            raise ValueError(refusal_of(error)) from error
+            raise ProblemError([refusal_of(error)]) from error
         assert isinstance(typed, RunConfig)
         if typed.task is None:
             folders.append(TASKS.user_folder(typed.model.task))
@@ -262,13 +269,13 @@ class Run:
         if found.problems or (c.batch_tokens, c.device_batch) == (None, None):
             return self
         own = replace(c, batch=found.batch, microbatches=found.microbatches, batch_tokens=None, device_batch=None)
-        if self._looks_for_layouts:  # each has microbatches of its own
+        if self.config.mode.any_layout:  # each has microbatches of its own
             return replace(self, config=replace(own, microbatches=c.microbatches, device_batch=c.device_batch))
         return replace(self, config=own, batch_note=found.describe(c.seq, c.device_batch))
 
     def _batches(self) -> Batches:
         c = self.config
-        known = c.device_batch is not None and not c.mesh.problems() and not self._looks_for_layouts
+        known = c.device_batch is not None and not c.mesh.problems() and not self.config.mode.any_layout
         shards = self.layout_on(c.mesh, c.partition).shards(BATCH) if known else 1
         return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
@@ -282,12 +289,12 @@ class Run:
             return huge
         problems = [*self.model.problems(), *c.optimizer.problems(), *c.checkpoint.problems(), *c.data.problems()]
         problems += [*c.distributed.problems(), *self._batches().problems, *c.code_eval.refusals(c.code_eval_every)]
-        searches = self._looks_for_layouts and MODES[c.mode.name].needs is Needs.nothing
+        searches = c.mode.any_layout and c.mode.needs is Needs.nothing
         of_target = c.target.problems() if searches else target_problems(c.target, c.mesh)
         for key in ("steps", "batch", "seq", "log_every", "eval_every", "eval_batches", *_COUNTS_OF_A_LAYOUT):
             problems += check_range(key, at(c, key), least=1)
         problems += [*needs_disk("runs", c.runs), *profile_problems(c.profile, c.steps)]
-        problems += mode_problems(c.mode)
+        problems += c.mode.problems()
         problems += check_range("trial.limit_s", c.trial.limit_s, above=0, otherwise="null")
         problems += check_range("temperature", c.temperature, least=0)
         problems += check_range("top_k", c.top_k, least=1, otherwise="null to sample among all tokens")
@@ -295,10 +302,7 @@ class Run:
         problems += check_range("sample_tokens", c.sample_tokens, least=0)
         problems += check_range("seed", c.seed, least=0, most=SEEDS - 1)
         problems += self._name_problems()
-        if c.mode.name not in MODES:
-            text = f"mode={c.mode.name} is not known. Known: {', '.join(MODES)}."
-            problems.append(Problem(ProblemCode.unknown_name, "mode", c.mode.name, text))
-        elif not MODES[c.mode.name].any_model:
+        if not c.mode.any_model:
             problems += self._task_problems()
         keys = {problem.key for problem in (*problems, *of_target)}
         for key, value in flat(asdict(c)).items():
@@ -306,7 +310,7 @@ class Run:
                 problems.append(Problem(ProblemCode.not_finite, key, value))
         if not problems:
             problems += c.remat.problems(partial(activation_names, self.model))
-            problems += [] if self._looks_for_layouts else self._layout(advise)[1]
+            problems += [] if self.config.mode.any_layout else self._layout(advise)[1]
         return problems + of_target
 
     def _name_problems(self) -> list[Problem]:
@@ -318,14 +322,9 @@ class Run:
         elif strange := re.search(r"[^\w .+@/-]", name):
             text = f"name={name}: a name with {strange[0]} could not be typed after resume=. Use letters, digits, ., _ "
             text += "or -."
-        elif name == "latest" and not reads_run(self.config.mode.name):
+        elif name == "latest" and not self.config.mode.reads_run:
             text = "name=latest could never be resumed: resume=latest means the newest run. Use another name."
         return [Problem(ProblemCode.malformed, "name", name, text)] if text else []
-
-    @property
-    def _looks_for_layouts(self) -> bool:
-        mode = MODES.get(self.config.mode.name)
-        return mode is not None and mode.any_layout
 
     def legal_partitions(self) -> list[str]:
         """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
@@ -420,11 +419,9 @@ class Run:
         return problems
 
 
-def _drop_foreign_keys(composed: DictConfig, source: str) -> None:
-    """Drop the settings of other data sources that a `run.yaml` of an earlier version has."""
-    data = OmegaConf.to_container(composed.data)
-    assert isinstance(data, dict)
-    if (own := without_foreign_keys(data)) != data:
-        composed.data = own
-    elif OmegaConf.get_type(composed.data) not in (dict, SOURCES.config_class(source)):
-        raise ValueError(f"data.source={source} changes the source and none of the settings. Write data={source}.")
+def drop_foreign_keys(values: DictConfig, group: str) -> None:
+    """Drop the keys of other modes or data sources that a `run.yaml` of an earlier version has."""
+    own_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
+    settings = OmegaConf.to_container(values[group])
+    if own_keys is not None and isinstance(settings, dict) and (own := own_keys(settings)) != settings:
+        values[group] = own

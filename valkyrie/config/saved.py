@@ -20,8 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from valkyrie.checkpoint import latest_step
 from valkyrie.config.compose import AS_SAVED, GROUPS, saved_groups
 from valkyrie.config.modes import reads_run
-from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig
-from valkyrie.data.config import without_foreign_keys
+from valkyrie.config.run import FAMILIES, HEADER, OPTIONAL_GROUPS, Run, RunConfig, drop_foreign_keys
 from valkyrie.extensions import add_import_path
 from valkyrie.paths import conf_dir, unused
 from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
@@ -61,8 +60,10 @@ def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bo
     folder = folder or (run_to_read(arguments) if read else None)
     if folder is None:
         return Primary(config_name(arguments), config_path(arguments), list(arguments))
-    values = _whole(saved_config(folder), folder / RUN)
-    values.resume, values.mode = str(folder), {"name": "train"}
+    saved = saved_config(folder)
+    saved.mode = {"name": "train"}
+    values = _whole(saved, folder / RUN)
+    values.resume = str(folder)
     _offer(values, None)
     flags, overrides = parts_of(arguments)
     return Primary(SAVED_RUN, None, [*flags, *(o for o in overrides if key_value(o)[0] != "resume")])
@@ -158,7 +159,8 @@ def _offer(values: DictConfig, file: Path | None) -> None:
     add_import_path(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
-    values.data = without_foreign_keys(_plain(values.data))
+    for group in ("mode", "data"):
+        drop_foreign_keys(values, group)
     saved = [group for group in GROUPS if group not in OPTIONAL_GROUPS or values.get(group) is not None]
     for group in saved:
         schema = f"{OmegaConf.select(values, FAMILIES[group].key) if group in FAMILIES else group}_schema"

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 
 from valkyrie.config.choices import Chips
 from valkyrie.config.composing import composing
+from valkyrie.config.modes import mode_named
 from valkyrie.config.saved import config_dirs
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.runs.folder import key_value
-
-_OF_MODE = {
-    "search": {"tokens": "mode.tokens", "budget_usd": "mode.budget_usd", "budget": "mode.budget"},
-    "calibrate": {"paths": "mode.paths"},
-    "explain": {"first": "mode.first", "second": "mode.second"},
-}
-"""Keys of a mode that may be written without it."""
 
 
 def written_out(arguments: Sequence[str]) -> list[str]:
@@ -28,6 +22,8 @@ def written_out(arguments: Sequence[str]) -> list[str]:
     `mode=explain` `first=` and `second=`.
     """
     given = dict(key_value(argument) for argument in arguments if "=" in argument)
+    mode = mode_named(given.get("mode"))
+    short_keys = () if mode is None else mode.short_keys
     searching = given.get("mode") == "search"
     chip = _chip(given["target.chip"], config_dirs(arguments)) if "target.chip" in given else None
     written: list[str] = []
@@ -42,9 +38,9 @@ def written_out(arguments: Sequence[str]) -> list[str]:
             if not names:
                 raise ValueError(f"{argument} names no slice. Write target=[v4-64,v5e-64].")
             written += [f"target={names[0]}", f"mode.targets=[{','.join(names)}]"]
-        elif key in (short := _OF_MODE.get(given.get("mode", ""), {})):
+        elif key in short_keys:
             several = key == "paths" and not value.startswith("[")
-            written.append(f"{short[key]}={f'[{value}]' if several else value}")
+            written.append(f"mode.{key}={f'[{value}]' if several else value}")
         else:
             written.append(argument)
     return written

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from valkyrie.config.modes import MODES
+from valkyrie.config.modes import METRICS
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import StepResult, TrialResult
 from valkyrie.sweep.results import training_results
@@ -15,7 +15,6 @@ from valkyrie.sweep.rows import Row, rows_of
 from valkyrie.sweep.trial import TRIALS, Status, Trial, TrialLog
 
 TRAIN, _SETTINGS = "train", "run"
-_METRICS = MODES[TRAIN].results or ""
 
 DEPTH = 2
 """How many folders below a given path a sweep is looked for."""
@@ -74,7 +73,7 @@ def read_json(row: Row, name: str) -> dict[str, Any] | None:
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
     """Return the run folders of trainings that a path is or holds, up to so many folders below, not in these sweeps."""
     own = {folder.resolve() for folder in sweeps}
-    patterns = ("/".join(["*"] * below + [_METRICS]) for below in range(depth + 1))
+    patterns = ("/".join(["*"] * below + [METRICS]) for below in range(depth + 1))
     folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))
     return [f for f in folders if (f / f"{_SETTINGS}.yaml").is_file() and not own & {f.resolve(), *f.resolve().parents}]
 
@@ -89,7 +88,7 @@ def training(folder: Path) -> Trial:
         about, values = run.about(), run.values()
     except ValueError as error:
         return _trial(folder, Status.failed, str(error), None, {}, TrialResult())
-    results = training_results(folder / _METRICS)
+    results = training_results(folder / METRICS)
     reason = "it has no finished step yet" if results.step == StepResult() else None
     return _trial(folder, Status.killed if reason else Status.ok, reason, about, values, results)
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from valkyrie.axes import axes_text
+from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.columns import Column, terminal_table
@@ -308,3 +309,17 @@ def command_of(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] =
     """Return the command that trains a layout; `tuned` are the overrides that tuning found for it."""
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *tuned]
     return "valkyrie-train " + shlex.join([*request.command, *overrides])
+
+
+def launch_command_of(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str | None:
+    """Return the command that prints how to rent the slice of a layout and train on it; `--run` carries it out.
+
+    None for several slices of a platform whose launch engine does not join slices.
+    """
+    target = next(target for target in request.targets if target.name == row.candidate.target)
+    rented = platform_of(target.platform).rented_as_slices
+    if target.slices > 1 and not rented:
+        return None
+    words = [f"target={target.name}"] if rented else ["target=skypilot", f"slice={target.name}"]
+    words += [f"slices={target.slices}"] if target.slices > 1 else []
+    return f"valkyrie-launch {shlex.join(words)} -- {command_of(request, row, tuned).partition(' ')[2]}"

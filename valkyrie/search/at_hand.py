@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.config.compose import accelerators
-from valkyrie.config.modes import FIGURES, MODES
+from valkyrie.config.modes import FIGURES
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.modes.figures import Config as FiguresMode
 from valkyrie.parallel.mesh import parse_mesh
 from valkyrie.processes.trial_lock import TrialLock
 from valkyrie.search.measure.figures_of import has_figures, in_words, read_figures
@@ -39,10 +40,16 @@ def not_at_hand(request: SearchRequest) -> str | None:
     if len(request.targets) > 1:
         return "several slices are compared"
     target = next(iter(request.targets))
-    here = accelerators() * processes()
-    if platform_of(target.platform).runs_on_host or (target.slices == 1 and here >= (target.chips or 1)):
+    if is_here(target):
         return None
+    here = accelerators() * processes()
     return f"{target.describe()} is not this machine, which has {here} accelerators that JAX can use"
+
+
+def is_here(target: TargetConfig) -> bool:
+    """Return whether this machine, or those of this command, have the devices of a target, as far as files tell."""
+    here = accelerators() * processes()
+    return platform_of(target.platform).runs_on_host or (target.slices == 1 and here >= (target.chips or 1))
 
 
 def on_cpu(target: TargetConfig) -> bool:
@@ -70,13 +77,13 @@ def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console
     run = request.run.changed(
         target=target,
         mesh=parse_mesh(f"{devices}x1x1"),
-        mode=replace(config.mode, name="figures", budget=None),
+        mode=FiguresMode(),
         runs=str(folder),
         name=f"figures-{target.name}",
     )
     name, machine = str(run.config.name), socket.gethostname()
     if not has_figures(folder / name, machine, config.precision.compute, devices // processes()):
-        plan = Plan(name, name, "figures", folder, (), None, run=run, limit_s=MODES["figures"].limit_s(run.config.mode))
+        plan = Plan(name, name, "figures", folder, (), None, run=run, limit_s=run.config.mode.limit_s())
         trial = _carried_out(plan)
         if trial.status is not Status.ok:
             raise ValueError(f"target={target.name}: the devices could not be timed: {trial.reason}")

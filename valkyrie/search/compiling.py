@@ -9,8 +9,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import TargetConfig
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import parts_of
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.request import SearchRequest
@@ -99,7 +101,7 @@ def compile_best(
         elif not wanted and best is not None and bound > request.cost(best.target, best.step_s or 0.0):
             compiles.why = "no other layout can be faster, by the errors of estimates so far"
         elif request.budget_s is not None and time.monotonic() - began + longest > request.budget_s:
-            compiles.why = f"another compile would take longer than mode.budget={request.run.config.mode.budget}"
+            compiles.why = f"another compile would take longer than mode.budget={request.mode.budget}"
         elif len(compiles.done) >= most:
             compiles.why = f"mode.compiles={most} layouts were compiled"
         if one is None or compiles.why:
@@ -111,7 +113,7 @@ def compile_best(
         try:
             trial = carry_out([plan], 1, _until(request, began))[plan.key]
         except BudgetOver:
-            over = f"mode.budget={request.run.config.mode.budget} was over"
+            over = f"mode.budget={request.mode.budget} was over"
             compiles.why = f"{over} before the compile of {' '.join(one.candidate.overrides)} ended"
             return
         longest = max(longest, time.monotonic() - start)
@@ -121,7 +123,7 @@ def compile_best(
 
 def plan_of(request: SearchRequest, one: Estimated, folder: Path) -> Plan:
     """Return the trial that compiles a layout."""
-    run = one.run(request.run).changed(mode=replace(request.run.config.mode, name="compile", budget=None))
+    run = one.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
     return plan_in(folder, request, run, one.candidate.overrides)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from valkyrie.config.modes import settings_for
+from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.search.answer import MeasuredLayout, MeasureReport, RankedLayout, Stage, rank_layout
 from valkyrie.search.at_hand import on_cpu
 from valkyrie.search.compiling import Compiles, Silent, plan_in
@@ -94,10 +96,10 @@ def measure_best(
     At first each is of another mesh and partition; then the one that is expected to be the fastest by how long others
     of its mesh and partition took. Ctrl-C raises KeyboardInterrupt; what is done until then stands in `measures`.
     """
-    most, began, waiting = request.run.config.mode.measure, time.monotonic(), expected_step_times(listed, compiles)
+    most, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(listed, compiles)
     while len(measures.done) < most and waiting:
         if request.budget_s is not None and time.monotonic() - began > request.budget_s:
-            measures.why = f"mode.budget={request.run.config.mode.budget} is over"
+            measures.why = f"mode.budget={request.mode.budget} is over"
             return
         one, expected_s = _next(waiting, measures, most)
         waiting = [pair for pair in waiting if pair[0] is not one]
@@ -121,7 +123,7 @@ def expected_step_times(listed: Shortlist, compiles: Compiles) -> list[tuple[Est
 
 def run_measurement(request: SearchRequest, one: Estimated, folder: Path) -> Trial:
     """Return the record of a layout that is measured now, or was by an earlier search."""
-    run = one.run(request.run).changed(mode=replace(request.run.config.mode, name="measure", budget=None))
+    run = one.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
     if on_cpu(request.run.config.target):
         run = run.changed(target=request.run.config.target)
     plan = plan_in(folder, request, run, one.candidate.overrides)

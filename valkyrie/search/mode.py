@@ -15,8 +15,8 @@ from valkyrie.problems import INDIVISIBLE
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
-from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, rank_layouts, show
-from valkyrie.search.at_hand import not_at_hand, with_figures
+from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, launch_command_of, rank_layouts, show
+from valkyrie.search.at_hand import is_here, not_at_hand, with_figures
 from valkyrie.search.compiling import Compiled, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import Space
@@ -68,7 +68,7 @@ def _search(run: Run) -> int:
         console.print(_nothing_fits(listed, request, compiles, space), style="bold red", markup=False)
         remove_if_empty(folder)
         return NOT_COMPILED
-    at_hand = request.run.config.mode.measure > 0 and not_at_hand(request) is None
+    at_hand = request.mode.measure > 0 and not_at_hand(request) is None
     missing = _no_compiler(request)
     if not at_hand:
         _tell_missing(missing, request, console)
@@ -83,7 +83,7 @@ def _search(run: Run) -> int:
             console.print("interrupted; the best so far:", style="yellow")
             status = EXIT_STATUS
     best, options = compiles.best(request), []
-    tune = request.run.config.mode.tune
+    tune = request.mode.tune
     tune_s = None if tune is None else seconds_of(tune)
     if status == 0 and best is not None and tune_s is not None:
         status, options = tune_best(request, best, tune_s, console)
@@ -103,6 +103,9 @@ def _search(run: Run) -> int:
         measured_s = None if rival.layout is None else measures.step_s(rival.layout)
         console.print(format_comparison(rival, compiles, rows[0], measured_s), markup=False, soft_wrap=True)
     console.print(f"train it: {command_of(request, rows[0], options)}", markup=False, soft_wrap=True)
+    launch = None if is_here(_slice_of(rows[0], request)) else launch_command_of(request, rows[0], options)
+    if launch is not None:
+        console.print(f"launch it: {launch}", markup=False, soft_wrap=True)
     answer = SearchAnswer(
         command=list(run.arguments),
         question=digest_of(request),
@@ -140,10 +143,10 @@ def _compile(
     compiles: Compiles,
     console: Console,
 ) -> int:
-    most = request.run.config.mode.compiles
+    most = request.mode.compiles
     if most == 0:
         return 0
-    budget = request.run.config.mode.budget
+    budget = request.mode.budget
     ends = "Ctrl-C ends" if budget is None else f"mode.budget={budget}, or Ctrl-C, ends"
     console.print(f"compiling the best into {folder}; {ends} it with what is known, the same command goes on")
 

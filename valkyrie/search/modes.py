@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE
+from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.machine.timeline import write_timeline
+from valkyrie.modes.compile import Config as CompileMode
+from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.paths import DiskError
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import run_folder, write_about
@@ -55,7 +57,7 @@ def compile_mode(run: Run) -> int:
         write_timeline(folder / TIMELINE, replay.spans, f"{run.model.name} {run.layout.name}, one step of one chip")
         console.print(f"timeline: {folder / TIMELINE} (open it at https://ui.perfetto.dev)")
     fits = prediction.status is CompileStatus.ok
-    if run.config.mode.hlo and fits:
+    if settings_for(CompileMode, run.config.mode).hlo and fits:
         shutil.copy(compiled.module, folder / MODULE)
         shutil.copy(compiled.program / TEXT, folder / TEXT)
         console.print(f"optimised HLO: {folder / TEXT}")
@@ -77,7 +79,7 @@ def _measure(run: Run, team: Team) -> int:
     from valkyrie.search.measure.measure import measure
 
     folder = Path(team.of_first("run folder", lambda: str(run_folder(run))))
-    trace = folder / TRACE if run.config.mode.trace else None
+    trace = folder / TRACE if settings_for(MeasureMode, run.config.mode).trace else None
     if not console.is_terminal:
         console.print("compiling and timing the step")
     with console.status("compiling and timing the step"):
@@ -96,11 +98,11 @@ def _measure(run: Run, team: Team) -> int:
 
 def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, Prediction, Replay | None]:
     """Compile a run and return the compile, its prediction with hints, and its replay; shows a line while it works."""
-    config = run.config.mode
+    mode = settings_for(CompileMode, run.config.mode)
     if not console.is_terminal:
         console.print(f"compiling for {run.config.target.describe()}", soft_wrap=True)
     with console.status("compiling") as status:
-        compiled = compile_layout(run, config.time_limit_s, config.cache, status.update)
+        compiled = compile_layout(run, mode.time_limit_s, mode.cache, status.update)
         replay, uses = None, []
         if compiled.status is CompileStatus.ok:
             status.update("replaying the schedule")

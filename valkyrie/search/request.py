@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig, TargetConfig, slice_of
+from valkyrie.modes.search import Config as SearchMode
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
@@ -58,6 +60,11 @@ class SearchRequest:
         return step_s if usd is None else usd
 
     @property
+    def mode(self) -> SearchMode:
+        """The settings of the search."""
+        return settings_for(SearchMode, self.run.config.mode)
+
+    @property
     def command(self) -> list[str]:
         """The arguments of the command that say nothing of layout, slice or search."""
         flags, overrides = parts_of(self.run.arguments)
@@ -68,24 +75,24 @@ class SearchRequest:
 
 def parse_request(run: Run) -> SearchRequest:
     """Read the request of a run with `mode=search`. Raises ValueError for keys that a search cannot take."""
-    config, given = run.config, {key_value(o)[0] for o in parts_of(run.arguments)[1]}
+    config, mode = run.config, settings_for(SearchMode, run.config.mode)
+    given = {key_value(o)[0] for o in parts_of(run.arguments)[1]}
     if wrong := sorted(key for key in given if key.partition(".")[0] == "mesh"):
         raise ValueError(
             f"{wrong[0]}=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout."
         )
-    if config.mode.targets and (wrong := sorted(key for key in given if _of_one_target(key))):
+    if mode.targets and (wrong := sorted(key for key in given if _of_one_target(key))):
         raise ValueError(f"{wrong[0]}=: which of several slices is meant? Search one at a time: target=SLICE.")
-    budget = config.mode.budget
     remat_given = any(key.partition(".")[0] == "remat" for key in given)
     return SearchRequest(
         run=run,
-        targets=tuple(_targets(run)),
+        targets=tuple(_targets(run, mode)),
         partitions=tuple(_partitions(config.partition, given)),
         remats=() if remat_given else tuple(read_group("remat", RematConfig)),
         microbatches=config.microbatches if "microbatches" in given else None,
-        budget_s=None if budget is None else seconds_of(budget),
-        tokens=config.mode.tokens,
-        budget_usd=config.mode.budget_usd,
+        budget_s=None if mode.budget is None else seconds_of(mode.budget),
+        tokens=mode.tokens,
+        budget_usd=mode.budget_usd,
     )
 
 
@@ -106,9 +113,9 @@ def _partitions(partition: PartitionConfig, given: Collection[str]) -> Iterator[
             yield from [scheduled] if "zero1" in named or scheduled.zero1 else with_zero1(scheduled)
 
 
-def _targets(run: Run) -> list[TargetConfig]:
+def _targets(run: Run, mode: SearchMode) -> list[TargetConfig]:
     """Return the slices that are compared; with `mode.shapes` every shape that each comes in."""
-    target, named = run.config.target, run.config.mode.targets
+    target, named = run.config.target, mode.targets
     parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
     several = [replace(_with_settings_of(target.chip, t), slices=target.slices) for t in parsed.values()]
     targets = several or [target]
@@ -126,7 +133,7 @@ def _targets(run: Run) -> list[TargetConfig]:
             "target=cpu8, which are timed. To time layouts of other devices: valkyrie-train -m mode=measure "
             "hydra/sweeper=layouts."
         )
-    return [shape for t in targets for shape in _shapes(t)] if run.config.mode.shapes else targets
+    return [shape for t in targets for shape in _shapes(t)] if mode.shapes else targets
 
 
 def _of_one_target(key: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rich.console import Console
 
+from valkyrie.config.modes import settings_for
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.search.compiling import Compiled
 from valkyrie.search.request import SearchRequest
@@ -20,8 +20,7 @@ def tune_best(request: SearchRequest, best: Compiled, budget_s: float, console: 
 
     Ctrl-C, and the end of the budget in seconds, leave the best so far.
     """
-    mode = request.run.config.mode
-    run = best.estimate.run(request.run).changed(mode=replace(mode, name="compile", budget=None))
+    run = best.estimate.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
     known: list[Tuned] = []
 
     def tell(tuned: Tuned) -> None:

@@ -11,7 +11,6 @@ import sys
 import traceback
 from pathlib import Path
 
-from valkyrie.config.modes import MODES
 from valkyrie.config.run import Run
 from valkyrie.processes.ending import records_ending
 from valkyrie.processes.interrupt import ends_at_once
@@ -44,11 +43,10 @@ def main() -> None:
 
 def _carry_out(folder: Path) -> Outcome:
     run = Run.from_config(saved_config(folder))
-    mode = MODES[run.config.mode.name]
-    status = mode(run)
+    status = run.config.mode.run(run)
     if status not in (0, NOT_COMPILED):
         return ending(status, f"its process ended with status {status}")
-    return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else results_of(folder, mode)
+    return Outcome(Status.ok) if sys.argv[2:] == [BESIDE] else results_of(folder, run.config.mode)
 
 
 def _write(outcome: Outcome, folder: Path) -> None:

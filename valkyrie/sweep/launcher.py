@@ -11,7 +11,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict
 
 from valkyrie.config.arguments import run_of
-from valkyrie.config.modes import reads_run
+from valkyrie.config.modes import mode_named, reads_run
 from valkyrie.config.run import Run
 from valkyrie.processes.interrupt import raises
 from valkyrie.sweep.composer import Composer
@@ -110,7 +110,8 @@ def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | 
     try:
         run = run or _of_its_own(overrides, config.hydra) or composer.run(overrides)
     except ValueError as error:
-        mode = key_values(overrides).get("mode") or str(config.mode.name)
+        mode = key_values(overrides).get("mode")
+        mode = mode if mode is not None and mode_named(mode) else str(config.mode.name)
         return plan_wrong(error, mode, config.hydra, overrides)
     return plan_run(run, config.hydra, overrides)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from valkyrie.config.modes import MODES, reads_run
+from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
 from valkyrie.runs.folder import key_value, parts_of
 
@@ -58,10 +58,8 @@ def sweep_name(arguments: Sequence[str]) -> str:
 def trial_key(run: Run) -> str:
     """Return the digest of the mode and of every key that decides the result."""
     config, values = run.config, asdict(run.config)
-    mode = MODES[config.mode.name]
-    if mode.decided_by is not None:
-        keys = mode.decided_by(config.mode)
-    else:
+    mode, keys = config.mode, config.mode.decided_by()
+    if keys is None:
         keys = [key for key in values if key not in mode.not_decided_by]
     if config.task is None:  # trials have had this key since `task=` exists; those without it keep their names
         keys = [key for key in keys if key != "task"]

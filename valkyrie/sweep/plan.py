@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.config.modes import MODES, Mode, Needs
+from valkyrie.config.modes import MODES, ModeConfig, Needs
 from valkyrie.config.run import Run
 from valkyrie.config.saved import SAVED_RUN, SETTINGS
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.paths import conf_dir
-from valkyrie.problems import Problem, ProblemError
+from valkyrie.problems import Problem
 from valkyrie.runs.folder import RUN, find_run, versions
 from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
@@ -53,9 +53,9 @@ class Plan:
     flags: tuple[str, ...] = ()
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> type[ModeConfig]:
         """The mode of the run."""
-        return MODES[self.stage]
+        return MODES.config_class(self.stage)
 
     @property
     def trial_folder(self) -> Path:
@@ -128,9 +128,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     """
     config, folder, flags = run.config, sweep_folder(hydra), config_flags(hydra)
     problems = run.problems() if problems is None else problems
-    if config.mode.name not in MODES:
-        raise ProblemError(problems)
-    mode, key = MODES[config.mode.name], trial_key(run)
+    mode, key = config.mode, trial_key(run)
     if config.resume is not None and not mode.reads_run:
         raise ValueError(_not_in_a_multirun(config.resume, mode.name))
     about = run.asked() if problems else run.about()
@@ -160,9 +158,9 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
         refusal=" ".join(refusals) or None,
         run=run.changed(**changes, tracking=replace(config.tracking, group=tracking)),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
-        limit_s=mode.limit_s(config.mode) if config.trial.limit_s is None else config.trial.limit_s,
+        limit_s=mode.limit_s() if config.trial.limit_s is None else config.trial.limit_s,
         retry=config.trial.retry,
-        files=mode.asked_files(config.mode),
+        files=mode.requested_files(),
     )
 
 
@@ -198,7 +196,7 @@ def config_flags(hydra: Any) -> tuple[str, ...]:
 
 def _missing(run: Run) -> list[str]:
     """Return what this machine lacks for a legal run, as far as files tell."""
-    needs = MODES[run.config.mode.name].needs
+    needs = run.config.mode.needs
     if needs is Needs.compiler:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []

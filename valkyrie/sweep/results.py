@@ -11,7 +11,7 @@ from typing import Any
 
 from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import Communication
-from valkyrie.config.modes import MEASURED, Mode
+from valkyrie.config.modes import MEASURED, ModeConfig
 from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
@@ -80,7 +80,7 @@ def failure(reason: str) -> Outcome:
     return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.failed, reason)
 
 
-def results_of(folder: Path, mode: Mode) -> Outcome:
+def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
     """Return what a mode left in a run folder after it came to its end."""
     if mode.results is None:
         return Outcome(Status.ok)

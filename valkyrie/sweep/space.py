@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from valkyrie.config.refusals import refusal_of, unknown_key
 from valkyrie.config.run import Run
-from valkyrie.problems import Problem, ProblemCode, check_range
+from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range
 from valkyrie.sweep.composer import Composer
 from valkyrie.trees import as_written
 
@@ -111,7 +111,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     try:
         typed = OmegaConf.merge(typed, config)
     except (ConfigKeyError, ConfigAttributeError) as error:
-        raise ValueError(unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)) from error
+        raise ProblemError([unknown_key(f"{SPACE}.{error.full_key}", error.parent_node)]) from error
     except OmegaConfBaseException as error:
         raise ValueError(f"{SPACE}.{refusal_of(error)}") from error
     vary: dict[str, Any] = {

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from valkyrie.config.modes import MODES
+from valkyrie.config.modes import mode_named
 from valkyrie.paths import write_whole
 from valkyrie.processes.locks import lock
 from valkyrie.records import encode
@@ -207,7 +207,8 @@ def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
 
 def _trained(trial: Trial, folder: Path) -> bool:
     """Return whether a trial reported to W&B itself: W&B's folder lies in the trial's."""
-    if not MODES[trial.stage].tracked or trial.status is not Status.ok or trial.folder is None:
+    mode = mode_named(trial.stage)
+    if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False
     return any((folder / trial.folder).glob("wandb/*run-*"))
 

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.config.modes import MODES
+from valkyrie.config.modes import mode_named
 from valkyrie.processes.locks import lock
 from valkyrie.records import RecordError, decode, encode
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
@@ -94,7 +94,8 @@ class Trial:
         """How its speed must be marked: simulated, predicted, or not at all."""
         if self.results.simulated:
             return "simulated"
-        return "predicted" if self.stage in MODES and MODES[self.stage].predicts else ""
+        mode = mode_named(self.stage)
+        return "predicted" if mode is not None and mode.predicts else ""
 
     def to_json(self) -> str:
         """Return the line, without its end. A number that is not finite, as a diverged loss, is left out."""

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.checkpoint import NotSavedError, kept_checkpoints
-from valkyrie.config.modes import CODE_EVAL
+from valkyrie.config.modes import CODE_EVAL, settings_for
 from valkyrie.config.run import Run, RunConfig
+from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rises_if_extended
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.runs.folder import command_name, kept_text, run_folder
@@ -102,7 +103,7 @@ def generate(run: Run) -> int:
     """Print the prompt and its continuation by a trained run, as it is sampled; return the exit status."""
     with together(run) as team:
         folder = Path(team.of_first("trained run", lambda: str(trained_folder(run))))
-        keep = run.config.mode.keep
+        keep = settings_for(GenerateMode, run.config.mode).keep
         path = None if keep is None else kept_text(folder, keep)
         tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)

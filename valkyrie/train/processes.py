@@ -118,7 +118,7 @@ def ends_all(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
             traceback.print_exc()
         who = "" if team.leads else f"process {team.index}: "
         print(f"{command}: {who}{explain(error, [])}", file=sys.stderr)
-        _end(team, 2, explain(error, []))
+        _end(team, 2, str(explain(error, [])))
     except BaseException as error:
         time.sleep(_NEWS_S)
         traceback.print_exc()

@@ -17,9 +17,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from valkyrie.config.modes import CALIBRATED
+from valkyrie.config.modes import CALIBRATED, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.modes.calibrate import Config as CalibrateMode
 from valkyrie.paths import write_whole
 from valkyrie.report.records import find_sweeps, read_rows
 from valkyrie.runs.folder import RUN, run_folder, saved_config, write_about
@@ -60,7 +61,10 @@ class Calibration:
 
 def calibrate_mode(run: Run) -> int:
     """Fit each chip's constants to the trials in `mode.paths`, print and keep them, and return the exit status."""
-    console, paths = make_console(), [Path(path).expanduser() for path in run.config.mode.paths]
+    console, paths = (
+        make_console(),
+        [Path(path).expanduser() for path in settings_for(CalibrateMode, run.config.mode).paths],
+    )
     if not paths:
         raise ValueError("mode=calibrate fits to trials: say where they are, as paths=[runs/search-a,runs/sweep-b].")
     for path in paths:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valkyrie.config.modes import MODULE, TEXT
+from valkyrie.config.modes import MODULE, TEXT, settings_for
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import (
     Allocation,
@@ -29,6 +29,7 @@ from valkyrie.foreign_errors import (
 )
 from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import write_whole
 from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
@@ -99,7 +100,7 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
     values = {option.name: str(option.value) for option in program.options}
     kind, positions = devices[0].device_kind, device_positions(mesh)
     key = program_key(lowered.as_text(debug_info=True), values, kind, positions)
-    record = None if anew else read_program(programs_folder() / key, run.config.mode.hlo)
+    record = None if anew else read_program(programs_folder() / key, settings_for(CompileMode, run.config.mode).hlo)
     if record is None:
         (folder / key).mkdir()
         record = _compile_program(program, lowered, folder / key)
@@ -148,7 +149,7 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     peak = peak_beside_host(compiled, lowered.compile, options, platform)
     module = serialised_module(compiled)
     write_whole(folder / MODULE, module)
-    if run.config.mode.hlo:
+    if settings_for(CompileMode, run.config.mode).hlo:
         write_whole(folder / TEXT, compiled.as_text() or "")
     memory, digest = program_memory(compiled, program.backend, peak), hashlib.sha256(module).hexdigest()
     return ProgramRecord(seconds, tuple(options), memory, digest)

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from valkyrie.config.modes import MODULE
+from valkyrie.config.modes import MODULE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_trouble
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.cache import (
@@ -91,7 +92,7 @@ def compile_layout(
     target = run.config.target
     if missing := platform_of(target.platform).missing_compiler(target):
         return Compiled(CompileOutcome(CompileStatus.refused, missing), folder, programs, False, 0.0)
-    outcome = read_outcome(folder, run.config.mode.hlo) if use_cache else None
+    outcome = read_outcome(folder, settings_for(CompileMode, run.config.mode).hlo) if use_cache else None
     if outcome is not None:
         return Compiled(outcome, folder, programs, True, time.perf_counter() - began)
     if trouble := cache_trouble(programs):

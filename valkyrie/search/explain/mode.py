@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from valkyrie.config.arguments import run_of
-from valkyrie.config.modes import EXPLAINED, SUMMARY
+from valkyrie.config.modes import EXPLAINED, SUMMARY, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
+from valkyrie.modes.explain import Config as ExplainMode
 from valkyrie.paths import unused
 from valkyrie.records import encode, write_record
 from valkyrie.runs.folder import key_value, parts_of, run_folder, write_about
@@ -40,7 +41,8 @@ _OF_THE_MODE = ("mode", "first", "second", "name")
 
 def explain_mode(run: Run) -> int:
     """Print why one of two layouts is faster, write `explain.json` to the run folder, and return the exit status."""
-    console, first, second = make_console(), run.config.mode.first, run.config.mode.second
+    console, mode = make_console(), settings_for(ExplainMode, run.config.mode)
+    first, second = mode.first, mode.second
     if not first or not second:
         raise ValueError(
             "mode=explain compares two layouts: say both, as first='partition=fsdp' "

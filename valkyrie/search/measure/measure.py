@@ -17,9 +17,11 @@ import numpy as np
 from valkyrie.compiled.collectives import traffic
 from valkyrie.compiled.communication import sum_communication
 from valkyrie.compiled.hlo import parse
-from valkyrie.config.modes import MeasuredData
+from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import is_out_of_memory
+from valkyrie.modes.measure import Config as MeasureMode
+from valkyrie.modes.measure import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.records import encode
 from valkyrie.runs.folder import versions
@@ -49,7 +51,7 @@ def measure(
         versions=versions(),
         simulated=devices.simulated,
         devices=f"{len(devices.devices)} x {devices.devices[0].device_kind}",
-        data=run.config.data.name if run.config.mode.data is MeasuredData.real else "random",
+        data=run.config.data.name if settings_for(MeasureMode, run.config.mode).data is MeasuredData.real else "random",
     )
     try:
         return _measured(blank, run, devices, trace, say)
@@ -66,7 +68,7 @@ def _measured(
 ) -> Measurement:
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     check_room(program, devices, say=say)
-    mode = run.config.mode
+    mode = settings_for(MeasureMode, run.config.mode)
     with _batches(run, program) as batches:
         began = time.perf_counter()
         compiled = program.compile_step()
@@ -106,7 +108,7 @@ def _measured(
 def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
     """Give batches on the devices without end: one of random tokens again and again, or those of a training."""
     config = run.config
-    if config.mode.data is MeasuredData.random:
+    if settings_for(MeasureMode, config.mode).data is MeasuredData.random:
         batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
         yield itertools.repeat(program.place(batch))
         return

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from valkyrie.config.modes import ATTEMPTS, TUNED
+from valkyrie.config.modes import ATTEMPTS, TUNED, settings_for
 from valkyrie.config.run import Run
+from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
 from valkyrie.records import encode, write_record
@@ -29,7 +30,8 @@ def tune_mode(run: Run) -> int:
 
     Ctrl-C ends it with what is known so far: what was compiled is in the cache, where the same command finds it.
     """
-    console, folder, budget = make_console(), run_folder(run), run.config.mode.budget
+    console, folder = make_console(), run_folder(run)
+    budget = settings_for(TuneMode, run.config.mode).budget
     known: list[Tuned] = []
     interrupted = False
     console.print(_first(run), soft_wrap=True, markup=False)
@@ -57,11 +59,11 @@ def tune_mode(run: Run) -> int:
 
 def _first(run: Run) -> str:
     """Return what is compiled first, and that a budget does not end it."""
-    mode = run.config.mode
+    budget = settings_for(TuneMode, run.config.mode).budget
     text = f"compiling the layout as it is for {run.config.target.describe()}"
-    if mode.budget is None:
+    if budget is None:
         return text
-    return f"{text}: mode.budget={mode.budget} does not end that, for all else is held to it; mode.time_limit_s does"
+    return f"{text}: mode.budget={budget} does not end that, for all else is held to it; mode.time_limit_s does"
 
 
 class _Screen:
@@ -118,7 +120,7 @@ def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -
     if interrupted:
         tell("stopped; the same command goes on from what was compiled", "yellow")
     elif not tuned.finished:
-        spent = f"mode.budget={tuned.run.config.mode.budget} is spent and there is more to try"
+        spent = f"mode.budget={settings_for(TuneMode, tuned.run.config.mode).budget} is spent and there is more to try"
         tell(f"{spent}: the same command with a longer one goes on from what was compiled", "yellow")
     if not (tuned.options or tuned.model):
         tried = len(tuned.attempts) - 1

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from valkyrie.config.modes import settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig
+from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.runs.folder import key_value
 from valkyrie.search.compile.prediction import CompiledStep, CompileStatus
 from valkyrie.search.compile.replayed import replayed
@@ -154,6 +156,7 @@ class _Tuner:
         self, run: Run, budget_s: float | None, report: Callable[[Tuned], None], progress: Callable[[str], None]
     ) -> None:
         self._run, self._report, self._progress = run, report, progress
+        self._mode = settings_for(CompileMode, run.config.mode)
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
         self._at_start: dict[str, str | None] = {}
         """The options of the layout as it is, as the compiler reads them."""
@@ -169,7 +172,7 @@ class _Tuner:
 
     def start(self) -> None:
         """Compile the layout as it is; ValueError where that has no step."""
-        look = self._look(self._run, self._run.config.mode.time_limit_s, "as it is")
+        look = self._look(self._run, self._mode.time_limit_s, "as it is")
         if look.step_s is None:
             raise ValueError(
                 f"{self._run.layout.name} on target={self._run.config.target.describe()} has no step to shorten: "
@@ -233,12 +236,12 @@ class _Tuner:
 
     def _left_s(self) -> float:
         """Return how long a compile may take: no longer than `mode.time_limit_s`, and than the budget has left."""
-        limit_s = self._run.config.mode.time_limit_s
+        limit_s = self._mode.time_limit_s
         return limit_s if self._deadline is None else min(limit_s, self._deadline - time.monotonic())
 
     def _timed_out(self, look: _Look, left_s: float) -> bool:
         """Return whether a compile ended with the budget, and not for its own time limit."""
-        return look.compiled.status is CompileStatus.timeout and left_s < self._run.config.mode.time_limit_s
+        return look.compiled.status is CompileStatus.timeout and left_s < self._mode.time_limit_s
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
         """Yield each value of each candidate. A switch has two: where one changes the program, the other is as now.
@@ -334,7 +337,7 @@ class _Tuner:
     def _look(self, run: Run, limit_s: float, what: str) -> _Look:
         """Compile a run; its schedule is replayed where no equal module was before."""
         began = time.perf_counter()
-        compiled = compile_layout(run, limit_s, run.config.mode.cache, lambda line: self._progress(f"{what}: {line}"))
+        compiled = compile_layout(run, limit_s, self._mode.cache, lambda line: self._progress(f"{what}: {line}"))
         step, step_s = compiled.outcome.step, None
         if step is not None:
             digest = step.module_sha256

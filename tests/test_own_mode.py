@@ -1,0 +1,83 @@
+"""The mode of conf/README.md, in a user's folder: it runs, is listed, and refuses keys of other modes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers import compose_run
+from runs import SINGLE, command
+from valkyrie.config.arguments import run_of
+from valkyrie.config.modes import MODES
+from valkyrie.config.run import Run
+from valkyrie.extensions import add_import_path
+from valkyrie.paths import conf_dir
+from valkyrie.problems import ProblemCode, ProblemError
+from valkyrie.runs.folder import saved_config
+
+SMALL = (*SINGLE, "model=s5_tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the page."""
+    folder, page = tmp_path_factory.mktemp("own"), (conf_dir() / "README.md").read_text()
+    for name, body in re.findall(r"```(?:python|yaml)\n# FOLDER/(\S*count\S*)\n(.*?)```", page, re.DOTALL):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(body)
+    assert {file.name for file in folder.rglob("*.*")} == {"count.py", "count.yaml"}
+    add_import_path([folder])
+    return folder
+
+
+def test_it_runs_with_its_key(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("--config-dir", str(folder), "mode=count", "mode.unit=1000", *SMALL) == 0
+    assert float(capfd.readouterr().out.replace(",", "")) == round(
+        compose_run(*SMALL).model.parameter_count() / 1000, 1
+    )
+
+
+def test_it_is_listed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("--help", "--config-dir", str(folder)) == 0
+    assert "mode=count" in capfd.readouterr().out
+
+
+def test_its_run_folder_loads(folder: Path, tmp_path: Path) -> None:
+    run_of(["--config-dir", str(folder), "mode=count", "mode.unit=7", *SMALL]).save(tmp_path / "run.yaml")
+    saved = Run.from_config(saved_config(tmp_path)).config
+    assert vars(saved.mode) == {"name": "count", "unit": 7} and saved.modules == [str(folder)]
+
+
+def problem_of(*arguments: str) -> tuple[ProblemCode, str | None]:
+    with pytest.raises(ProblemError) as refused:
+        run_of([*arguments, *SMALL])
+    (problem,) = refused.value.problems
+    return problem.code, problem.key
+
+
+def test_keys_of_other_modes_are_refused_with_the_modes_that_have_them(folder: Path) -> None:
+    own = ("--config-dir", str(folder), "mode=count")
+    assert problem_of(*own, "mode.repeats=3") == (ProblemCode.unknown_name, "mode.repeats")
+    with pytest.raises(ProblemError, match="mode=measure, mode=search"):
+        run_of([*own, "mode.repeats=3", *SMALL])
+    assert problem_of("mode=measure", "mode.unit=3") == (ProblemCode.unknown_name, "mode.unit")
+
+
+@pytest.mark.parametrize("wrong", [{"repeats": 3}, {"nothing": None}])
+def test_run_folders_with_the_keys_of_all_modes(tmp_path: Path, wrong: dict[str, object]) -> None:
+    compose_run(*SMALL, "mode=compile", "mode.time_limit_s=60").save(tmp_path / "run.yaml")
+    saved = saved_config(tmp_path)
+    saved.mode = {**saved.mode, "repeats": 10, "data": "random", "budget": None, "targets": [], "keep": None}
+    assert vars(Run.from_config(saved).config.mode)["time_limit_s"] == 60
+    saved.mode = {**saved.mode, **wrong}
+    with pytest.raises(ProblemError) as refused:
+        Run.from_config(saved)
+    assert [problem.key for problem in refused.value.problems] == [f"mode.{key}" for key in wrong]
+
+
+def test_every_mode_names_keys_that_it_has() -> None:
+    for name in MODES.names():
+        mode = MODES.config_class(name)
+        assert {*mode.files, *mode.short_keys} <= vars(mode()).keys() and mode().name == name and mode.description

@@ -1,0 +1,37 @@
+"""`mode=calibrate`: fits the constants of the estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import ModeConfig, Needs
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(ModeConfig):
+    """Settings of `mode=calibrate`.
+
+    Args:
+        paths: folders of sweeps, searches or runs.
+    """
+
+    description: ClassVar[str] = (
+        "fit the constants of the estimate, and the factor of replays, to compiled or measured trials"
+    )
+    needs: ClassVar[Needs] = Needs.nothing
+    short_keys: ClassVar[tuple[str, ...]] = ("paths",)
+    any_layout: ClassVar[bool] = True
+    trial_limit_s: ClassVar[float | None] = None
+
+    name: str = "calibrate"
+    paths: list[str] = field(default_factory=list)
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.calibrate.mode import calibrate_mode
+
+        return calibrate_mode(run)

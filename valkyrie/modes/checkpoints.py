@@ -1,0 +1,29 @@
+"""`mode=checkpoints`: lists and verifies the checkpoints of a trained run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import ModeConfig, Needs
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(ModeConfig):
+    """Settings of `mode=checkpoints`."""
+
+    description: ClassVar[str] = "list the checkpoints of a trained run and compare their files with their checksums"
+    needs: ClassVar[Needs] = Needs.nothing
+    reads_run: ClassVar[bool] = True
+    any_model: ClassVar[bool] = True
+
+    name: str = "checkpoints"
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.train.modes import list_checkpoints
+
+        return list_checkpoints(run)

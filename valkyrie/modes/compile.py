@@ -1,0 +1,49 @@
+"""`mode=compile`: compiles the step for its target and predicts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import HOUR_S, MODULE, SHAPING_KEYS, SUMMARY, TEXT, CompilingMode, Needs
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+_MARGIN_S = 300.0
+"""Seconds that a trial has beyond the compiler's own limit, to start and to report."""
+
+
+@dataclass
+class Config(CompilingMode):
+    """Settings of `mode=compile`.
+
+    Args:
+        hlo: whether to leave the optimised module in the run folder.
+    """
+
+    description: ClassVar[str] = (
+        "compile the step for its target, without the target: does it fit, and how long is a step"
+    )
+    needs: ClassVar[Needs] = Needs.compiler
+    results: ClassVar[str | None] = SUMMARY
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"hlo": (MODULE, TEXT)}
+    predicts: ClassVar[bool] = True
+
+    name: str = "compile"
+    hlo: bool = False
+
+    def decided_by(self) -> Sequence[str]:
+        """Return the keys of the run that decide a trial's result."""
+        return SHAPING_KEYS
+
+    def limit_s(self) -> float:
+        """Return the seconds that a trial may take."""
+        return max(HOUR_S, self.time_limit_s + _MARGIN_S)
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.modes import compile_mode
+
+        return compile_mode(run)

@@ -1,0 +1,27 @@
+"""`mode=eval`: evaluates a trained run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import ModeConfig
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(ModeConfig):
+    """Settings of `mode=eval`."""
+
+    description: ClassVar[str] = "evaluate a trained run on its whole validation split"
+    reads_run: ClassVar[bool] = True
+
+    name: str = "eval"
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.train.modes import evaluate
+
+        return evaluate(run)

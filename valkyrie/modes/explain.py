@@ -1,0 +1,37 @@
+"""`mode=explain`: says why one of two layouts is faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import CompilingMode, Needs
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(CompilingMode):
+    """Settings of `mode=explain`.
+
+    Args:
+        first: one layout: overrides in addition to the command's own, or a run folder.
+        second: the other layout.
+    """
+
+    description: ClassVar[str] = "say why one of two layouts is faster: what each waits for, computes twice and keeps"
+    needs: ClassVar[Needs] = Needs.nothing
+    short_keys: ClassVar[tuple[str, ...]] = ("first", "second")
+    any_layout: ClassVar[bool] = True
+    trial_limit_s: ClassVar[float | None] = None
+
+    name: str = "explain"
+    first: str | None = None
+    second: str | None = None
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.explain.mode import explain_mode
+
+        return explain_mode(run)

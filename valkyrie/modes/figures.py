@@ -1,0 +1,32 @@
+"""`mode=figures`: times products, memory and collectives of the devices of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import ModeConfig
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(ModeConfig):
+    """Settings of `mode=figures`."""
+
+    description: ClassVar[str] = (
+        "time products, memory and collectives of the devices of this machine, as figures of a chip"
+    )
+    timed: ClassVar[bool] = True
+    any_model: ClassVar[bool] = True
+    any_layout: ClassVar[bool] = True
+    trial_limit_s: ClassVar[float | None] = 600.0
+
+    name: str = "figures"
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.measure.figures import figures_mode
+
+        return figures_mode(run)

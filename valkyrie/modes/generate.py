@@ -1,0 +1,32 @@
+"""`mode=generate`: continues a prompt with a trained run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import ModeConfig
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(ModeConfig):
+    """Settings of `mode=generate`.
+
+    Args:
+        keep: name under which the run folder keeps the text and the state after it, which the next call continues.
+    """
+
+    description: ClassVar[str] = "print the prompt and what a trained run makes of it"
+    reads_run: ClassVar[bool] = True
+
+    name: str = "generate"
+    keep: str | None = None
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.train.modes import generate
+
+        return generate(run)

@@ -1,0 +1,50 @@
+"""`mode=measure`: times the step on the devices of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import MEASURED, SHAPING_KEYS, TRACE, MeasuringMode
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+class MeasuredData(Enum):
+    """What a step is fed: random tokens that are placed on the devices, or the run's data by its loader."""
+
+    random = "random"
+    real = "real"
+
+
+@dataclass
+class Config(MeasuringMode):
+    """Settings of `mode=measure`.
+
+    Args:
+        data: what a step is fed.
+        trace: whether to leave the profiler's trace in the run folder.
+    """
+
+    description: ClassVar[str] = "time the step on the devices of this machine"
+    results: ClassVar[str | None] = MEASURED
+    files: ClassVar[Mapping[str, tuple[str, ...]]] = {"trace": (TRACE,)}
+    timed: ClassVar[bool] = True
+
+    name: str = "measure"
+    data: MeasuredData = MeasuredData.random
+    trace: bool = False
+
+    def decided_by(self) -> Sequence[str]:
+        """Return the keys of the run that decide a trial's result."""
+        data = ["data"] if self.data is MeasuredData.real else []
+        return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.modes import measure_mode
+
+        return measure_mode(run)

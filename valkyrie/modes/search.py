@@ -1,0 +1,63 @@
+"""`mode=search`: finds the fastest layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import CompilingMode, MeasuringMode, Needs, check_time
+from valkyrie.problems import Problem, check_range
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(CompilingMode, MeasuringMode):
+    """Settings of `mode=search`.
+
+    Args:
+        budget: time for compiles, and again for measurements (`10min`, `90s`, `2h`); null for no limit. It stops a
+            compile that is under way; no measurement begins after it.
+        targets: slices to compare.
+        shapes: whether to search every shape that a slice comes in.
+        compiles: the most layouts to compile.
+        measure: the most layouts to measure, if the devices are at hand. They run without what `tune` found, which is
+            left out of the answer if another layout is then the fastest.
+        tune: time for compiler options and implementations, tried on the best layout; null for none.
+        tokens: tokens for which hours and dollars are reported.
+        budget_usd: dollars for which tokens are reported.
+    """
+
+    description: ClassVar[str] = (
+        "find the fastest layout on a slice: estimate all, compile the best, measure where it can"
+    )
+    needs: ClassVar[Needs] = Needs.nothing
+    short_keys: ClassVar[tuple[str, ...]] = ("tokens", "budget_usd", "budget")
+    any_layout: ClassVar[bool] = True
+    trial_limit_s: ClassVar[float | None] = None
+
+    name: str = "search"
+    budget: str | None = "8min"
+    targets: list[str] = field(default_factory=list)
+    shapes: bool = False
+    compiles: int = 12
+    measure: int = 4
+    tune: str | None = None
+    tokens: float | None = None
+    budget_usd: float | None = None
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of the keys."""
+        problems = super().problems()
+        for key in ("tokens", "budget_usd"):
+            problems += check_range(f"mode.{key}", getattr(self, key), above=0)
+        for key in ("compiles", "measure"):
+            problems += check_range(f"mode.{key}", getattr(self, key), least=0)
+        return [*problems, *check_time("mode.budget", self.budget), *check_time("mode.tune", self.tune)]
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.mode import search
+
+        return search(run)

@@ -1,0 +1,28 @@
+"""`mode=show`: lists the parameters of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import ModeConfig, Needs
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(ModeConfig):
+    """Settings of `mode=show`."""
+
+    description: ClassVar[str] = "every parameter with its placement and bytes; stops there"
+    needs: ClassVar[Needs] = Needs.nothing
+    any_model: ClassVar[bool] = True
+
+    name: str = "show"
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.train.modes import show
+
+        return show(run)

@@ -1,0 +1,40 @@
+"""`mode=tune`: finds the compiler options with the shortest step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from valkyrie.config.modes import CompilingMode, Needs, check_time
+from valkyrie.problems import Problem
+
+if TYPE_CHECKING:
+    from valkyrie.config.run import Run
+
+
+@dataclass
+class Config(CompilingMode):
+    """Settings of `mode=tune`.
+
+    Args:
+        budget: time after which nothing more is tried (`10min`, `90s`, `2h`), or null for no limit. The layout as it is
+            is limited only by `time_limit_s`.
+    """
+
+    description: ClassVar[str] = "find the compiler options with which the step is shortest, by compile alone"
+    needs: ClassVar[Needs] = Needs.compiler
+    predicts: ClassVar[bool] = True
+    trial_limit_s: ClassVar[float | None] = None
+
+    name: str = "tune"
+    budget: str | None = None
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of the keys."""
+        return [*super().problems(), *check_time("mode.budget", self.budget)]
+
+    def run(self, run: Run) -> int:
+        """Carry out a run and return the exit status."""
+        from valkyrie.search.tune.mode import tune_mode
+
+        return tune_mode(run)
