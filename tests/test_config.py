@@ -378,8 +378,8 @@ def test_a_machine_with_accelerators_takes_them_as_data(monkeypatch: pytest.Monk
             "sweep/m.yaml",
             "defaults: [override /mode: show]\n",
             "sweep=m",
-            "sweep/m.yaml must begin with the line '# @package _global_'. Without it, its settings are read as those of "
-            "a group sweep, and there is no such group.",
+            "sweep/m.yaml must begin with the line '# @package _global_'. Without it, its settings are read as those "
+            "of a group sweep, and there is no such group.",
         ),
         (
             "partition/m.yml",
