@@ -21,7 +21,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.parallel.mesh import abstract_mesh
-from valkyrie.problems import Problem, ProblemCode
+from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.folder import parts_of
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import Known, fitted
@@ -103,7 +103,7 @@ def test_its_overrides_make_the_same_run(tiny: tuple[Run, Ranking]) -> None:
 def test_meshes_that_shard_alike_are_counted_once(tiny: tuple[Run, Ranking]) -> None:
     _, ranking = tiny
     fsdp = [e.group for e in ranking.under("fsdp").estimates]
-    assert {mesh for group in fsdp for mesh in group.meshes} == {"8x1x1"}
+    assert {mesh.name for group in fsdp for mesh in group.meshes} == {"8x1x1"}
     assert ranking.space.duplicates > 20
 
 
@@ -150,8 +150,9 @@ def test_runs_of_one_slice_and_of_several_are_estimated_side_by_side() -> None:
 
 
 def test_a_partition_that_leaves_the_slices_idle_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"leaves mesh axis s=2 idle: .* or a partition that uses s\."):
+    with pytest.raises(ProblemError) as refused:
         searched("target=v5e-8", "target.slices=2", "model=gpt_tiny", "batch=64", "partition.activations.batch=[x]")
+    assert {p.identity for p in refused.value.problems} == {(ProblemCode.idle_mesh_axis, None, (), ("s",))}
 
 
 def test_each_of_several_kinds_of_slices_comes_as_often() -> None:
@@ -185,28 +186,18 @@ def test_a_schedule_means_nothing_without_a_pipeline() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "code", "key", "advice"),
     [
-        (
-            ("partition=pp", "partition.schedule=gpipe", "partition.rounds=3"),
-            "partition.rounds=3: under schedule=gpipe a stage holds one stretch. Use partition.rounds=1, or "
-            "partition.schedule=circular.",
-        ),
-        (
-            ("partition=pp", "partition.schedule=1f1b", "remat=none"),
-            "remat=none: under schedule=1f1b layers are made again from their inputs: nothing else is kept. Use "
-            "remat=full, or partition.schedule=gpipe.",
-        ),
-        (
-            ("microbatches=3",),
-            "batch=128 is not divisible by microbatches=3. Use microbatches=2, microbatches=4, batch=120 or batch=144.",
-        ),
+        (("partition=pp", "partition.schedule=gpipe", "partition.rounds=3"), "wrong_rounds", "partition.rounds", "=1,"),
+        (("partition=pp", "partition.schedule=1f1b", "remat=none"), "remat_with_1f1b", "remat", "remat=full,"),
+        (("microbatches=3",), "batch_not_divisible", "batch", "microbatches=4, batch=120 or"),
     ],
 )
-def test_what_no_mesh_makes_legal_is_refused_in_the_words_of_the_layout(given: Sequence[str], message: str) -> None:
-    with pytest.raises(ValueError) as refusal:
+def test_what_no_mesh_makes_legal_is_refused(given: Sequence[str], code: str, key: str, advice: str) -> None:
+    with pytest.raises(ProblemError) as refused:
         searched("target=v5e-8", "model=gpt_tiny", "batch=128", *given)
-    assert str(refusal.value) == message
+    (problem,) = refused.value.problems
+    assert (problem.code, problem.key) == (ProblemCode(code), key) and advice in str(problem)
 
 
 def test_memory_of_gpus_is_a_limit() -> None:
@@ -308,14 +299,14 @@ def test_constants_are_found_again() -> None:
     assert (
         np.abs(known[0].estimate(found) / step_s - 1).max() < np.abs(known[0].estimate(Efficiency()) / step_s - 1).max()
     )
-    with pytest.raises(ValueError, match="no step time to fit to"):
+    with pytest.raises(ValueError, match="no step time"):
         fitted([], Efficiency(), ("products",))
 
 
 def test_a_chips_own_constants() -> None:
     chip = replace(known_chips()["v4"], estimate={"products": 0.5})
     assert efficiency_of(chip).products == 0.5
-    with pytest.raises(ValueError, match=r"target\.chip\.estimate\.speed is no constant of the estimate"):
+    with pytest.raises(ValueError, match=r"target\.chip\.estimate\.speed"):
         efficiency_of(replace(chip, estimate={"speed": 1.0}))
 
 

@@ -25,7 +25,6 @@ def test_a_multirun_never_works_in_the_folder_of_one_run(command: Any, tmp_path:
     base = make_run(tmp_path / "runs", "base", "model=s5_tiny")
     refused = command("-m", "resume=base", "mesh=1x1x1", "partition=dp", "seed=0,1")
     assert refused.status == 2
-    assert "resume=base: a multirun with mode=train would carry out every trial in the folder of" in refused.err
     assert "valkyrie-train resume=base" in refused.err and "Leave resume out" in refused.err
     assert sorted(path.name for path in base.iterdir()) == ["checkpoints", "run.yaml"]
     assert not list((tmp_path / "runs").rglob("trials.jsonl"))

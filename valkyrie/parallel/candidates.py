@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +18,15 @@ from valkyrie.problems import Problem
 
 @dataclass(frozen=True)
 class Span:
-    """How a mesh axis lies, one entry a layout: devices that fast links join, devices beyond them, and both rates.
+    """Links of a mesh axis, with one entry per layout.
 
-    Of a TPU axis `inner` are the devices of a slice, which the torus joins, `outer` the slices; of a GPU axis those of
-    a host and the hosts. Rates are bytes a second that one device sends over the axis; `ring_rate` is that of one ring
-    through all devices of a slice, which goes at the pace of one axis of the torus.
+    Args:
+        inner: Devices that fast links join: those of a TPU slice, or of a GPU host.
+        inner_rate: Bytes per second that a device sends over them.
+        outer: Groups of such devices: slices, or hosts.
+        outer_rate: Bytes per second that a device sends between them.
+        hops: Links around the axis on the torus.
+        ring_rate: Rate of a single ring through all inner devices, which one axis of the torus limits.
     """
 
     inner: np.ndarray
@@ -35,13 +39,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Layouts of one partition: arrays with one entry a layout.
+    """Layouts of one partition, as arrays with one entry per layout.
 
-    `sizes`: devices along each mesh axis. `spans`: how each axis lies. `microbatches`; `rounds`: stretches of
-    layers that each pipeline stage has (circular schedule), else 1. `sums_once`: gradients are summed over
-    devices after the last microbatch, as PyTorch does, not after each. `shares_loss`: stages share the logits; else
-    the last one has them. `sends_parts`: of devices that have the same activations each sends a part of them to the
-    next stage, where they are gathered, as Megatron-LM does (arXiv 2104.04473, section 4.1); else each sends all.
+    Args:
+        sizes: Devices along each mesh axis.
+        spans: Links of each mesh axis.
+        rounds: Stretches of layers per pipeline stage (circular schedule), else 1.
+        sums_once: Gradients are summed over devices after the last microbatch, as in PyTorch, not after each.
+        shares_loss: Stages share the logits; otherwise the last one has them.
+        sends_parts: Devices with the same activations each send a part of them to the next stage, which gathers them,
+            as in Megatron-LM (arXiv 2104.04473, section 4.1); otherwise each sends all.
     """
 
     partition: PartitionConfig
@@ -60,12 +67,11 @@ class Candidates:
         return len(self.microbatches)
 
     def take(self, chosen: np.ndarray) -> Candidates:
-        """Return the layouts that a mask or a list of numbers chooses."""
+        """Return the layouts selected by a mask or by indices."""
         spans = {a: Span(*(getattr(s, f)[chosen] for f in s.__dataclass_fields__)) for a, s in self.spans.items()}
         sizes = {axis: size[chosen] for axis, size in self.sizes.items()}
-        changes = {"sizes": sizes, "spans": spans}
-        changes |= {"microbatches": self.microbatches[chosen], "rounds": self.rounds[chosen]}
-        return Candidates(**{**{f: getattr(self, f) for f in self.__dataclass_fields__}, **changes})
+        microbatches, rounds = self.microbatches[chosen], self.rounds[chosen]
+        return replace(self, sizes=sizes, spans=spans, microbatches=microbatches, rounds=rounds)
 
     def parts(self, mesh_axes: Sequence[str]) -> np.ndarray:
         """Return into how many parts these mesh axes split."""
@@ -79,7 +85,7 @@ class Candidates:
 
     @cached_property
     def _known(self) -> dict[tuple[Any, ...], np.ndarray]:
-        """What was computed once already, by what it is of: a step asks for the same parts many times."""
+        """Cached products: a step needs the same parts many times."""
         return {}
 
     def _kept(self, of: tuple[Any, ...], compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -95,31 +101,31 @@ class Candidates:
 
     @cached_property
     def data(self) -> tuple[str, ...]:
-        """The mesh axes that split data."""
+        """Mesh axes that split data."""
         return tuple(dict.fromkeys([*self.activations[BATCH], *self.activations[SEQ]]))
 
     @cached_property
     def stages(self) -> np.ndarray:
-        """How many pipeline stages each layout has."""
+        """Pipeline stages of each layout."""
         return self.parts(self.parameters.get(LAYERS, ()))
 
     def stored(self, logical: str | None) -> tuple[str, ...]:
-        """Return the mesh axes over which a logical axis of parameters rests split."""
+        """Return the mesh axes over which a parameter's logical axis is split in storage."""
         return () if logical is None else self.parameters[logical]
 
     def used(self, logical: str | None) -> tuple[str, ...]:
-        """Return the mesh axes over which a parameter's axis is split while it is used."""
+        """Return the mesh axes over which a parameter's logical axis is split while it is used."""
         gathered = self.gathered(logical)
         return tuple(axis for axis in self.stored(logical) if axis not in gathered)
 
     def gathered(self, logical: str | None) -> tuple[str, ...]:
-        """Return the mesh axes over which a parameter's axis is gathered for use."""
+        """Return the mesh axes over which a parameter's logical axis is gathered for use."""
         return gathered_axes(logical, self.parameters, self.activations, self.arrays.dispatched)
 
     def spread(self, axes: Sequence[str | None]) -> tuple[str, ...]:
-        """Return over which mesh axes ZeRO-1 spreads the moments of a parameter: data axes on none of which it rests.
+        """Return the mesh axes over which ZeRO-1 spreads a parameter's moments: data axes that do not split it.
 
-        Outside of its stages a pipeline's axis splits data as well.
+        Outside of its stages, a pipeline's axis splits data as well.
         """
         data = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
         return tuple(a for a in data if not any(a in self.stored(axis) for axis in axes))
@@ -127,7 +133,7 @@ class Candidates:
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         """Return into how many parts a logical axis of this length is split: `stored`, `used` or `active`.
 
-        An axis that follows another one is split no further than its length divides.
+        An axis that follows another one is split only as far as its length divides.
         """
         return self._kept((logical, kind, length), lambda: self._split(logical, kind, length))
 
@@ -165,12 +171,12 @@ class Candidates:
 
     @property
     def alternates(self) -> bool:
-        """Whether microbatches go back while others still go forward."""
+        """Whether microbatches go backward while others still go forward."""
         return self.partition.schedule is PipelineSchedule["1f1b"]
 
     @property
     def in_flight(self) -> np.ndarray:
-        """For how many microbatches a stage keeps its layers' inputs, as `valkyrie.parallel.schedule` counts them."""
+        """Microbatches whose layer inputs a stage keeps, as in `valkyrie.parallel.schedule.Pipeline.kept`."""
         stages, m = self.stages, self.microbatches
         kept = np.minimum(2 * stages - 1, m) if self.alternates else self.rounds * m + stages - 1
         return np.where(stages > 1, kept / self.rounds, 1)

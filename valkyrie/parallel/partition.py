@@ -1,4 +1,4 @@
-"""Partitions: which logical axis lies on which mesh axes, and the role that each mesh axis plays by that. No JAX."""
+"""Partitions: rules that assign logical axes to mesh axes, and the role of each mesh axis. No JAX."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from valkyrie.problems import Problem, ProblemCode
 from valkyrie.records import decode
 
 Rules = dict[str, tuple[str, ...]]
-"""Logical axis to the mesh axes it is split over, slowest first."""
+"""Mesh axes that split each logical axis, slowest first."""
 
 ROLE_SYNONYMS = {
     "dp": "data",
@@ -24,23 +24,23 @@ ROLE_SYNONYMS = {
     "tensor": "model",
     "fully_sharded": "fsdp",
 }
-"""Axis names of other launch scripts, and the role each of them means here."""
+"""Roles of the axis names that other launch scripts use."""
 
 
 class Memory(Enum):
-    """Where an array rests between steps: device memory, or the host's through `memory_kind="pinned_host"`."""
+    """Where an array is stored between steps: on the device, or in host memory (`memory_kind="pinned_host"`)."""
 
     device = "device"
     host = "host"
 
 
 class GradientSum(Enum):
-    """How devices sum the gradient of a parameter that rests split over data axes: who sends what to whom.
+    """The collective that sums the gradient of a parameter whose storage is split over data axes.
 
-    `all_to_all`: each device is sent its own part by every other and adds the parts in float32, where no axis of tensor
-    parallelism splits the parameter too. `reduce_scatter`: the platform's own. `auto`: `all_to_all` on chips whose
-    compiler runs those beside products (those whose options have `xla_tpu_enable_async_all_to_all`), `reduce_scatter`
-    elsewhere.
+    `all_to_all`: every device receives its part from all others and adds the parts in float32, unless an axis of
+    tensor parallelism splits the parameter too. `reduce_scatter`: the platform's own. `auto`: `all_to_all` on chips
+    whose compiler overlaps it with products (those whose options have `xla_tpu_enable_async_all_to_all`),
+    `reduce_scatter` elsewhere.
     """
 
     auto = "auto"
@@ -49,25 +49,28 @@ class GradientSum(Enum):
 
 
 PipelineSchedule = Enum("PipelineSchedule", {"gpipe": "gpipe", "1f1b": "1f1b", "circular": "circular"})
-"""In what order the stages of a pipeline take microbatches.
+"""Order in which the stages of a pipeline take microbatches.
 
-`gpipe`: all forward, then all backward (arXiv 1811.06965). `1f1b`: each goes back as soon as it has reached the end, so
-that inputs of a few are kept, not of all (arXiv 1806.03377). `circular`: as gpipe, but a stage holds `rounds` stretches
-of layers and microbatches go round as often: 1 / `rounds` of the bubble (arXiv 2104.04473).
+`gpipe`: all forward, then all backward (arXiv 1811.06965). `1f1b`: each goes backward as soon as it has reached the
+end, so that the inputs of only a few are kept (arXiv 1806.03377). `circular`: as gpipe, but a stage holds `rounds`
+stretches of layers and microbatches pass it as often: 1 / `rounds` of the bubble (arXiv 2104.04473).
 """
 
 
 @dataclass
 class PartitionConfig:
-    """A partition: for parameters and for activations, the mesh axes of every logical axis.
+    """A partition: the mesh axes that split every logical axis, for parameters and for activations.
 
-    A logical axis without a rule lies on the mesh axes of `default`: none of them, so that it is whole. A mesh axis
-    `w?` is used where the mesh has it and passed over where it has not; a rule for a logical axis `conv?` is for models
-    that have that axis. `roles` gives names to mesh axes; rules may use them, and the axis names of a launch
-    environment take their place.
-    `zero1` splits optimizer state over the data axes too; `gradient_sum` says how split gradients are summed;
-    `parameter_memory` and `optimizer_memory` may be `host`. A mesh axis that splits `layers` is a pipeline: `schedule`
-    is its order, and `rounds` in how many stretches a stage holds its layers under `schedule: circular`.
+    A mesh axis `w?` is optional: it is used if the mesh has it. A rule for a logical axis `conv?` is ignored for models
+    without that axis.
+
+    Args:
+        default: Mesh axes of logical axes without a rule; none by default, so that these are not split.
+        roles: Names of mesh axes for use in rules. Axis names of a launch environment assign them to other axes.
+        zero1: Splits optimizer state over the data axes too.
+        gradient_sum: How split gradients are summed.
+        schedule: Order of the pipeline along the mesh axis that splits `layers`.
+        rounds: Stretches of layers per stage under `schedule: circular`.
     """
 
     name: str = "dp"
@@ -86,10 +89,11 @@ class PartitionConfig:
 def resolve_rules(
     partition: PartitionConfig, mesh: MeshConfig, axes: Collection[str], known: Collection[str] = ()
 ) -> tuple[Rules, Rules, list[Problem]]:
-    """Return the rules for parameters and activations of a model in mesh axes, and every problem found on the way.
+    """Return the rules for parameters and for activations of a model on a mesh, and the problems of the rules.
 
-    `axes` are the logical axes of the model, each of which gets a rule; rules for those of other models, which are
-    `known` or marked with a question mark, are passed over.
+    Args:
+        axes: Logical axes of the model; each gets a rule.
+        known: Logical axes of other models, whose rules are ignored.
     """
     problems: list[Problem] = []
     roles = _roles_on(partition, mesh, problems)
@@ -117,7 +121,7 @@ def resolve_rules(
 def _unknown_axes(
     name: str, kind: str, rules: Iterable[str], own: Collection[str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield the problem of every rule for an axis that nothing has, with the nearest name."""
+    """Yield the problem of every rule for an unknown logical axis, with the nearest name."""
     legal = [*own, *(axis for axis in known if axis not in own and axis not in (BATCH, SEQ, LAYERS))]
     for logical in rules:
         if logical.endswith("?") or logical in legal:
@@ -185,7 +189,7 @@ def _expand(
 
 
 class RoleKind(Enum):
-    """What a mesh axis does: data or model parallelism, or nothing (`idle`, or `unused` if it has one device)."""
+    """Kind of parallelism along a mesh axis, or none (`idle`, or `unused` if it has one device)."""
 
     DP = "DP"
     FSDP = "FSDP"
@@ -198,13 +202,13 @@ class RoleKind(Enum):
 
     @property
     def splits_only_data(self) -> bool:
-        """Whether devices of such an axis exchange no activations: they split the batch, or there is only one."""
+        """Whether devices along such an axis exchange no activations: they split the batch, or there is only one."""
         return self in (RoleKind.DP, RoleKind.FSDP, RoleKind.unused)
 
 
 @dataclass(frozen=True)
 class Role:
-    """The role of a mesh axis, and the logical axes that it splits."""
+    """Role of a mesh axis, and the logical axes that it splits."""
 
     kind: RoleKind
     axes: tuple[str, ...] = ()
@@ -215,7 +219,7 @@ class Role:
 
 
 def recorded_roles(record: Mapping[str, Any]) -> dict[str, Role]:
-    """Read the roles of mesh axes from the `axis_roles` of a record; none of older records, which lack them."""
+    """Read the roles of mesh axes from the `axis_roles` of a record, which older records lack."""
     return {axis: decode(Role, role, "axis_roles") for axis, role in (record.get("axis_roles") or {}).items()}
 
 

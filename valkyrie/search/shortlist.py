@@ -1,4 +1,4 @@
-"""Which layouts a search compiles, in which order, and when no other can be better."""
+"""The layouts that a search may compile: the fastest by estimate that should fit, and those that may."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.estimate.space import Candidate
 
 FILE = Path(ranking.__file__).with_name("errors.json")
-"""How far estimates were from compiled steps; experiments/search/table.py writes it."""
+"""Errors of estimates compared with compiled steps, written by experiments/search/table.py."""
 LOOKED_AT = 500
-"""Layouts of a slice, the fastest first, that may be compiled at all."""
+"""The fastest layouts of a slice that may be compiled at all."""
 VARIANTS = 3
-"""Layouts of one slice, mesh and partition that are listed before others have had their turn."""
+"""Layouts of one slice, mesh and partition that the list has at most."""
 AS_FAST = 1.01
-"""A layout whose estimate on another torus of as many chips is longer by no more than this is listed with it."""
+"""Up to this ratio of estimates, a layout is as fast on another torus with as many chips."""
 
 Place = tuple[str, str, str]
-"""Chips, mesh and partition by name."""
+"""Chips, mesh and partition with its schedule, by name."""
 
 
 def place_of(one: Estimated) -> Place:
-    """Return the chips, mesh and partition of a layout; whichever torus the chips have."""
-    partition = one.group.candidates.partition
-    return chips_of(one.group.target), one.group.meshes[one.number], f"{partition.name} {partition.schedule.value}"
+    """Return the chips, mesh and partition of a layout, on any torus."""
+    layout = one.candidate
+    return chips_of(one.group.target), layout.mesh, f"{layout.partition} {layout.schedule.value}"
 
 
 def chips_of(target: TargetConfig) -> str:
-    """Return how many chips of which kind a slice has; whichever torus they have."""
+    """Return the number and kind of a slice's chips, on any torus: `1 x 64 v4`."""
     return f"{target.slices} x {target.chips} {target.chip.name if target.chip else target.name}"
 
 
@@ -45,21 +45,21 @@ def chip_of(one: Estimated) -> str:
 
 
 def on_any_torus(one: Estimated) -> Candidate:
-    """The candidate without its torus: equal for the same layout on every torus of as many chips."""
+    """Return the candidate without its torus: equal for the same layout on every torus with as many chips."""
     return replace(one.candidate, target=chips_of(one.group.target), placement=None)
 
 
 @cache
 def errors() -> dict[str, Any]:
-    """Return the errors of estimates: a compiled step took `low` to `high` of its estimate, a peak `memory_low` ...."""
+    """Return the range of compiled over estimated figures: `low` to `high` of step times, `memory_low` ... of peaks."""
     return json.loads(FILE.read_text())
 
 
 @dataclass
 class Shortlist:
-    """The layouts that may be the best: those that should fit, and the fastest of those that should not.
+    """The layouts that may be the best: those that should fit, and the fastest ones that fit only if estimates err.
 
-    `smallest`: of each chip the layout that needs least memory.
+    `smallest`: the layout of each chip that needs the least memory.
     """
 
     fitting: list[Estimated] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Shortlist:
     smallest: list[Estimated] = field(default_factory=list)
 
     def on(self, targets: Collection[str]) -> Shortlist:
-        """Return the layouts on some slices."""
+        """Return the layouts on these slices."""
         fitting, doubtful, smallest = (
             [one for one in some if one.group.target.name in targets]
             for some in (self.fitting, self.doubtful, self.smallest)
@@ -75,9 +75,9 @@ class Shortlist:
         return Shortlist(fitting, doubtful, smallest)
 
     def best(self, chips: str, count: int) -> list[Estimated]:
-        """Return the fastest layouts on so many chips that should fit, at most some of one slice, mesh and partition.
+        """Return the fastest fitting layouts on `chips`, at most `VARIANTS` of one mesh and partition.
 
-        A layout is listed on the torus where it is fastest alone.
+        A layout is listed only on the torus where it is fastest.
         """
         taken: dict[Place, int] = {}
         best: dict[Candidate, Estimated] = {}
@@ -93,7 +93,7 @@ class Shortlist:
         return list(best.values())
 
     def as_fast_on(self, one: Estimated) -> list[str]:
-        """Return the other slices of as many chips on which the same layout is estimated as fast."""
+        """Return the other slices with as many chips on which the same layout is as fast by estimate."""
         layout, longest = on_any_torus(one), AS_FAST * one.step_s
         alike = (e for e in self.fitting if e.step_s <= longest and on_any_torus(e) == layout)
         return [
@@ -102,8 +102,8 @@ class Shortlist:
 
 
 def shortlist(ranked: ranking.Ranking) -> Shortlist:
-    """Return the layouts of a ranking that may be the best, by what estimates of memory have been off."""
-    made, low = Shortlist(), errors()["memory_low"]
+    """Return the layouts of a ranking that may be the best, allowing for the errors of memory estimates."""
+    listed, low = Shortlist(), errors()["memory_low"]
     smallest: dict[str, Estimated] = {}
     for target in dict.fromkeys(e.group.target.name for e in ranked.estimates):
         if (one := ranked.on(target).smallest()) is not None:
@@ -118,8 +118,8 @@ def shortlist(ranked: ranking.Ranking) -> Shortlist:
                 doubtful.append(one)
             if len(fitting) == LOOKED_AT:
                 break
-        made.fitting += fitting
-        made.doubtful += doubtful
-    made.fitting.sort(key=lambda one: one.step_s)
-    made.smallest = list(smallest.values())
-    return made
+        listed.fitting += fitting
+        listed.doubtful += doubtful
+    listed.fitting.sort(key=lambda one: one.step_s)
+    listed.smallest = list(smallest.values())
+    return listed

@@ -1,4 +1,4 @@
-"""Runs of the jobs of a multirun: Hydra composes each kind of job once, the others differ in values set on that."""
+"""Composes the runs of a multirun: each kind of job once through Hydra, the others by setting values on that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from valkyrie.config.run import Run
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
-from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import conf_dir, read_config
 from valkyrie.runs.folder import key_value
 
@@ -26,7 +25,7 @@ _LAYOUT_REFERENCE = re.compile(r"\$\{[^}]*\b(mesh|partition)\b")
 
 @dataclass
 class _Kind:
-    """What the jobs of a kind share: their configuration, and the run of each set of values, whatever its layout."""
+    """Configuration shared by the jobs of a kind, and the run of each set of values, with any layout."""
 
     config: DictConfig
     runs: dict[tuple[str, ...], Run] = field(default_factory=dict)
@@ -34,11 +33,10 @@ class _Kind:
 
 @dataclass
 class Composer:
-    """Composes runs as the jobs of a multirun are composed, by its configuration and Hydra's loader.
+    """Composes runs with the configuration of a multirun and Hydra's loader.
 
-    Jobs are of one kind where they choose the same groups and set the same keys. A mesh written as sizes, and a
-    partition that ships with the package, need no composing either, unless the configuration refers to them or
-    changes them.
+    Jobs that choose the same groups and set the same keys are of one kind. Meshes written as sizes and shipped
+    partitions are set without composing, unless the configuration refers to them or changes them.
     """
 
     config: DictConfig
@@ -48,7 +46,7 @@ class Composer:
     _shipped: dict[str, PartitionConfig | None] = field(default_factory=dict)
 
     def run(self, overrides: Sequence[str]) -> Run:
-        """Return the run of a job with these overrides; ValueError for a wrong one, else what Hydra raises."""
+        """Return the run of a job. Raises ValueError for a wrong value, and Hydra's exceptions."""
         parsed = self.parse(overrides)
         layout = self._layout(parsed)
         others = [override for override in parsed if override.key_or_group not in layout]
@@ -69,29 +67,22 @@ class Composer:
         if lines not in kind.runs:
             try:
                 kind.runs[lines] = Run.from_config(_with_values(kind.config, values))
-            except OmegaConfBaseException:  # Hydra refuses a wrong value in better words
+            except OmegaConfBaseException:  # Hydra has the better message for a wrong value
                 return Run.from_config(self.compose(overrides))
         run = kind.runs[lines]
         return run.changed(**layout) if layout else run
 
-    def mesh(self, name: str, fixed: Sequence[str]) -> MeshConfig:
-        """Return the mesh of a name: sizes, or a choice of the group as it is composed beside the fixed overrides."""
-        return self._mesh(name) or self.run([*fixed, f"mesh={name}"]).config.mesh
-
-    def partition(self, name: str, fixed: Sequence[str]) -> PartitionConfig:
-        """Return the partition of a name as it is composed beside the fixed overrides."""
-        return self.run([*fixed, f"partition={name}"]).config.partition
-
-    def remat(self, name: str, fixed: Sequence[str]) -> RematConfig:
-        """Return the rematerialisation of a name as it is composed beside the fixed overrides."""
-        return self.run([*fixed, f"remat={name}"]).config.remat
+    def choice(self, group: str, name: str, fixed: Sequence[str]) -> Any:
+        """Return the mesh, partition or remat policy of a name, composed with the fixed overrides."""
+        mesh = self._mesh(name) if group == "mesh" else None
+        return mesh or getattr(self.run([*fixed, f"{group}={name}"]).config, group)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """Return overrides as Hydra reads them."""
+        """Return overrides as parsed by Hydra."""
         return OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))
 
     def options(self, group: str) -> list[str]:
-        """Return the choices of a group, those of a user's folder among them; none for what is no group."""
+        """Return the choices of a group, including those of a user's folder, or nothing if it is no group."""
         if group not in self._options:
             self._options[group] = self.loader.get_group_options(
                 group, config_name=self.config.hydra.job.config_name, overrides=search_path(self.config.hydra)
@@ -99,12 +90,12 @@ class Composer:
         return self._options[group]
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the configuration of a job with these overrides, without Hydra's own part."""
+        """Return the configuration of a job without the `hydra` node."""
         config = self.loader.load_sweep_config(self.config, list(overrides))
         return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
 
     def _layout(self, overrides: Sequence[Override]) -> dict[str, Any]:
-        """Return the mesh and the partition among overrides that are known without composing."""
+        """Return the mesh and the partition among overrides that need no composing."""
         known: dict[str, Any] = {}
         for override in overrides:
             key, name = override.key_or_group, override.value()
@@ -120,7 +111,7 @@ class Composer:
         return parse_mesh(name) if name[:1].isdigit() and name not in self.options("mesh") else None
 
     def _partition(self, name: str) -> PartitionConfig | None:
-        """Return a partition that ships with the package; None where a folder of the user's has one of that name."""
+        """Return a shipped partition, or None if a user's folder has one with that name."""
         if name not in self._shipped:
             path = f"partition/{name}.yaml"
             sources = (source for source in self.loader.get_sources() if source.is_config(path))
@@ -131,7 +122,7 @@ class Composer:
 
 
 def search_path(hydra: Any) -> list[str]:
-    """Return the overrides of a command that say where configurations lie, of its part of the configuration."""
+    """Return the overrides that set Hydra's search path, from the `hydra` node."""
     overrides = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
     assert isinstance(overrides, list)
     return [line for line in map(str, overrides) if key_value(line)[0] == "hydra.searchpath"]

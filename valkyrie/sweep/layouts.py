@@ -88,9 +88,9 @@ def cells_of(space: Space, composer: Composer) -> Cells:
         enumerated = enumerate_space(
             space.config,
             shapes,
-            {name: composer.partition(name, fixed) for name in partitions},
-            {name: composer.remat(name, fixed) for name in space.config.remat or []},
-            mesh_named=partial(composer.mesh, fixed=fixed),
+            {name: composer.choice("partition", name, fixed) for name in partitions},
+            {name: composer.choice("remat", name, fixed) for name in space.config.remat or []},
+            mesh_named=partial(composer.choice, "mesh", fixed=fixed),
             accelerated=accelerators() > 0,
         )
         cells.extend(enumerated.cells)

@@ -16,18 +16,18 @@ from valkyrie.config.run import Run
 from valkyrie.runs.folder import key_value, parts_of
 
 _NOT_OF_THE_SWEEP = {"mode", "target", "name", "runs", "resume", "trial", "tracking", "hydra"}
-"""What may change between two commands of one sweep: a layout compiled and the same one measured share a page."""
+"""Keys that may differ between commands of one sweep: compiled and measured layouts share a page."""
 _OF_THE_SPACE = ("hydra/sweeper", "hydra.sweeper.")
 _NOT_OF_THE_SPACE = ("hydra.sweeper.limit", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs")
-"""How much of a space is looked at, and how fast: more of it is the same sweep."""
+"""Keys that limit a sweep or its speed: with more of its space, it is the same sweep."""
 
 _LONGEST = 120
 
 
 def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Return the arguments with the sweep's folder among them; None where they ask for one run, not a multirun.
+    """Return the arguments of a multirun with the sweep's folder added, or None for a single run.
 
-    `resume=true` is left out: a sweep does only what is missing anyway.
+    `resume=true` is dropped: a sweep runs only the missing trials anyway.
     """
     given = key_values(arguments)
     mode = given.get("hydra.mode")
@@ -44,7 +44,7 @@ def multirun_arguments(arguments: Sequence[str]) -> list[str] | None:
 
 
 def sweep_name(arguments: Sequence[str]) -> str:
-    """Return the sweep's name: `name=`, else that of its overlay, else a digest of the arguments."""
+    """Return the sweep's name: `name=`, else that of its `sweep=` overlay, else a digest of the arguments."""
     given = key_values(arguments)
     name, overlay = given.get("name"), given.get("sweep")
     if name not in (None, "null") and not reads_run(given.get("mode")):
@@ -56,12 +56,12 @@ def sweep_name(arguments: Sequence[str]) -> str:
 
 
 def trial_key(run: Run) -> str:
-    """Return the digest of the mode and of every key that decides the result."""
+    """Return a digest of the mode and of every key that affects the result."""
     config, values = run.config, asdict(run.config)
     mode, keys = config.mode, config.mode.decided_by()
     if keys is None:
         keys = [key for key in values if key not in mode.not_decided_by]
-    if config.task is None:  # trials have had this key since `task=` exists; those without it keep their names
+    if config.task is None:  # older trials, from before `task=`, keep their keys
         keys = [key for key in keys if key != "task"]
     values |= {f"mode.{key}": value for key, value in values["mode"].items()}
     read = {"resume": config.resume or config.name} if mode.reads_run else {}
@@ -69,14 +69,14 @@ def trial_key(run: Run) -> str:
 
 
 def unread_key(overrides: Sequence[str]) -> str:
-    """Return the key of a trial whose overrides make no run."""
+    """Return the key of a trial whose overrides do not compose to a run."""
     return _digest(sorted(overrides))[:16]
 
 
 def trial_name(run: Run, key: str, layout: str | None = None) -> str:
-    """Return a short, stable name, fit for a folder: `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
+    """Return a short, stable folder name: `gpt_tiny-2x2x2-fsdp-measure-1a2b3c`.
 
-    `layout` is the name of the run's layout; None where that is illegal.
+    `layout` is the name of the run's layout, or None if it is illegal.
     """
     config = run.config
     layout = layout or f"{config.mesh.name}-{config.partition.name}"
@@ -86,24 +86,24 @@ def trial_name(run: Run, key: str, layout: str | None = None) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Return a text with everything replaced that a folder's name or Hydra's grammar might stumble over."""
+    """Replace characters that are special in paths or in Hydra's grammar."""
     return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.") or "sweep"
 
 
 def key_values(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the overrides among arguments by key, without the marks of appending; of a key given twice the last."""
+    """Return the overrides among arguments by key, without `+`; the last one of equal keys counts."""
     return dict(key_value(argument) for argument in parts_of(arguments)[1] if "=" in argument)
 
 
 def reads_one_run(arguments: Sequence[str]) -> bool:
-    """Return whether all trials of a multirun read the same trained run."""
+    """Whether all trials of a multirun read the same trained run."""
     given = key_values(arguments)
     several = given.get("resume") or given.get("name") or ""
     return reads_run(given.get("mode")) and not ("," in several or "(" in several)
 
 
 def without_place(overrides: Sequence[str]) -> list[str]:
-    """Return overrides without those that say in which folder a run lies."""
+    """Return overrides without those of the run folder."""
     return [o for o in overrides if key_value(o)[0] not in ("name", "runs", "resume")]
 
 

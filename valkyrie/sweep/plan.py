@@ -1,4 +1,4 @@
-"""Plans of trials: key, name, run, time limit, or why a trial is refused, before any process starts. No JAX."""
+"""Plans of trials, made before any process starts: key, name, run and time limit, or the refusal. No JAX."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ from valkyrie.train.devices import missing_devices
 
 @dataclass(frozen=True)
 class Plan:
-    """A trial before it runs, in a sweep's `folder`. `run` is what its process does.
+    """A trial before it runs, in a sweep's `folder`.
 
-    `refusal` is the message why it cannot run, or None; `problems` are those of its run, if it has any.
-    `files` are what the run leaves in its folder beside its numbers; `values` and `flags` are those of its record.
+    Args:
+        refusal: Message why it cannot run, or None.
+        problems: Problems of its run.
+        run: What its process executes, or None if it is refused.
+        limit_s: Time limit of its process, or None.
+        retry: Whether to repeat it if its process failed, was killed or took too long.
+        files: Files that the run writes in addition to its results.
+        values: Values in its record that determine what a step computes.
+        flags: Flags and overrides in its record that locate the configuration.
     """
 
     key: str
@@ -64,18 +71,18 @@ class Plan:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The process of the trial, which reads `run.yaml` in the trial's folder."""
+        """Command of the trial's process, which reads `run.yaml` in the trial's folder."""
         return (sys.executable, "-m", "valkyrie.sweep.child", str(self.trial_folder))
 
     def write(self) -> None:
-        """Write the trial's folder as its process wants it; numbers of an earlier attempt are removed."""
+        """Write `run.yaml` into the trial's folder and remove the results of earlier attempts."""
         folder = self.trial_folder
         for name in (OUTCOME, self.mode.results or OUTCOME):
             if name.endswith(".json"):
                 (folder / name).unlink(missing_ok=True)
         assert self.run is not None, "a refused trial has no process"
         run = self.run
-        if self.mode.tracked:  # its run at W&B is that of the trial
+        if self.mode.tracked:  # the training continues the W&B run of the trial
             tracking = replace(run.config.tracking, id=trial_id(run.config.tracking, self.folder, self.key))
             run = run.changed(tracking=tracking)
         run.save(folder / RUN)
@@ -83,7 +90,7 @@ class Plan:
     def ended(
         self, status: Status, reason: str | None, started: str, wall_s: float, results: TrialResult | None = None
     ) -> Trial:
-        """Return the record of this trial with what became of it."""
+        """Return the record of this trial after it ended."""
         return Trial(
             key=self.key,
             name=self.name,
@@ -103,15 +110,15 @@ class Plan:
         )
 
     def settled_by(self, trial: Trial | None) -> bool:
-        """Return whether an earlier record leaves nothing to do.
+        """Whether an earlier record makes this trial unnecessary.
 
-        What was refused is looked at again, for the machine may have changed: at once where this plan refuses it, else
-        by another process. What did not fit is tried again with `force=true`. What other code or another compiler has
-        predicted is predicted again.
+        Refused trials are judged again, because the machine may have changed. Trials that did not fit are repeated with
+        `force=true`, and predictions by another version of the code or the compiler always.
         """
         if trial is None or trial.status is Status.refused or self.mode.results is None:
             return False
-        if _predictor_of(trial.about) != _predictor_of(self.about):
+        predictors = [about and about.predicted_by for about in (trial.about, self.about)]
+        if predictors[0] != predictors[1]:
             return False
         if trial.status is Status.ok and not all((self.trial_folder / name).exists() for name in self.files):
             return False
@@ -121,10 +128,16 @@ class Plan:
 
 
 def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[Problem] | None = None) -> Plan:
-    """Return the plan of a job's run; `hydra` is the part of the job's configuration of that name.
+    """Return the plan of a job's run, which is refused if the run is illegal.
 
-    An illegal run has a refused plan; `problems` are those of the run where they are known already. ValueError where
-    the whole multirun asks for what only one run can do.
+    Args:
+        run: The run of the job.
+        hydra: The `hydra` node of the job's configuration.
+        overrides: The job's overrides.
+        problems: The problems of the run, if already known.
+
+    Raises:
+        ValueError: The multirun requests what only a single run can do.
     """
     config, folder, flags = run.config, sweep_folder(hydra), config_flags(hydra)
     problems = run.problems() if problems is None else problems
@@ -149,7 +162,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     refusals = _missing(run)
     try:
         changes = _own_values(run, plan)
-    except ValueError as error:  # there is no such trained run
+    except ValueError as error:  # the trained run does not exist
         return replace(plan, refusal=" ".join([*refusals, str(error)]))
     tracking = changes.pop("tracking.group", config.tracking.group)
     return replace(
@@ -165,7 +178,7 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
 
 
 def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str]) -> Plan:
-    """Return the refused plan of a job whose configuration makes no run."""
+    """Return the refused plan of a job whose configuration does not compose to a run."""
     key = unread_key(overrides)
     name = f"{folder_name(mode)}-{key[:6]}"
     folder, flags = sweep_folder(hydra), config_flags(hydra)
@@ -173,12 +186,12 @@ def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str
 
 
 def sweep_folder(hydra: Any) -> Path:
-    """Return the folder of a multirun, by its part of the configuration."""
+    """Return the folder of a multirun from the `hydra` node."""
     return Path(hydra.sweep.dir)
 
 
 def config_flags(hydra: Any) -> tuple[str, ...]:
-    """Return the flags and overrides by which another process finds the same configuration."""
+    """Return the flags and overrides with which another process finds the same configuration."""
     flags = []
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
@@ -195,7 +208,7 @@ def config_flags(hydra: Any) -> tuple[str, ...]:
 
 
 def _missing(run: Run) -> list[str]:
-    """Return what this machine lacks for a legal run, as far as files tell."""
+    """Return what this machine lacks for a legal run, without starting JAX."""
     needs = run.config.mode.needs
     if needs is Needs.compiler:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
@@ -203,17 +216,13 @@ def _missing(run: Run) -> list[str]:
     return missing_devices(run) if needs is Needs.devices else []
 
 
-def _predictor_of(about: LayoutRecord | None) -> str | None:
-    return None if about is None else about.predicted_by
-
-
 def _predictor(run: Run) -> str:
-    """Return a digest of what decides a prediction beside the run: versions, the program, and the replay."""
+    """Return a digest of what a prediction depends on in addition to the run: versions, program and replay."""
     return hashlib.sha256(json.dumps([versions(), package_digest(run)]).encode()).hexdigest()[:12]
 
 
 def _own_values(run: Run, plan: Plan) -> dict[str, str]:
-    """Return the keys that a trial has of its own: its place, and the path of a run that it reads.
+    """Return the keys that each trial sets for itself: its folder, and the path of the run that it reads.
 
     A training reports to W&B itself, in the group of the sweep unless it has one.
     """
@@ -226,7 +235,7 @@ def _own_values(run: Run, plan: Plan) -> dict[str, str]:
 
 
 def _not_in_a_multirun(resume: str, mode: str) -> str:
-    """Return the refusal of trials that would all work in the folder of the one run that they continue."""
+    """Return the refusal of trials that would all write to the folder of the run that they continue."""
     return (
         f"resume={resume}: a multirun with mode={mode} would carry out every trial in the folder of that run, and "
         "damage it. Leave resume out: each trial has a folder of its own, and what is done already is not done again. "

@@ -1,4 +1,4 @@
-"""What a sweep varies beside layouts, and its hardware: by these, rows of one layout are distinguished."""
+"""Settings other than the layout that a sweep varies, and its target: they distinguish rows of one layout."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ _ABOUT_A_TRIAL = {"name", "runs", "resume", "trial", "tracking", "hydra"}
 _NO_WORK = {"mesh", "partition", "microbatches", "remat", "placement", "mode", "target"} | _ABOUT_A_TRIAL
 """Keys, up to their first dot, that do not change what a step computes."""
 _DESCRIBED = ("model", "batch", "seq")
-"""Keys of `about` that say what a step does already; of the keys of the precision, `precision` does too."""
+"""Fields of `about` that already describe a step; for keys of the precision, so does `precision`."""
 _OF_THE_MODEL = {"model"}
-"""Keys, up to their first dot, that make it another work wherever they differ: a prediction and a measurement too."""
+"""Keys, up to their first dot, that make it another workload, also between a prediction and a measurement."""
 _OF_A_STEP = _OF_THE_MODEL | {"precision", "optimizer"}
-"""Keys, up to their first dot, that do so between sweeps, in one stage on one target."""
+"""Keys, up to their first dot, that do so between sweeps for one stage and target."""
 
 
 def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
-    """Return what was varied beside the layout, as `state_size=1024`, of every trial by its sweep's folder and its key.
+    """Return the varied settings of every trial (`state_size=1024`), by its sweep's folder and its key.
 
-    A key is varied where trials of one stage on one target, in one sweep, differ in it; a key of the model where any
-    two trials do, and one of the precision or the optimizer where two of one stage on one target do. It is left out
-    where it follows from the model, batch and length, or from the keys before it (one of the precision, where it
-    follows from that): what a sweep varies together is named once. Keys lose what stands before their last dot, where
-    that leaves them apart.
+    A key is varied if trials of one sweep, stage and target differ in it. For a key of the model it is enough that any
+    two trials differ, for one of the precision or the optimizer two of one stage and target. A key that follows from
+    the model, batch and length, or from earlier keys, is left out, so that keys that vary together are named once. Keys
+    are shortened to the part after their last dot if that is unique.
 
-    A trial that does not name a key has it all the same where its record has the values that were in force; an older
-    record, without them, is distinguished by the keys that it names alone.
+    A record has the values of all keys, whether the trial named them or not. Older records have only the named ones.
     """
     given = {(folder, t.key): (t, _given(t)) for folder, trials in sweeps.items() for t in trials}
     kept = _distinguishing(list(given.values()), _differing(sweeps))
@@ -45,7 +43,7 @@ def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], 
 
 
 def target_of(trial: Trial) -> str:
-    """Return the target of a trial, with its topology and slices where the name alone does not imply these."""
+    """Return the target of a trial, with its topology and slices unless its name implies them."""
     about = trial.about
     if about is None:
         return "unknown target"
@@ -61,7 +59,7 @@ def target_of(trial: Trial) -> str:
 
 
 def _given(trial: Trial) -> dict[str, str]:
-    """Return the keys that may make a trial another work; those of its record have the values that were in force."""
+    """Return the keys that may make a trial another workload, with the values in its record if it has them."""
     in_force = {_root(key) for key in trial.values}
     return {key: value for key, value in _named(trial).items() if _root(key) not in in_force} | trial.values
 
@@ -71,9 +69,9 @@ def _named(trial: Trial) -> dict[str, str]:
 
 
 def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
-    """Return the keys in which trials differ that might do the same work, in the order in which they first came.
+    """Return the keys in which otherwise comparable trials differ: those that a command line names, then the others.
 
-    Those that a command line names stand first. The others are counted only among trials whose records have them.
+    Keys that no command line names are compared only among trials whose records have them.
     """
     alike: dict[tuple[object, ...], list[dict[str, str]]] = defaultdict(list)
     named: dict[str, None] = {}
@@ -94,7 +92,7 @@ def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
 
 
 def _distinguishing(given: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
-    """Return the keys whose values do not follow from the description of a step and the keys before them."""
+    """Return the keys whose values do not follow from the description of a step and from earlier keys."""
     described: list[tuple[str, ...]] = [
         tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED) for trial, _ in given
     ]

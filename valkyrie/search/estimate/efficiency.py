@@ -1,4 +1,4 @@
-"""What a chip reaches of its published figures in a step, for the estimate."""
+"""Efficiency of a chip: the shares of its published figures that a step reaches, for the estimate."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ from valkyrie.machine import assumptions
 
 @dataclass(frozen=True)
 class Efficiency:
-    """A few constants of a chip: shares of its figures that are reached, and of communication that is hidden.
+    """Constants of a chip and its compiler: shares of published figures, and of hidden communication.
 
-    `products`, `mixing`: share of peak FLOP/s of large products and of attention; `half_rate_flops`: FLOPs of a product
-    that reaches half of that; `tile`: the matrix unit's side; `float32_passes`: passes of a float32 product.
-    `hbm`: share of HBM's bandwidth. `passes`: how often an activation that blocks declare is moved in a step, with
-    `passes_again` where it is computed again and `passes_kept` where it is kept; `logits_passes`: the logits;
-    `scores_passes`: attention's scores in a forward pass, where no kernel keeps them on the chip.
-    `launch_s`: what an operation costs beside its work. `hidden_...`: shares of communication beside which something
-    is computed. `gathers`, `sums`, `outside`: shares of the links' rates (`Network`). `scatters`: how many times a
-    reduce-scatter takes of an all-gather; 2 where the compiler sums whole and takes a part. `start_s`: the start of a
-    collective, `outer_start_s` of a message between hosts. `loop_sums`: 1 where the compiler leaves sums of gradients
-    in a pipeline's loop, `whole_sums`: 1 where it sums whole what ZeRO-1 needs in parts. `whole_batches`: the share
-    that is waited for of gathering whole batches for gradients of parameters split over two kinds of axes. `apart`: 1
-    where it sums the gradient of what several products read once for each of them. `windowed`: 1 where products gather
-    their operands as they go, each for itself (windowed einsums); 0 where products share what is gathered.
+    Args:
+        products, mixing: Share of peak FLOP/s of large products, and of attention.
+        half_rate_flops: FLOPs of a product that reaches half of that share.
+        tile: Side of the matrix unit.
+        float32_passes: Passes of a float32 product.
+        hbm: Share of HBM bandwidth.
+        passes, passes_again, passes_kept: Moves of a declared activation per step; in addition if it is recomputed, or
+            saved.
+        logits_passes: Moves of the logits.
+        scores_passes: Moves of attention scores in a forward pass, unless a kernel keeps them on the chip.
+        launch_s: Fixed cost of an operation, in seconds.
+        hidden_weights, ...: Share of communication that overlaps with compute.
+        gathers, sums, outside: Share of link rates (`Network`).
+        scatters: Time of a reduce-scatter over an all-gather; 2 if the compiler sums whole arrays and takes a part.
+        start_s, outer_start_s: Start of a collective, and of a message between hosts, in seconds.
+        loop_sums: 1 if the compiler leaves gradient sums in a pipeline's loop.
+        whole_sums: 1 if it sums whole arrays of which ZeRO-1 needs a part.
+        whole_batches: Exposed share of gathering whole batches for gradients of parameters on two kinds of axes.
+        windowed: 1 if each product gathers its own operands (windowed einsums), 0 if products share them.
+        apart: 1 if gradients of an array that several products read are summed once per product.
     """
 
     products: float = 0.85
@@ -59,7 +66,7 @@ class Efficiency:
 
 
 def efficiency_of(chip: ChipConfig) -> Efficiency:
-    """Return the constants of a chip: those of its file, else the defaults; ValueError for a name that is none."""
+    """Return the constants of a chip's file, with defaults. Raises ValueError for an unknown name."""
     known = [field.name for field in fields(Efficiency)]
     if unknown := [name for name in chip.estimate if name not in known]:
         raise ValueError(

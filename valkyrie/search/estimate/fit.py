@@ -1,8 +1,8 @@
 """Fits the constants of the estimate to step times that were compiled, measured or published.
 
-Least squares of the logarithm of estimated over known seconds, with bounds; a family weighs as the root of its rows
-and not as many times as they are, for they are alike. Each constant is pulled weakly to its
-default, so that one that the rows say nothing of stays there.
+Bounded least squares of the logarithm of estimated over known seconds. The rows of a family are alike, so a family is
+weighted by the square root of their number. Each constant is pulled weakly to its default, where it stays if the rows
+do not depend on it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "sums": (0.2, 1.0),
     "outside": (0.4, 1.0),
 }
-"""The least and the largest value that each constant may take."""
+"""Bounds of each constant."""
 FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
-"""The constants that steps compiled for a TPU say something of."""
+"""Constants that steps compiled for a TPU depend on."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PULL = 0.2
-"""The weight of a constant's distance from its default, over its whole range, beside a row's relative error."""
+"""Weight of a constant's distance from its default, as a share of its range, against a row's relative error."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """Layouts of one model under one partition and remat whose step times are known; `family` is what they share."""
+    """Layouts of one model, partition and remat policy with known step times; `family` names what they share."""
 
     work: Work
     layouts: Candidates
@@ -69,14 +69,14 @@ class Known:
 
 
 def known_of(runs: Sequence[Run], step_s: Sequence[float], family: str) -> Known:
-    """Return runs of one model, partition and remat, with the same mesh axes, whose steps take so many seconds."""
+    """Return runs of one model, partition and remat policy with the same mesh axes, and the seconds of their steps."""
     config = runs[0].config
     assert config.target.chip is not None
     return Known(work_of(runs[0]), candidates_of(runs), config.remat, config.target.chip, np.array(step_s), family)
 
 
 def fitted(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> Efficiency:
-    """Return the constants with those of these names fitted to what is known; ValueError where nothing is."""
+    """Fit the named constants, starting from `start`. Raises ValueError without any known step time."""
     from scipy.optimize import least_squares
 
     if not known:
@@ -90,27 +90,25 @@ def fitted(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> E
     def values(x: np.ndarray) -> Efficiency:
         return replace(start, **{name: float(_unscaled(name, value)) for name, value in zip(names, x, strict=True)})
 
-    counts = Counter[str]()
-    for one in known:
-        counts[one.family] += len(one.step_s)
+    counts = Counter(family for rows in known for family in [rows.family] * len(rows.step_s))
 
     def errors(x: np.ndarray) -> np.ndarray:
         efficiency = values(x)
-        rows = [np.log(one.estimate(efficiency) / one.step_s) / counts[one.family] ** 0.25 for one in known]
+        rows = [np.log(k.estimate(efficiency) / k.step_s) / counts[k.family] ** 0.25 for k in known]
         return np.concatenate([*rows, PULL * (x - default) / (high - low)])
 
     begin = np.clip(default, low + 1e-6 * (high - low), high - 1e-6 * (high - low))
-    found = least_squares(errors, begin, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
-    return values(found.x)
+    solution = least_squares(errors, begin, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=1e-3)
+    return values(solution.x)
 
 
 def without_family(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> list[tuple[Known, np.ndarray]]:
-    """Return what is known with its estimate by constants that were fitted to all other families."""
+    """Return the known layouts with their estimates by constants fitted to all other families."""
     estimates = []
-    for family in dict.fromkeys(one.family for one in known):
-        others = [one for one in known if one.family != family]
+    for family in dict.fromkeys(rows.family for rows in known):
+        others = [rows for rows in known if rows.family != family]
         efficiency = fitted(others, start, names) if others else start
-        estimates += [(one, one.estimate(efficiency)) for one in known if one.family == family]
+        estimates += [(rows, rows.estimate(efficiency)) for rows in known if rows.family == family]
     return estimates
 
 

@@ -1,4 +1,4 @@
-"""The layouts of a space by their estimated step time, those that do not fit apart."""
+"""The layouts of a space, ranked by their estimated step time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
 @dataclass(frozen=True)
 class Estimated:
-    """A layout with its estimate: seconds of a step by part, and bytes of one device at the peak."""
+    """A layout with its estimate: seconds of a step by part, and peak bytes per device."""
 
     group: Group
     number: int
@@ -31,38 +31,38 @@ class Estimated:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return float(self.times.step_s[self.number])
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by part."""
+        """Seconds per step by part."""
         return {name: float(seconds[self.number]) for name, seconds in self.times.parts.items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of one device at the peak."""
+        """Peak bytes per device."""
         return int(self.memory.total[self.number])
 
     @property
     def fits(self) -> bool:
-        """Whether that is no more than a program may have; what is not known is no limit."""
+        """Whether the peak fits the usable memory; an unknown memory is no limit."""
         usable = usable_hbm(self.group.target.chip)
         return usable is None or self.bytes <= usable
 
     @cached_property
     def candidate(self) -> Candidate:
-        """The layout itself, without its estimate: equal for equal layouts of any two rankings."""
+        """The layout without its estimate: equal for equal layouts of two rankings."""
         return self.group.candidate(self.number, self.remat)
 
     def run(self, run: Run) -> Run:
-        """Return a run of this layout that asks for the rest as another does."""
+        """Return a run of this layout, with all other settings of `run`."""
         return self.group.run(self.number, self.remat, run)
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """The estimates of a group of layouts under one remat policy."""
+    """Estimates of a group of layouts with one remat policy."""
 
     group: Group
     remat: RematConfig
@@ -72,14 +72,14 @@ class Estimates:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The estimates of a space, one group and remat policy after another."""
+    """Estimates of a space, by group and remat policy."""
 
     space: Space
     estimates: list[Estimates]
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Which estimates and which layout of them, the fastest first; of equal ones the plainest partition."""
+        """Indices into `estimates` and into their layouts, the fastest first, then the plainest partition."""
         sizes = [len(e.times.step_s) for e in self.estimates]
         step = np.concatenate([e.times.step_s for e in self.estimates] or [np.zeros(0)])
         which, number = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes] or [[]])
@@ -90,15 +90,14 @@ class Ranking:
 
     def under(self, partition: str) -> Ranking:
         """Return the estimates of one partition."""
-        chosen = [e for e in self.estimates if e.group.candidates.partition.name == partition]
-        return Ranking(self.space, chosen)
+        return Ranking(self.space, [e for e in self.estimates if e.group.candidates.partition.name == partition])
 
     def on(self, target: str) -> Ranking:
         """Return the estimates of one slice."""
         return Ranking(self.space, [e for e in self.estimates if e.group.target.name == target])
 
     def smallest(self) -> Estimated | None:
-        """Return the layout that needs least memory; None where there is none."""
+        """Return the layout that needs the least memory, or None if there are no layouts."""
         least = [(float(e.memory.total.min()), i) for i, e in enumerate(self.estimates) if len(e.memory.total)]
         if not least:
             return None
@@ -106,20 +105,20 @@ class Ranking:
         return Estimated(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
 
     def __iter__(self) -> Iterator[Estimated]:
-        """Yield every layout, the fastest first; those that split every array alike once."""
+        """Yield every layout, the fastest first. Equal estimates on one slice count as the same layout."""
         seen: set[tuple[object, ...]] = set()
         for which, number in self.order:
             e = self.estimates[which]
-            one = Estimated(e.group, number, e.remat, e.times, e.memory)
+            layout = Estimated(e.group, number, e.remat, e.times, e.memory)
             microbatches = int(e.group.candidates.microbatches[number])
-            key = (e.group.target.name, round(one.step_s, 7), one.bytes, microbatches)
+            key = (e.group.target.name, round(layout.step_s, 7), layout.bytes, microbatches)
             if key not in seen:
                 seen.add(key)
-                yield one
+                yield layout
 
 
 def rank(run: Run, space: Space) -> Ranking:
-    """Return the estimates of every layout of a space, for the model, batch and precision of a run."""
+    """Estimate every layout of a space for the model, batch and precision of a run."""
     work, estimates = work_of(run), []
     for group in space.groups:
         chip = group.target.chip
