@@ -26,7 +26,7 @@ from valkyrie.parallel.placement import arrange, placements
 from valkyrie.problems import ProblemCode
 from valkyrie.sweep.cells import Cells, enumerate_space, meshes_of
 from valkyrie.sweep.layouts import count_line
-from valkyrie.sweep.space import Same, Shape, SpaceConfig
+from valkyrie.sweep.space import ModelVariant, Same, SpaceConfig
 
 QUICK = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -135,7 +135,7 @@ def test_every_cell_is_legal_none_is_missing_none_is_there_twice(
     base = tiny("cpu8")
     run = Run(replace(base.config, batch=batch, seq=seq, target=target), base.model)
     space = SpaceConfig(microbatches=microbatches, same=same, placements=["all" if placed else "default"])
-    found = enumerate_space(space, [Shape((), run)], {"drawn": partition})
+    found = enumerate_space(space, [ModelVariant((), run)], {"drawn": partition})
     brute = {}
     for name in shapes_of_three(devices):
         mesh = parse_mesh(name)
@@ -165,7 +165,7 @@ def test_roles_count_once_whatever_the_mesh(drawn: tuple[list[str], list[str], b
     partition = partition_of(*drawn)
     base = tiny("cpu8")
     run = Run(replace(base.config, target=simulated(devices)), base.model)
-    found = enumerate_space(SpaceConfig(same=Same.roles), [Shape((), run)], {"drawn": partition})
+    found = enumerate_space(SpaceConfig(same=Same.roles), [ModelVariant((), run)], {"drawn": partition})
 
     def devices_of_roles(layout: Layout) -> tuple[object, ...]:
         each: dict[str, int] = {}
@@ -214,7 +214,7 @@ def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():
     fsdp = {"fsdp": compose_run("mesh=1x2x4", "partition=fsdp").config.partition}
     counts = {
         (same, placement): len(
-            enumerate_space(SpaceConfig(same=same, placements=[placement]), [Shape((), run)], fsdp).legal
+            enumerate_space(SpaceConfig(same=same, placements=[placement]), [ModelVariant((), run)], fsdp).legal
         )
         for same in Same
         for placement in ("default", "all")
@@ -231,7 +231,7 @@ ONLY_X = PartitionConfig("only_x", {"mlp": ["x"]}, {"mlp": ["x"]})
 
 
 def cells(space: SpaceConfig, run: Run, *partitions: PartitionConfig) -> Cells:
-    return enumerate_space(space, [Shape((), run)], {p.name: p for p in partitions})
+    return enumerate_space(space, [ModelVariant((), run)], {p.name: p for p in partitions})
 
 
 def test_axes_that_a_partition_does_not_use_multiply_nothing():
@@ -259,7 +259,7 @@ def test_an_unsound_shape_is_said_once():
     run = compose_run("mesh=2x2x2", "partition=2d_tp")
     wrong = Run(run.config, replace(run.model, layers=0))
     found = enumerate_space(
-        SpaceConfig(devices=8), [Shape(("model.layers=0",), wrong)], {"2d_tp": run.config.partition}
+        SpaceConfig(devices=8), [ModelVariant(("model.layers=0",), wrong)], {"2d_tp": run.config.partition}
     )
     (cell,) = found.cells
     assert cell.overrides == ("model.layers=0",) and [p.key for p in cell.problems] == ["model.layers"]
@@ -273,7 +273,7 @@ def test_a_range_keeps_the_shapes_in_it(key: str):
         float(r.model.parameter_count()) if key == "parameters" else r.model.flops_per_token(run.config.seq)
         for r in runs
     ]
-    shapes = [Shape((f"model.layers={i + 1}",), r) for i, r in enumerate(runs)]
+    shapes = [ModelVariant((f"model.layers={i + 1}",), r) for i, r in enumerate(runs)]
     dp = {"dp": run.config.partition}
     for least, most, kept in ((sizes[2], sizes[4], [3, 4, 5]), (None, sizes[1], [1, 2]), (sizes[6] + 1, None, [8])):
         space = replace(SpaceConfig(meshes=["1x1x8"]), **{key: [least, most]})
@@ -314,5 +314,5 @@ def test_the_layout_of_a_cell_is_that_of_its_run():
     assert layout.notes, "two key heads are whole over four devices"
     assert run.layout_on(mesh, partition) == layout
     space = SpaceConfig(meshes=["4x1x2"], partitions=["mine"])
-    (cell,) = enumerate_space(space, [Shape((), run)], {"mine": partition}).cells
+    (cell,) = enumerate_space(space, [ModelVariant((), run)], {"mine": partition}).cells
     assert cell.run.layout == layout

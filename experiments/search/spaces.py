@@ -32,7 +32,7 @@ from valkyrie.search.compile.prediction import MemoryReport
 from valkyrie.search.modes import compile_and_summarise
 from valkyrie.sweep.cells import Cell, enumerate_space
 from valkyrie.sweep.layouts import sample_evenly
-from valkyrie.sweep.space import Same, Shape, SpaceConfig
+from valkyrie.sweep.space import ModelVariant, Same, SpaceConfig
 
 FILE = Path(__file__).with_name("compiled.json")
 PARTITIONS = ("dp", "fsdp", "1d_tp", "2d_tp", "2d_tp_fsdp", "fsdp_tp", "sp")
@@ -50,7 +50,7 @@ class Judged:
 
     def cells(self) -> list[Cell]:
         """Return its legal layouts."""
-        shape = Shape(self.shared, run_of(list(self.shared)))
+        shape = ModelVariant(self.shared, run_of(list(self.shared)))
         config = SpaceConfig(same=Same.roles, remat=list(self.remats), microbatches=list(self.microbatches))
         partitions = {p.name: p for p in read_group("partition", PartitionConfig)}
         remats = {name: remat_named(name) for name in self.remats}

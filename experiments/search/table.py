@@ -98,7 +98,7 @@ def funnel_of(pairs: list[tuple[dict[str, Any], float]], every: list[dict[str, A
     """Return what compiling by estimates, until no other layout can be faster, finds and takes of compiling all."""
     best, spent, count = float("inf"), 0.0, 0
     for row, estimate in sorted(pairs, key=lambda pair: pair[1]):
-        if estimate * errors()["low"] > best:
+        if estimate * errors().low > best:
             break
         best, spent, count = min(best, row["step_s"]), spent + row["compile_s"], count + 1
     regret = best / min(row["step_s"] for row, _ in pairs) - 1

@@ -91,9 +91,7 @@ def resolve_rules(
 ) -> tuple[Rules, Rules, list[Problem]]:
     """Return the rules for parameters and for activations of a model on a mesh, and the problems of the rules.
 
-    Args:
-        axes: Logical axes of the model; each gets a rule.
-        known: Logical axes of other models, whose rules are ignored.
+    Each of the model's logical axes gets a rule. Rules for logical axes of other models (`known`) are ignored.
     """
     problems: list[Problem] = []
     roles = _roles_on(partition, mesh, problems)

@@ -216,7 +216,7 @@ def rank_layout(
     """
     target, tokens = one.group.target, tokens_of(request.run)
     step_s = one.step_s * (ratio or 1.0) if compiled is None else compiled.step_s or one.step_s
-    low, high = errors()["low"] * step_s, errors()["high"] * step_s
+    low, high = errors().low * step_s, errors().high * step_s
     interval = None if compiled is None else compiled.trial.results.step.interval
     if compiled is not None:
         low, high = (interval["low_s"], interval["high_s"]) if interval else (step_s, step_s)

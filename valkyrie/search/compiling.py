@@ -156,7 +156,7 @@ def _next(request: SearchRequest, waiting: Iterable[Estimated], compiles: Compil
 def _bound(one: Estimated, compiles: Compiles) -> float:
     """Return the least step time that a layout may have."""
     ratio = compiles.ratio(place_of(one))
-    return one.step_s * (errors()["low"] if ratio is None else SAME_PLACE * ratio)
+    return one.step_s * (errors().low if ratio is None else SAME_PLACE * ratio)
 
 
 class BudgetOver(Exception):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from valkyrie.hardware.target import TargetConfig, usable_hbm
+from valkyrie.records import load
 from valkyrie.search.estimate import rank as ranking
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.estimate.space import Candidate
@@ -49,10 +48,19 @@ def on_any_torus(one: Estimated) -> Candidate:
     return replace(one.candidate, target=chips_of(one.group.target), placement=None)
 
 
+@dataclass(frozen=True)
+class EstimateErrors:
+    """Range of compiled over estimated step times, and the lower end of that of peak memory."""
+
+    low: float
+    high: float
+    memory_low: float
+
+
 @cache
-def errors() -> dict[str, Any]:
-    """Return the range of compiled over estimated figures: `low` to `high` of step times, `memory_low` ... of peaks."""
-    return json.loads(FILE.read_text())
+def errors() -> EstimateErrors:
+    """Return the errors of estimates that ship with the package."""
+    return load(EstimateErrors, FILE.read_text(), str(FILE))
 
 
 @dataclass
@@ -103,7 +111,7 @@ class Shortlist:
 
 def shortlist(ranked: ranking.Ranking) -> Shortlist:
     """Return the layouts of a ranking that may be the best, allowing for the errors of memory estimates."""
-    listed, low = Shortlist(), errors()["memory_low"]
+    listed, low = Shortlist(), errors().memory_low
     smallest: dict[str, Estimated] = {}
     for target in dict.fromkeys(e.group.target.name for e in ranked.estimates):
         if (one := ranked.on(target).smallest()) is not None:

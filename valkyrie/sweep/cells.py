@@ -25,7 +25,7 @@ from valkyrie.parallel.placement import SLICE_AXIS, arrange, placements
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.search.estimate.space import divisions
-from valkyrie.sweep.space import ALL, DEFAULT, SPACE, Same, Shape, SpaceConfig
+from valkyrie.sweep.space import ALL, DEFAULT, SPACE, ModelVariant, Same, SpaceConfig
 
 _PATTERN = re.compile(r"(?:([0-9]+)s)?((?:[A-Z]|[0-9]+)(?:x(?:[A-Z]|[0-9]+)){2,3})")
 
@@ -59,7 +59,7 @@ class Cells:
 
 def enumerate_space(
     space: SpaceConfig,
-    shapes: Sequence[Shape],
+    variants: Sequence[ModelVariant],
     partitions: Mapping[str, PartitionConfig],
     remats: Mapping[str, RematConfig] | None = None,
     *,
@@ -70,7 +70,7 @@ def enumerate_space(
 
     Args:
         space: What varies.
-        shapes: Runs that differ in everything except the layout.
+        variants: Runs that differ in everything except the layout.
         partitions: The partitions by the names in the overrides.
         remats: The remat policies by name, or None to keep that of the run.
         mesh_named: Returns the mesh with a name.
@@ -79,30 +79,30 @@ def enumerate_space(
     refuse(space.problems())
     cells: list[Cell] = []
     skipped: Counter[str] = Counter()
-    for shape in shapes:
-        if unsound := shape.run.model.problems():
-            cells.append(Cell(shape.overrides, shape.run, tuple(unsound)))
-        elif outside := _out_of_range(space, shape.run):
+    for variant in variants:
+        if unsound := variant.run.model.problems():
+            cells.append(Cell(variant.overrides, variant.run, tuple(unsound)))
+        elif outside := _out_of_range(space, variant.run):
             skipped[outside] += 1
         else:
-            meshes = _meshes(space, shape.run, mesh_named)
+            meshes = _meshes(space, variant.run, mesh_named)
             for name, partition in partitions.items():
-                for mesh_name, mesh in _distinct_meshes(space, shape.run, partition, meshes, accelerated, skipped):
+                for mesh_name, mesh in _distinct_meshes(space, variant.run, partition, meshes, accelerated, skipped):
                     overrides = [f"mesh={mesh_name}", f"partition={name}"]
-                    changed = shape.run.changed(mesh=mesh, partition=partition)
-                    cells += _variants(space, Shape((*shape.overrides, *overrides), changed), remats or {})
+                    changed = variant.run.changed(mesh=mesh, partition=partition)
+                    cells += _variants(space, ModelVariant((*variant.overrides, *overrides), changed), remats or {})
     return Cells(cells, skipped)
 
 
-def _variants(space: SpaceConfig, shape: Shape, remats: Mapping[str, RematConfig]) -> Iterator[Cell]:
+def _variants(space: SpaceConfig, variant: ModelVariant, remats: Mapping[str, RematConfig]) -> Iterator[Cell]:
     """Yield a cell for each microbatch count and remat policy of a mesh and a partition."""
-    config = shape.run.config
+    config = variant.run.config
     placement = [] if config.mesh.placement is None else [f"mesh.placement=[{','.join(config.mesh.placement)}]"]
     counts = {f"microbatches={n}": n for n in space.microbatches or []} or {"": config.microbatches}
     policies = {f"remat={name}": remat for name, remat in remats.items()} or {"": config.remat}
     for (counted, microbatches), (named, remat) in itertools.product(counts.items(), policies.items()):
-        run = shape.run.changed(microbatches=microbatches, remat=remat)
-        overrides = (*shape.overrides, *placement, *filter(None, (counted, named)))
+        run = variant.run.changed(microbatches=microbatches, remat=remat)
+        overrides = (*variant.overrides, *placement, *filter(None, (counted, named)))
         yield Cell(overrides, run, tuple(run.problems(advise=False)))
 
 

@@ -22,7 +22,7 @@ from valkyrie.sweep.end import end_of
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import plan_run, sweep_folder
 from valkyrie.sweep.run import settle
-from valkyrie.sweep.space import ALL, Shape, Space, read_space, shapes_of
+from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, read_space, variants_of
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6
@@ -71,23 +71,23 @@ def sweep_layouts(
     return [returns]
 
 
-def cells_of(space: Space, composer: Composer) -> Cells:
+def cells_of(space: SweepSpace, composer: Composer) -> Cells:
     """Return every cell of a space.
 
-    Meshes, partitions and remat policies are composed once for all shapes with the same changes of their keys, such
+    Meshes, partitions and remat policies are composed once for all variants with the same changes of their keys, such
     as `partition.zero1=true`.
     """
-    alike: dict[tuple[str, ...], list[Shape]] = defaultdict(list)
-    for shape in shapes_of(space, composer):
-        alike[tuple(o for o in shape.overrides if _changes_layouts(key_value(o)[0]))].append(shape)
+    alike: dict[tuple[str, ...], list[ModelVariant]] = defaultdict(list)
+    for variant in variants_of(space, composer):
+        alike[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
     names = (composer.options("partition") if n == ALL else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))
     cells, skipped = [], Counter()
-    for changes, shapes in alike.items():
+    for changes, variants in alike.items():
         fixed = [*space.fixed, *changes]
         enumerated = enumerate_space(
             space.config,
-            shapes,
+            variants,
             {name: composer.choice("partition", name, fixed) for name in partitions},
             {name: composer.choice("remat", name, fixed) for name in space.config.remat or []},
             mesh_named=partial(composer.choice, "mesh", fixed=fixed),

@@ -86,7 +86,7 @@ class SpaceConfig:
 
 
 @dataclass(frozen=True)
-class Space:
+class SweepSpace:
     """The space of a multirun, and the overrides that all of its trials share."""
 
     config: SpaceConfig
@@ -94,14 +94,14 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelVariant:
     """One combination of everything that is not layout: its overrides, and the run they compose to."""
 
     overrides: tuple[str, ...]
     run: Run
 
 
-def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str], composer: Composer) -> Space:
+def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str], composer: Composer) -> SweepSpace:
     """Read the space of a configuration and the arguments of a multirun. Raises ValueError with what to write instead.
 
     An argument with a layout's key replaces that of the space. A list for another key multiplies with the space, and
@@ -139,22 +139,22 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     space = OmegaConf.to_object(typed)
     assert isinstance(space, SpaceConfig)
     space.vary = vary
-    return Space(space, fixed)
+    return SweepSpace(space, fixed)
 
 
-def shapes_of(space: Space, composer: Composer) -> list[Shape]:
+def variants_of(space: SweepSpace, composer: Composer) -> list[ModelVariant]:
     """Return every combination of what a space varies in addition to the layout, composed."""
     choices = [_choices(key, values, composer) for key, values in space.config.vary.items()]
-    shapes = []
+    variants = []
     for combination in itertools.product(*choices):
         overrides = tuple(itertools.chain.from_iterable(combination))
         try:
-            shapes.append(Shape(overrides, composer.run([*space.fixed, *overrides])))
+            variants.append(ModelVariant(overrides, composer.run([*space.fixed, *overrides])))
         except (ValueError, OmegaConfBaseException) as error:
             if not overrides:
                 raise
             raise ValueError(f"{' '.join(overrides)}: {error}") from error
-    return shapes
+    return variants
 
 
 class _Written(str):
