@@ -14,7 +14,7 @@ from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
 from valkyrie.machine import assumptions
 from valkyrie.machine.network import Machine, Network, Traffic, algorithm
-from valkyrie.machine.torus import DCN
+from valkyrie.parallel.axis_links import DCN
 
 BYTES = 64e6
 LINK = CHIPS["v4"].ici_link_gbs * 1e9

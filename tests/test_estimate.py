@@ -20,13 +20,13 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.chips import known_chips
 from valkyrie.models.stack import Stack
 from valkyrie.modes.compile import Config as CompileMode
+from valkyrie.parallel.axis_links import placements_of
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import Problem, ProblemCode, ProblemError
 from valkyrie.runs.folder import parts_of
 from valkyrie.search.estimate.efficiency import Efficiency, efficiency_of
 from valkyrie.search.estimate.fit import Known, fitted
 from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.placed import placements_of
 from valkyrie.search.estimate.rank import Estimated, Ranking, rank
 from valkyrie.search.estimate.runs import candidates_of, estimated
 from valkyrie.search.estimate.times import Step
@@ -283,7 +283,7 @@ def test_placements_with_fewer_links_for_every_axis_are_left_out() -> None:
 
     topology = topology_of(parse_target("v4-128"))  # 4x4x4, every axis a ring
     placed = placements_of((1, 4, 4, 4), topology, True)
-    assert [[lying.links for lying in one.lies] for one in placed] == [[0.0, 2.0, 2.0, 2.0]]
+    assert [[axis.links for axis in one.axes] for one in placed] == [[0.0, 2.0, 2.0, 2.0]]
     assert placed[0].entries(["w", "x", "y", "z"], [1, 4, 4, 4]) == ["x", "y", "z"]
 
 

@@ -14,8 +14,8 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
 from valkyrie.machine.torus import Torus
+from valkyrie.parallel.axis_links import placements_of
 from valkyrie.parallel.placement import describe_entries
-from valkyrie.search.estimate.placed import placements_of
 from valkyrie.search.request import parse_request
 
 SHAPES = [(4, 4, 8), (4, 8, 8)]
@@ -105,7 +105,7 @@ def test_estimates_lay_mesh_axes_as_layouts_do(sizes: tuple[int, ...]) -> None:
     for placed in placements_of(sizes, topology((4, 4, 8)), True):
         entries = placed.entries(names, sizes)
         described = describe_entries(entries, dict(zip(names, sizes, strict=True)), topology((4, 4, 8)))
-        assert [lying.links for lying in placed.lies] == [described[name].links for name in names], entries
+        assert [axis.links for axis in placed.axes] == [described[name].links for name in names], entries
 
 
 def test_a_twisted_slice_is_named_as_google_cloud_names_it() -> None:

@@ -19,7 +19,8 @@ from valkyrie.compiled.collectives import Collective, payload
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import ChipConfig, Topology
 from valkyrie.machine import assumptions
-from valkyrie.machine.torus import CORE, DCN, Crossings, Dimension, Route, Torus
+from valkyrie.machine.torus import Crossings, Dimension, Route, Torus
+from valkyrie.parallel.axis_links import CORE, DCN
 
 ONE_RING = ("1DAllGather", "BarnaCoreAllGather")
 """How the names of emitters begin that gather along one ring through the whole group."""

@@ -14,11 +14,7 @@ import numpy as np
 
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology
-
-TORUS_AXES = ("a", "b", "c", "d")
-"""Names of a slice's torus axes, in the order of a device's coordinates."""
-CORE, DCN = "core", "dcn"
-"""What two devices of one chip talk over, and what slices talk over."""
+from valkyrie.parallel.axis_links import CORE, TORUS_AXES
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology
+from valkyrie.parallel.axis_links import AxisPlacement, Factor, close_rings, entries_of, physical_axes, placed_factor
 from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
@@ -22,72 +22,6 @@ if TYPE_CHECKING:
 
 SLICE_AXIS = "s"
 """The mesh axis between slices, over the data-centre network; it comes first."""
-DCN, CORE = "dcn", "core"
-"""Names, beside those of the torus axes, of where a mesh axis may lie: between slices, and within a chip."""
-TORUS_AXES = "abc"
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A factor of a mesh axis on one physical axis `on`: `size` positions, each `stride` after the one before.
-
-    `length` is that of the physical axis; `ring` says whether the positions close into a ring around it.
-    """
-
-    on: str
-    size: int
-    stride: int
-    length: int
-    ring: bool
-
-    @property
-    def links(self) -> float:
-        """One-way links that a chip has for it: two around a ring, one along a line, shared by `stride` of its kind."""
-        return 0.0 if self.on in (DCN, CORE) else (2 if self.ring else 1) / self.stride
-
-    def __str__(self) -> str:
-        whole = self.on if self.size == self.length else f"{self.on}*{self.size}"
-        return whole if self.stride == 1 else f"{whole} by {self.stride}"
-
-
-@dataclass(frozen=True)
-class AxisPlacement:
-    """Where a mesh axis lies; `straight` is False where its devices fill only a part of a block of `factors`."""
-
-    axis: str
-    size: int
-    factors: tuple[Factor, ...]
-    straight: bool = True
-
-    @property
-    def torus(self) -> tuple[Factor, ...]:
-        """The factors on torus axes, whose traffic takes the links between chips."""
-        return tuple(factor for factor in self.factors if factor.on not in (DCN, CORE))
-
-    @property
-    def ring(self) -> bool:
-        """Whether it has links between chips and goes around a ring on all torus axes it uses."""
-        return bool(self.torus) and self.straight and all(factor.ring for factor in self.torus)
-
-    @property
-    def links(self) -> float:
-        """One-way links that a chip has for it: the multiple of a link's bandwidth a collective over it can use."""
-        return sum((factor.links for factor in self.torus), 0.0) if self.straight else 1.0
-
-    def __str__(self) -> str:
-        parts = []
-        if self.torus:
-            shape = "ring" if self.ring else "line" if len(self.torus) == 1 else "no ring"
-            if any(factor.ring for factor in self.torus) and not self.ring:
-                shape = f"ring on {','.join(factor.on for factor in self.torus if factor.ring)} only"
-            links = f"{self.links:.3g} link{'s' * (self.links != 1)}"
-            where = ",".join(str(factor) if self.straight else factor.on for factor in self.torus)
-            parts.append(f"torus {where} ({f'{shape}, {links}' if self.straight else 'scattered, 1 link'})")
-        if any(factor.on == CORE for factor in self.factors):
-            parts.append("the cores of a chip")
-        if any(factor.on == DCN for factor in self.factors):
-            parts.append("dcn")
-        return f"{self.axis}={self.size} on {' and '.join(parts) or 'one device'}"
 
 
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
@@ -166,7 +100,7 @@ def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
         weight[axis] *= factor
         stride *= factor
     axes = dict(zip(names, positions.shape, strict=True))
-    entries = _entries(factors[::-1], axes)
+    entries = entries_of(factors[::-1], axes)
     if placement_problems(entries, axes, "") or (arrange(np.arange(len(index)), entries, axes) != positions).any():
         return None
     return entries
@@ -189,7 +123,7 @@ def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
         lengths.insert(0, topology.slices)
     first = [(SLICE_AXIS, topology.slices)] if between else []
     fillings = _fill([length for length in lengths if length > 1], inner)
-    return [_entries([*first, *factors], axes) for factors in fillings]
+    return [entries_of([*first, *factors], axes) for factors in fillings]
 
 
 def _fill(lengths: Sequence[int], left: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
@@ -224,19 +158,8 @@ def _factors(placement: Sequence[str], axes: Mapping[str, int]) -> list[tuple[st
     return [(axis, int(factor) if factor else axes[axis]) for axis, _, factor in split]
 
 
-def _entries(factors: Sequence[tuple[str, int]], axes: Mapping[str, int]) -> list[str]:
-    """Return factors as a placement: neighbours of one axis joined, whole axes by their name alone."""
-    joined: list[tuple[str, int]] = []
-    for axis, factor in factors:
-        if joined and joined[-1][0] == axis:
-            joined[-1] = (axis, joined[-1][1] * factor)
-        else:
-            joined.append((axis, factor))
-    return [axis if factor == axes[axis] else f"{axis}:{factor}" for axis, factor in joined]
-
-
 def _lengths(topology: Topology) -> tuple[int, ...]:
-    return (topology.slices, *topology.shape, topology.devices_per_chip)
+    return tuple(length for _, length, _ in physical_axes(topology))
 
 
 def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
@@ -259,34 +182,23 @@ def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
 def _describe(positions: np.ndarray, names: Sequence[str], topology: Topology) -> dict[str, AxisPlacement]:
     import numpy as np
 
-    lengths = _lengths(topology)
-    places = (DCN, *TORUS_AXES[: len(topology.shape)], CORE)
-    wraps = (False, *topology.wrap, False)
-    coordinates = np.unravel_index(positions, lengths)
+    physical = physical_axes(topology)
+    coordinates = np.unravel_index(positions, _lengths(topology))
     described = {}
     for dimension, axis in enumerate(names):
         size = positions.shape[dimension]
         factors: list[Factor] = []
         straight, covered = True, 1
-        for on, length, wrap, coordinate in zip(places, lengths, wraps, coordinates, strict=True):
+        for (on, length, wrap), coordinate in zip(physical, coordinates, strict=True):
             groups = np.moveaxis(coordinate, dimension, -1).reshape(-1, size)
             values = np.sort(groups - groups.min(axis=1, keepdims=True), axis=1)
             steps = _progressions(np.unique(values[0])) if (values == values[0]).all() else None
             if steps is None:
                 straight, steps = False, [(len(np.unique(values)), 1)]
             covered *= math.prod(count for count, _ in steps)
-            factors += [Factor(on, count, by, length, wrap and count * by == length) for count, by in steps]
-        if topology.twisted:
-            factors = _twisted(factors, topology)
-        described[axis] = AxisPlacement(axis, size, tuple(factors), straight and covered == size)
+            factors += [placed_factor(on, count, by, length, wrap) for count, by in steps]
+        described[axis] = AxisPlacement(size, close_rings(factors, topology), straight and covered == size)
     return described
-
-
-def _twisted(factors: Sequence[Factor], topology: Topology) -> list[Factor]:
-    """Return the factors of a mesh axis on a twisted torus, where some rings come back on other places of it alone."""
-    cover = {TORUS_AXES.index(f.on): (f.size, f.stride) for f in factors if f.on in TORUS_AXES and f.ring}
-    closed = [f.on not in TORUS_AXES or topology.closes(TORUS_AXES.index(f.on), cover) for f in factors]
-    return [replace(f, ring=f.ring and ring) for f, ring in zip(factors, closed, strict=True)]
 
 
 def _progressions(values: np.ndarray) -> list[tuple[int, int]] | None:

@@ -226,7 +226,7 @@ def _placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     from valkyrie.parallel.placement import describe_placement, placement_of, placements
 
     topology = topology_of(run.config.target)
-    lines = [str(axis) for axis in describe_placement(mesh, topology).values() if axis.size > 1]
+    lines = [f"{name}={axis}" for name, axis in describe_placement(mesh, topology).items() if axis.size > 1]
     chosen, count = placement_of(mesh, topology), len(placements(run.config.mesh.axes, topology))
     if chosen is not None:
         lines.append(f"mesh.placement=[{','.join(chosen)}], one of {count} on this torus")

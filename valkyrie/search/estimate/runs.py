@@ -9,9 +9,10 @@ from dataclasses import replace
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import Layout
-from valkyrie.parallel.placement import AxisPlacement, describe_entries, describe_places
+from valkyrie.parallel.placement import describe_entries, describe_places
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of
@@ -45,14 +46,14 @@ def candidates_of(runs: Sequence[Run]) -> Candidates:
     layouts, chip = layouts_of(runs), runs[0].config.target.chip
     assert chip is not None
     if platform_of(chip.platform).has_torus:
-        spans = torus_spans([lies(run.config.target, run.layout) for run in runs], chip)
+        spans = torus_spans([axis_placements(run.config.target, run.layout) for run in runs], chip)
     else:
         spans = host_spans(layouts.sizes, chip)
     return replace(layouts, spans=spans)
 
 
-def lies(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:
-    """Return how the axes of a layout lie on the torus of a target."""
+def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:
+    """Return where the axes of a layout are placed on the torus of a target."""
     axes, placement = dict(layout.mesh.axes), layout.mesh.placement
     topology = topology_of(target)
     if placement is not None:

@@ -18,6 +18,7 @@ from valkyrie.axes import BATCH, LAYERS
 from valkyrie.config.run import Run, known_axes
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, topology_of
+from valkyrie.parallel.axis_links import Placement, placements_of
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.layout import layout_with_problems
 from valkyrie.parallel.mesh import MeshConfig, parse_mesh, resized
@@ -25,7 +26,7 @@ from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, RoleK
 from valkyrie.parallel.placement import SLICE_AXIS
 from valkyrie.parallel.remat import RematConfig
 from valkyrie.problems import INDIVISIBLE, Problem, ProblemCode, ProblemError, either
-from valkyrie.search.estimate.placed import Placement, between_slices, placements_of, spans_of
+from valkyrie.search.estimate.spans import between_slices, spans_of
 from valkyrie.train.memory import location_of
 
 MOST_MICROBATCHES = 128
@@ -282,7 +283,7 @@ def _candidates(
 ) -> Candidates:
     assert target.chip is not None
     axes = list(rows[0].sizes)
-    spans = dict(spans_of([row.placement.lies for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
+    spans = dict(spans_of([row.placement.axes for row in rows], [a for a in axes if a != SLICE_AXIS], target.chip))
     if SLICE_AXIS in axes:
         spans[SLICE_AXIS] = between_slices(len(rows), target)
     return Candidates(

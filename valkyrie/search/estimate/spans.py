@@ -1,4 +1,4 @@
-"""How mesh axes lie on the links of a target: by a placement that is known, or over hosts in the devices' order."""
+"""Bandwidth and latency of mesh axes on a target: by their placement, or over hosts in the order of devices."""
 
 from __future__ import annotations
 
@@ -7,27 +7,54 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from valkyrie.hardware.target import ChipConfig
+from valkyrie.hardware.platforms import platform_of
+from valkyrie.hardware.target import ChipConfig, TargetConfig
+from valkyrie.machine import assumptions
+from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import Span
-from valkyrie.parallel.placement import DCN, AxisPlacement
-from valkyrie.search.estimate.placed import Lying, spans_of
 
-SCATTERED = 0.25
-"""Links of an axis whose devices stand in no line of the torus."""
+LEAST_LINKS = 0.25
+"""Links of a torus axis of a run's own placement, at least; a search tries placements that share links further."""
 
 
 def torus_spans(placed: Sequence[Mapping[str, AxisPlacement]], chip: ChipConfig) -> Mapping[str, Span]:
-    """Return the spans of mesh axes of layouts whose axes lie so on the torus."""
+    """Return the spans of mesh axes whose place on the torus is known, one entry per layout."""
     names = list(placed[0])
-    return spans_of([[_lying(axes[name]) for name in names] for axes in placed], names, chip)
+    return spans_of([[axes[name] for name in names] for axes in placed], names, chip, least_links=LEAST_LINKS)
 
 
-def _lying(axis: AxisPlacement) -> Lying:
-    outer = math.prod(factor.size for factor in axis.factors if factor.on == DCN)
-    hops = sum((f.size * f.stride / (2 if f.ring else 1) for f in axis.torus), 0.0)
-    links = max(axis.links, SCATTERED) if axis.torus else 0.0
-    ring_links = min(links, max((factor.links for factor in axis.torus), default=0.0))
-    return Lying(axis.size, axis.size // outer, outer, links, ring_links, hops)
+def spans_of(
+    placed: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
+) -> Mapping[str, Span]:
+    """Return the spans of mesh axes that are placed so, one entry per layout.
+
+    `least_links`: links that an axis on the torus has at least.
+    """
+    of_host = max(math.prod(chip.host_bounds or [1]), 1)
+    outside = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host / chip.devices
+    torus, spans = platform_of(chip.platform).has_torus, {}
+    link = (chip.ici_link_gbs or 0.0) * 1e9 / chip.devices if torus else (chip.switch_gbs or 1.0) * 1e9
+    for number, name in enumerate(names):
+        column = [axes[number] for axes in placed]
+        links = [max(axis.links, least_links) if axis.torus else 0.0 for axis in column]
+        rates, ring_rates = (
+            np.array([link * (n or assumptions.CORE_LINKS) if torus else link for n in each])
+            for each in (links, [axis.ring_links for axis in column])
+        )
+        outer = np.array([axis.outer for axis in column], float)
+        inner = np.array([axis.size // axis.outer for axis in column], float)
+        hops = np.array([axis.hops for axis in column], float)
+        spans[name] = Span(inner, rates, outer, np.full(len(column), outside), hops, ring_rates)
+    return spans
+
+
+def between_slices(count: int, target: TargetConfig) -> Span:
+    """Return the span of the axis between slices, one entry for each of `count` layouts."""
+    chip, one = target.chip, np.ones(count)
+    assert chip is not None
+    of_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
+    rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host
+    return Span(one, one, one * target.slices, one * rate, 0 * one, one)
 
 
 def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, Span]:
