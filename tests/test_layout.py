@@ -257,11 +257,6 @@ def test_key_heads_are_split_like_heads_as_far_as_they_divide(mesh, rule, split,
     assert (("kv_heads",), 2, ("k",)) in refused
 
 
-def test_an_axis_that_does_nothing_is_refused():
-    partition = replace(YAMLS["dp"], activations=YAMLS["dp"].activations | {"batch": ["x"]})
-    assert [p.identity for p in problems_of("2x2x1", partition)] == [(ProblemCode.idle_mesh_axis, None, (), ("y",))]
-
-
 def test_microbatches_and_meshes_are_checked_first():
     layout, problems = layout_of(MeshConfig(shape=[2, 2]), YAMLS["dp"], microbatches=0)
     assert layout is None

@@ -180,10 +180,6 @@ ENUMERATED = [
 ]
 
 
-def test_every_enumerated_sweep_has_its_numbers_here():
-    assert set(CELLS) == set(ENUMERATED)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pa_nas_1b" else []) for n in ENUMERATED]
 )

@@ -159,17 +159,20 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
     )
     if problems:
         return plan
-    refusals = _missing(run)
-    try:
-        changes = _own_values(run, plan)
-    except ValueError as error:  # the trained run does not exist
-        return replace(plan, refusal=" ".join([*refusals, str(error)]))
-    tracking = changes.pop("tracking.group", config.tracking.group)
+    refusals, resume, group = _missing(run), config.resume, config.tracking.group
+    if mode.reads_run:
+        try:
+            resume = str(find_run(Path(config.runs), resume or config.name or "latest").resolve())
+        except ValueError as error:  # the trained run does not exist
+            return replace(plan, refusal=" ".join([*refusals, str(error)]))
+    if mode.tracked and group is None:  # a training reports to W&B itself, in the group of the sweep
+        group = folder_name(folder.resolve().name)
+    tracking = replace(config.tracking, group=group)
     return replace(
         plan,
         about=replace(about, predicted_by=_predictor(run) if mode.predicts else None),
         refusal=" ".join(refusals) or None,
-        run=run.changed(**changes, tracking=replace(config.tracking, group=tracking)),
+        run=run.changed(runs=str(folder), name=plan.name, resume=resume, tracking=tracking),
         environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
         limit_s=mode.limit_s() if config.trial.limit_s is None else config.trial.limit_s,
         retry=config.trial.retry,
@@ -219,19 +222,6 @@ def _missing(run: Run) -> list[str]:
 def _predictor(run: Run) -> str:
     """Return a digest of what a prediction depends on in addition to the run: versions, program and replay."""
     return hashlib.sha256(json.dumps([versions(), package_digest(run)]).encode()).hexdigest()[:12]
-
-
-def _own_values(run: Run, plan: Plan) -> dict[str, str]:
-    """Return the keys that each trial sets for itself: its folder, and the path of the run that it reads.
-
-    A training reports to W&B itself, in the group of the sweep unless it has one.
-    """
-    config, own = run.config, {"runs": str(plan.folder), "name": plan.name}
-    if plan.mode.reads_run:
-        own["resume"] = str(find_run(Path(config.runs), config.resume or config.name or "latest").resolve())
-    if plan.mode.tracked and config.tracking.group is None:
-        own["tracking.group"] = folder_name(plan.folder.resolve().name)
-    return own
 
 
 def _not_in_a_multirun(resume: str, mode: str) -> str:
