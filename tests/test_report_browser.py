@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from reported import golden, sweep_folder, trial, trial_of
+from test_report import WRONG
 from test_report_work import for_a_cpu
 from valkyrie.report.page import write_report
 from valkyrie.sweep.trial import Status
@@ -178,7 +179,7 @@ def test_filter(opened: Opened):
     assert opened.column("layout") == ["3x1x1-dp"] and count.inner_text().startswith("1 of 8")
     opened.page.get_by_role("button", name="Clear").click()
     opened.page.locator("select[data-column=partition]").select_option("dp")
-    opened.page.locator("select[data-column=status]").select_option("ok")
+    opened.page.locator("select[data-column=outcome]").select_option("ok")
     assert opened.column("layout") == ["8x1x1-dp", "8x1x1-dp"]
     opened.page.locator("select[data-column=seen]").select_option("predicted for v5e-8")
     assert count.inner_text().startswith("1 of 8")
@@ -210,7 +211,7 @@ def test_keyboard_alone(opened: Opened):
     page.keyboard.press("Enter")
     for _ in range(20):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.closest('th')?.dataset.id") == "layout":
+        if page.evaluate("document.activeElement.closest('th')?.dataset.id") == "label":
             break
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert page.evaluate(outline) == "solid"
