@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from valkyrie.doctor.findings import (
 )
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.processes.team import Team
+from valkyrie.runs.folder import installed_version
 from valkyrie.train import devices
 from valkyrie.train.program import StepProgram
 
@@ -280,19 +281,14 @@ def test_versions_that_do_not_fit_together_are_named(monkeypatch: pytest.MonkeyP
     assert look(host.versions, run)[0] == FINE
     (wanted,) = [line.partition("libtpu")[2] for line in requires("jax") or [] if line.startswith("libtpu")]
     other = {"jaxlib": "0.4.1", "libtpu": "0.0.1"}
-    monkeypatch.setattr(host, "version", lambda name: other.get(name) or version(name))
+    monkeypatch.setattr(host, "installed_version", lambda name: other.get(name) or installed_version(name))
     verdict, text, _ = look(host.versions, run)
     assert verdict == FAILS and "jaxlib 0.4.1" in text
     assert "libtpu 0.0.1" in text and wanted.partition(";")[0].strip() in text
 
 
 def test_a_tpu_needs_libtpu(monkeypatch: pytest.MonkeyPatch):
-    def without(name: str) -> str:
-        if name == "libtpu":
-            raise host.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(host, "version", without)
+    monkeypatch.setattr(host, "installed_version", lambda name: None if name == "libtpu" else installed_version(name))
     assert look(host.versions, compose_run(*SMALL))[0] == FINE
     verdict, text, remedy = look(host.versions, compose_run("model=gpt_tiny", "mesh=2x2x1", "target=v4-8"))
     assert verdict == FAILS and "libtpu" in text and remedy.endswith("--extra tpu")

@@ -32,10 +32,10 @@ _SLOW_S = 0.01
 
 
 def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list[Finding]]:
-    """Yield what a dry run finds, part by part: of the axes, the memory, the steps, the replicas.
+    """Yield the findings of a dry run, part by part: mesh axes, memory, compile, steps, replicas.
 
-    All processes of the team go through it together; who asks for the next part has seen that none failed in this one.
-    ValueError where a step runs out of memory.
+    All processes of the team call it together, and continue only if none failed in the last part. Raises ValueError if
+    a step runs out of memory.
     """
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     limit_s = run.config.distributed.step_timeout_s
@@ -56,13 +56,13 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
         with out_of_memory_in_plain_words(run, devices):
             metrics, seconds, state = _steps(program, compiled, steps, watchdog)
         with watchdog.resting():
-            yield [_finite(program, metrics) or _went_well(metrics, seconds, devices)]
+            yield [_steps_finding(program, metrics, seconds, devices)]
             names, leaves = names_of(state.parameters), jax.tree.leaves(state.parameters)
             yield [equal_replicas(dict(zip(names, leaves, strict=True)), team)]
 
 
 def _room(program: StepProgram, devices: Devices) -> list[Finding]:
-    """Return what is to be said of the memory of the devices; nothing where it is enough."""
+    """Return findings on the memory of the devices; none if it is enough."""
     notes: list[str] = []
     try:
         check_room(program, devices, say=notes.append)
@@ -90,28 +90,25 @@ def _steps(
     return metrics, seconds, state
 
 
-def _finite(program: StepProgram, metrics: list[dict[str, Any]]) -> Finding | None:
-    """Return the first step whose loss or gradients are not finite; None where all are."""
+def _steps_finding(
+    program: StepProgram, metrics: list[dict[str, Any]], seconds: list[float], devices: Devices
+) -> Finding:
+    """Report the first step with a loss or gradients that are not finite, or the losses and the time of a step."""
     for step, values in enumerate(metrics, 1):
-        if math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]):
-            continue
-        bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
-        of = f", first in the gradient of {program.parameter_names[bad[0]]}" if bad.size else ""
-        text = f"step {step}: loss {float(values['loss'])}, gradient norm {float(values['grad_norm'])}{of}"
-        return Finding("steps", FAILS, text, "Lower optimizer.learning_rate, or find the operation with debug=nans.")
-    return None
-
-
-def _went_well(metrics: list[dict[str, Any]], seconds: list[float], devices: Devices) -> Finding:
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            bad = np.flatnonzero(~np.isfinite(values["leaf_norms"]))
+            where = f", first in the gradient of {program.parameter_names[bad[0]]}" if bad.size else ""
+            text = f"step {step}: loss {float(values['loss'])}, gradient norm {float(values['grad_norm'])}{where}"
+            remedy = "Lower optimizer.learning_rate, or find the operation with debug=nans."
+            return Finding("steps", FAILS, text, remedy)
     losses = " to ".join(f"{float(values['loss']):.3f}" for values in (metrics[0], metrics[-1]))
-    word = " simulated" if devices.simulated else ""
-    later = statistics.median(seconds[1:] or seconds)
+    took = duration(statistics.median(seconds[1:] or seconds)) + " simulated" * devices.simulated
     text = f"{len(metrics)} of {len(metrics)} with finite loss and gradients: loss {losses} on random tokens; "
-    return Finding("steps", FINE, f"{text}a step takes {duration(later)}{word}")
+    return Finding("steps", FINE, f"{text}a step takes {took}")
 
 
 def equal_replicas(parameters: Mapping[str, jax.Array], team: Team) -> Finding:
-    """Return whether parts of parameters that lie on several devices are the same bits on all of them."""
+    """Compare the copies of parameters on several devices bit for bit."""
     copied = {name: array for name, array in parameters.items() if _is_copied(array)}
     own = {name: _checksums(array) for name, array in copied.items()}
     merged: dict[str, dict[str, dict[str, int]]] = {}
@@ -137,7 +134,7 @@ def _is_copied(array: jax.Array) -> bool:
 
 
 def _checksums(array: jax.Array) -> dict[str, dict[str, int]]:
-    """Return the checksum of each part of an array on each device of this process: by part, then by device."""
+    """Checksums of an array's parts on the devices of this process, by part and device."""
     found: dict[str, dict[str, int]] = {}
     for shard in array.addressable_shards:
         bits = np.ascontiguousarray(np.asarray(shard.data)).view(np.uint8).data
@@ -150,7 +147,7 @@ def _part(index: tuple[slice, ...]) -> str:
 
 
 def _odd(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return the devices that differ from the most common value of a part of an array."""
+    """Return the devices with a checksum other than the most common one of a part."""
     odd = []
     for by_device in parts.values():
         common = statistics.mode(by_device.values())
@@ -159,26 +156,29 @@ def _odd(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 
 def latencies(mesh: Any, simulated: bool) -> list[Finding]:
-    """Return the seconds of one sum of a few bytes over each mesh axis, and whether it is right."""
+    """Time one sum of a few bytes over each mesh axis, and check its result."""
     findings = []
     for axis, size in mesh.shape.items():
         if size == 1:
             continue
         seconds, right = _summed(mesh, axis)
-        word = " simulated" if simulated else ""
-        text = f"a sum over {axis}={size} takes {duration(seconds)}{word}"
+        finding = Finding(f"axis {axis}", FINE, f"a sum over {axis}={size} takes {duration(seconds)}")
+        if simulated:
+            finding = finding._replace(text=f"{finding.text} simulated")
+        elif seconds > _SLOW_S:
+            finding = finding._replace(verdict=WARNING, remedy="Within a slice it takes well under a millisecond.")
         if not right:
-            text = f"a sum of ones over {axis}={size} is not {size}"
-            findings.append(Finding(f"axis {axis}", FAILS, text, "A link or a chip is at fault: use another slice."))
-        elif seconds > _SLOW_S and not simulated:
-            findings.append(Finding(f"axis {axis}", WARNING, text, "Within a slice it takes well under a millisecond."))
-        else:
-            findings.append(Finding(f"axis {axis}", FINE, text))
+            text, remedy = (
+                f"a sum of ones over {axis}={size} is not {size}",
+                "A link or a chip is at fault: use another slice.",
+            )
+            finding = Finding(f"axis {axis}", FAILS, text, remedy)
+        findings.append(finding)
     return findings
 
 
 def _summed(mesh: Any, axis: str) -> tuple[float, bool]:
-    """Return the median seconds of a sum of ones over an axis, and whether it is the axis's size everywhere here."""
+    """Return the median seconds of a sum of ones over an axis, and whether every device here has the right sum."""
     names = tuple(mesh.axis_names)
     whole, rest = PartitionSpec(*names), PartitionSpec(*(None if name == axis else name for name in names))
     shape = tuple(mesh.shape[name] for name in names)

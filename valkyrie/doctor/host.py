@@ -6,7 +6,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -16,6 +16,7 @@ from valkyrie.doctor.disks import state_bytes
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.processes.locks import Lock, lock
+from valkyrie.runs.folder import installed_version
 from valkyrie.train.devices import missing_devices
 from valkyrie.train.host import free_memory
 from valkyrie.units import memory
@@ -115,9 +116,9 @@ def versions(examined: Examined) -> Answers:
     """Check that the installed packages are those that Valkyrie and JAX require."""
     wrong = list(dict.fromkeys(_unmet_requirements()))
     platform = platform_of(examined.run.config.target.platform)
-    if platform.plugins and not any(map(_installed, platform.plugins)):
+    if platform.plugins and not any(map(installed_version, platform.plugins)):
         wrong.append(f"{platform.plugins[0]} is not installed, without which JAX finds no {platform.name.upper()}")
-    shown = ", ".join(f"{name} {found}" for name in _SHOWN if (found := _installed(name)))
+    shown = ", ".join(f"{name} {found}" for name in _SHOWN if (found := installed_version(name)))
     extra = "" if platform.extra is None else f" --extra {platform.extra}"
     failure = FAILS, f"{'; '.join(wrong)} (here: {shown})", f"Install what fits: uv sync{extra}"
     yield failure if wrong else (FINE, shown)
@@ -126,7 +127,7 @@ def versions(examined: Examined) -> Answers:
 def _unmet_requirements() -> Iterator[str]:
     """Yield each requirement that an installed package does not meet; of extras those of an installed JAX plugin."""
     for who in _REQUIRING:
-        if _installed(who) is None:
+        if installed_version(who) is None:
             yield f"{who} is not installed"
             continue
         for wanted in map(Requirement, requires(who) or []):
@@ -136,18 +137,11 @@ def _unmet_requirements() -> Iterator[str]:
             is_plugin = wanted.name == "libtpu" or re.fullmatch("jax-.*-(plugin|pjrt)", wanted.name)
             if optional and not is_plugin:
                 continue
-            found = _installed(wanted.name)
+            found = installed_version(wanted.name)
             if found is None and not optional:
                 yield f"{wanted.name} is not installed, and {who} needs it"
             if found is not None and not wanted.specifier.contains(found, prereleases=True):
-                yield f"{wanted.name} {found} is not {wanted.specifier}, as {who} {_installed(who)} needs it"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+                yield f"{wanted.name} {found} is not {wanted.specifier}, as {who} {installed_version(who)} needs it"
 
 
 def host_memory(examined: Examined) -> Answers:

@@ -220,18 +220,16 @@ def _changed(asked: Any, saved: dict[Any, Any], prefix: str = "") -> dict[str, t
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers."""
-    return dict(_versions())
+    return {package: found for package in _PACKAGES if (found := installed_version(package))}
 
 
 @cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def parts_of(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
