@@ -18,7 +18,7 @@ class SweepPage(Callback):
     """Writes `report.html` into the sweep's folder, unless no trial there has numbers."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Write the page; where that fails, remove one of before and say why on stderr: it lacks the new trials."""
+        """Write the page. On failure, remove the stale page and report the error."""
         folder = Path(config.hydra.sweep.dir)
         if not any(has_results(t.stage) and t.status is not Status.refused for t in TrialLog(folder).read()):
             return
@@ -35,7 +35,7 @@ class SweepPage(Callback):
 
 
 def _removed(page: Path) -> str:
-    """Remove the page of an earlier end, and return what to say of it."""
+    """Remove the stale page and return the words that report it."""
     if not page.exists():
         return ""
     try:

@@ -32,7 +32,7 @@ def best_per_target(rows: Iterable[Row]) -> list[Row]:
 
 
 def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> list[Row]:
-    """Return the rows that no other beats: none is as fast a chip for less, or faster for as much; cheapest first."""
+    """Return the Pareto front of speed per chip and cost, the cheapest row first."""
     priced = [(cost(row), row) for row in rows if row.ok]
     ordered = sorted(((c, row) for c, row in priced if c is not None), key=lambda p: (p[0], -(p[1].rate_per_chip or 0)))
     best: list[Row] = []
@@ -43,7 +43,7 @@ def front(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> lis
 
 
 def unbeaten(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> set[str]:
-    """Return the ids of the rows that no other of the same work beats."""
+    """Return the ids of the rows on the Pareto fronts of their works."""
     by_work: dict[Workload, list[Row]] = defaultdict(list)
     for row in rows:
         by_work[row.work].append(row)
@@ -51,20 +51,20 @@ def unbeaten(rows: Iterable[Row], cost: Callable[[Row], int | float | None]) -> 
 
 
 def memory_of(row: Row) -> int | None:
-    """Return the bytes of one device at its peak."""
+    """Peak memory per device, in bytes."""
     return row.peak
 
 
 def price_of(row: Row) -> float | None:
-    """Return the dollars of a chip in an hour."""
+    """Price of a chip, in dollars per hour."""
     return row.price
 
 
 def counted_as(rows: Sequence[Row]) -> dict[str, str]:
-    """Return for each row, by its id, the partition that it is an example of; its own, unless another is simpler.
+    """Return by row id the simplest partition that shards every array in the same way, usually the row's own.
 
-    On a mesh with x=1, `1d_tp` is data parallel, as `dp` is, and nothing follows from it for `1d_tp`. Of partitions
-    that come to the same layout, the simplest is the one whose layouts have the fewest kinds of roles.
+    On a mesh with x=1, `1d_tp` is data parallel, so it says nothing about `1d_tp`. The simplest partition is the one
+    whose layouts have the fewest kinds of roles.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     alike: dict[tuple[object, ...], set[str]] = defaultdict(set)
@@ -81,12 +81,12 @@ def counted_as(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def same_layout(one: Row, other: Row) -> bool:
-    """Return whether two rows split every array alike, with the same microbatches, remat and placement."""
+    """Return whether two rows shard every array alike, with the same microbatches, remat and placement."""
     return _layout(one) == _layout(other)
 
 
 def described(partition: str) -> str:
-    """Return what a layout is that is an example of this partition under another's name."""
+    """Describe the simpler partition that a layout is equivalent to."""
     return "data parallel, as dp" if partition == DATA_PARALLEL else f"the same layout as {partition}"
 
 
@@ -95,7 +95,7 @@ def _roles(row: Row) -> set[str]:
 
 
 def _layout(row: Row) -> tuple[object, ...]:
-    """Return what rows share that split every array alike; themselves, of a record that does not say."""
+    """Return a key that rows share if they shard every array alike; the row's own if its record lacks the sharding."""
     about = row.about
     if not about.sharding:
         return (row.id,)
@@ -104,7 +104,7 @@ def _layout(row: Row) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class RowPair:
-    """One layout seen twice: `ratio` is the speed of `b` over that of `a`, None where one of them has none."""
+    """Two rows of one layout. `ratio` is the speed of `b` over that of `a`, or None if either is unknown."""
 
     a: Row
     b: Row
@@ -131,12 +131,12 @@ class Comparison:
 
     @property
     def median(self) -> float | None:
-        """Return the middle of b's speeds over a's, over layouts that both ran."""
+        """Median of b's speeds over a's, or None without a common layout."""
         return statistics.median(ratios) if (ratios := [p.ratio for p in self.pairs if p.ratio]) else None
 
     @property
     def summary(self) -> str:
-        """Return in a few sentences what is in both, or why nothing is, what in one alone, and what was left out."""
+        """Summarise what both sweeps have, or why that is nothing, what only one has, and what was skipped."""
         text = f"Layouts of the same work in both: {len(self.pairs)}" if self.pairs else self._unlike
         text += f"; median: {self.b} is {self.median:.2f}x as fast as {self.a}" if self.median else ""
         text += f". Only {self.a} has {len(self.only_a)} trials, only {self.b} {len(self.only_b)}."
@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def _unlike(self) -> str:
-        """Return that there is nothing to compare, and what the two sweeps do not share."""
+        """Explain why there is nothing to compare."""
         one, other = ({row.work for row in rows} for rows in (self.only_a, self.only_b))
         text = f"Nothing to compare: {self.a} and {self.b} have "
         if one & other:
@@ -156,10 +156,10 @@ class Comparison:
 
 
 def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
-    """Return two sweeps, by name or by folder, side by side; ValueError names the sweeps that there are.
+    """Compare two sweeps, given by name or folder. Raises ValueError with the known sweeps.
 
     A pair has the same layout and work, from the same stage on the same target. Of several such trials in a sweep
-    the fastest is taken.
+    the fastest counts.
     """
     by_sweep: list[dict[tuple[object, ...], Row]] = []
     again: list[Row] = []
@@ -180,10 +180,10 @@ def compare(rows: Sequence[Row], a: str, b: str) -> Comparison:
 
 
 def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
-    """Return layouts that were both compiled for a time and run, of one work in whatever precision; predictions first.
+    """Return pairs of a prediction and a run of one layout and work, in any precision.
 
-    What ran on a named target is compared with predictions for that target, what ran on simulated devices or on those
-    at hand against all of them.
+    A run on a named target is paired with predictions for that target; a run on simulated devices or on those at hand
+    with all of them.
     """
     predictions: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     rows = [row for row in rows if row.ok]
@@ -196,9 +196,9 @@ def predicted_and_measured(rows: Iterable[Row]) -> list[RowPair]:
 
 
 def agreement(pairs: Sequence[RowPair]) -> float | None:
-    """Return the share of two layouts of one work that the prediction puts into the order that was measured.
+    """Return the share of pairs of layouts of one work that the prediction ranks in the measured order.
 
-    Kendall's concordance, ties and differences within noise left out; None where no two layouts of a work remain.
+    Kendall's concordance without ties and differences within noise; None if no two layouts of a work remain.
     """
     agree = total = 0
     for i, one in enumerate(pairs):
@@ -212,7 +212,7 @@ def agreement(pairs: Sequence[RowPair]) -> float | None:
 
 
 def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
-    """Return what has no result, by status and kind of reason, those with most rows first, each with its first reason.
+    """Group rows without a result by status and kind of reason, the largest group first, each with its first reason.
 
     Refusals are of one kind if their first problems have the same code and axes. Layouts that do not fit or take too
     long are one kind each. Other reasons, and refusals of older files, are of one kind if they are equal.
@@ -232,7 +232,7 @@ def refusals(rows: Iterable[Row]) -> list[tuple[Status, str, list[Row]]]:
 
 
 def _may_meet(pair: RowPair) -> bool:
-    """Return whether what was run says something of what was predicted: the same target, or no one target at all."""
+    """Return whether a run may be compared with a prediction: of the same target, or of no named one."""
     at_hand = pair.b.about.target == AT_HAND
     return pair.b.group.simulated or at_hand or pair.b.group.target == pair.a.group.target
 

@@ -21,7 +21,7 @@ DEPTH = 2
 
 
 def read_rows(paths: Sequence[Path]) -> list[Row]:
-    """Return the trials under these paths, sweep by sweep; ValueError where there is none, or a file is damaged."""
+    """Return the trials under these paths, sweep by sweep. Raises ValueError if there are none or a file is damaged."""
     folders = find_sweeps(paths)
     sweeps = {folder: TrialLog(folder).read() for folder in folders if (folder / TRIALS).is_file()}
     trainings = {folder: [training(folder)] for folder in folders if folder not in sweeps}
@@ -32,9 +32,9 @@ def read_rows(paths: Sequence[Path]) -> list[Row]:
 
 
 def find_sweeps(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of sweeps, and of trainings beside them, that these paths are or hold, each once.
+    """Return the folders of sweeps and of trainings outside them, at or below these paths, each once.
 
-    ValueError says where there is none.
+    Raises ValueError for a path without any.
     """
     folders: dict[Path, Path] = {}
     for path in paths:
@@ -60,7 +60,7 @@ _ADVICE = (
 
 
 def read_json(row: Row, name: str) -> dict[str, Any] | None:
-    """Return a JSON file of the row's run folder; None where there is none, or only a part of one."""
+    """Return a JSON file of the row's run folder, or None if it is missing or incomplete."""
     if row.folder is None:
         return None
     try:
@@ -71,7 +71,7 @@ def read_json(row: Row, name: str) -> dict[str, Any] | None:
 
 
 def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]:
-    """Return the run folders of trainings that a path is or holds, up to so many folders below, not in these sweeps."""
+    """Return the run folders of trainings at or up to `depth` folders below a path, outside these sweeps."""
     own = {folder.resolve() for folder in sweeps}
     patterns = ("/".join(["*"] * below + [METRICS]) for below in range(depth + 1))
     folders = (file.parent for pattern in patterns for file in sorted(path.glob(pattern)))
@@ -79,7 +79,7 @@ def find_trainings(path: Path, depth: int, sweeps: Iterable[Path]) -> list[Path]
 
 
 def training(folder: Path) -> Trial:
-    """Return the training of a run folder as a trial of its own; of one whose settings cannot be read, why."""
+    """Return the training of a run folder as a trial, failed if its settings cannot be read."""
     from valkyrie.config.run import Run  # a report of sweeps alone composes nothing
     from valkyrie.runs.folder import saved_config
 

@@ -20,7 +20,7 @@ _DIGITS = 6
 
 
 class ColumnHead(NamedTuple):
-    """The head of a column; `kind` is the page's CSS class of its cells: `number` stands right, `work` may wrap."""
+    """The head of a column; `kind` is the page's CSS class of its cells: `number` aligns right, `work` may wrap."""
 
     label: str
     kind: str = ""
@@ -59,7 +59,7 @@ def best(rows: Sequence[Row]) -> TextTable:
 
 
 def ranked(rows: Sequence[Row]) -> TextTable:
-    """Return the rows of one kind of speed that ended well with something to show, in the order given."""
+    """Return the rows of one kind of speed that have results, in the order given."""
     shown = [row for row in rows if has_results(row)]
     return _table("Ranked layouts", MARKDOWN, compared_rows(shown))
 
@@ -78,7 +78,7 @@ def _cell(column: Column[Row], row: Row) -> TextCell:
 
 
 def trained(rows: Sequence[Row]) -> TextTable:
-    """Return what became of the wall time of trainings, the longest first."""
+    """Return how trainings spent their wall time, the longest first."""
     heads = [
         ColumnHead("training"),
         *(ColumnHead(label, "number") for label in ("steps", "wall time", "goodput", "restarts")),
@@ -100,7 +100,7 @@ def trained(rows: Sequence[Row]) -> TextTable:
 
 
 def has_results(row: Row) -> bool:
-    """Return whether a row has a speed, or ended well with its memory or bytes sent."""
+    """Return whether a row has a speed, or at least its memory or bytes sent."""
     return row.ok or (row.trial.status is Status.ok and bool(row.peak or row.sent))
 
 
@@ -139,7 +139,7 @@ def _rounded(value: Any) -> Any:
 
 
 def details(row: Row) -> dict[str, Any]:
-    """Return what the page shows of one layout beside its row of the table; its command argument by argument."""
+    """Return what the page shows of one layout in addition to its row; its command as a list of arguments."""
     about, results = row.about, row.trial.results
     compiled, reported = results.compile, results.memory.reported_peak
     unfinished = "" if results.finished else ", not finished"
@@ -163,7 +163,7 @@ def details(row: Row) -> dict[str, Any]:
 
 
 def command(row: Row) -> str:
-    """Return the command that does a trial again, for a shell: as one run, in a folder that is not the sweep's."""
+    """Return the shell command that repeats a trial as one run, in a folder other than the sweep's."""
     return " ".join(_arguments(row))
 
 

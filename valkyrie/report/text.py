@@ -13,7 +13,7 @@ from valkyrie.sweep.rows import Row, groups
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Return one line for each trial, ranked; seconds and bytes, degrees of the layout last, empty where unknown."""
+    """Return a line for each trial, ranked, in seconds and bytes; the layout's degrees last, unknown cells empty."""
     ordered = [row for members in groups(rows).values() for row in members]
     kinds = list(dict.fromkeys(kind for row in ordered for kind in row.degrees))
     stream = io.StringIO()
@@ -27,7 +27,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row], comparison: Comparison | None = None) -> str:
-    """Return the report as Markdown: what the numbers say, a ranked table for each kind of speed, and refusals."""
+    """Return the report as Markdown: sentences, a ranked table for each kind of speed, and refusals."""
     lines = [f"# {', '.join(dict.fromkeys(row.trial.sweep for row in rows))}", "", words.summary(rows), ""]
     best = best_per_target(rows)
     if len(best) > 1:

@@ -36,7 +36,7 @@ FAR = 4
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """Return a text for each row by its id: the layout, and what else distinguishes it from rows of the same layout."""
+    """Return by row id its layout, and what else distinguishes it from rows of the same layout."""
     described = {row.id: _described(row) for row in rows}
     varies = [len(set(column)) > 1 for column in zip(*described.values(), strict=True)]
     precise = len({(row.group, row.work.precision) for row in rows}) > len({row.group for row in rows})
@@ -85,9 +85,9 @@ def bars(rows: Sequence[Row]) -> Values:
 
 
 def cells(rows: Sequence[Row]) -> Values:
-    """Return the best row of every MP1 x MP2 x DP; `rate` is None where none of a cell's rows has a speed.
+    """Return the best row of every MP1 x MP2 x DP; `rate` is None if no row of a cell has a speed.
 
-    What splits the batch counts as DP, fully sharded or not; a sequence's splits are a further factor of it.
+    DP counts every split of the batch, fully sharded or not, times the splits of the sequence.
     """
     named = labels(rows)
     by_cell: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
@@ -109,10 +109,10 @@ def cells(rows: Sequence[Row]) -> Values:
 
 
 def memory(rows: Sequence[Row]) -> Values:
-    """Return peak memory and speed of rows that fit, and what the others would need, at no speed.
+    """Return peak memory and speed of rows that fit, and what the others would need, with speed 0.
 
-    Where no row has a speed, `rate` is None in all of them: the peaks alone, the least first. `usable` is that of one
-    device, the same in every record; None where there is none, or it lies far beyond all rows, which `far` then says.
+    If no row has a speed, `rate` is None in all of them, and the smallest peak comes first. `usable` is the memory of
+    one device, the same in every record; None if it is unknown or far beyond all rows, which `far` then explains.
     """
     named, best = labels(rows), unbeaten(rows, memory_of)
     timed = any(row.ok and row.peak for row in rows)
@@ -175,7 +175,7 @@ def sent(rows: Sequence[Row]) -> Values:
 
 
 def wall_times(rows: Sequence[Row]) -> Values:
-    """Return what the wall time of trainings went to, the longest first, by their names where these differ."""
+    """Return how trainings spent their wall time, the longest first; they are labelled by name if the names differ."""
     spent = [(row, row.goodput.seconds, row.goodput.wall_s) for row in rows if row.goodput and row.goodput.wall_s]
     spent = sorted(spent, key=lambda one: -one[2])[:BARS]
     names = {row.id: row.trial.name for row, *_ in spent}
@@ -205,7 +205,7 @@ def pairs(rows: Sequence[Row]) -> Values:
 
 
 def prices(rows: Sequence[Row]) -> Values:
-    """Return price and speed of rows that have one; nothing where all prices are the same."""
+    """Return price and speed of rows that have both; empty if all prices are the same."""
     named = labels(rows)
     priced = [row for row in rows if row.ok and row.price]
     if len({short(row.price) for row in priced}) < 2:
@@ -233,7 +233,7 @@ def _stacked(
     unit: str,
     scale: float,
 ) -> Values:
-    """Return one record for every part of every row, parts in this order; `whole` of a row is what shares are of."""
+    """Return a record for every part of every row, in this order; `taken` has rows, their amounts and wholes."""
     parts: Values = []
     for part in order:
         for row, amounts, whole in taken:
@@ -258,7 +258,7 @@ def _time_unit(seconds: Sequence[float]) -> tuple[str, float]:
 
 
 def short(value: float | None, digits: int = 5) -> float | None:
-    """Return a number in a few digits: a page of many trials has little room."""
+    """Round a number to a few digits, because a page of many trials has little room."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 

@@ -27,9 +27,9 @@ EXPLAINED = 12
 
 
 def answer(group: SpeedKind, rows: Sequence[Row]) -> list[str]:
-    """Return what to say of one kind of speed: the winner, and why it is faster than the best of each other partition.
+    """Return sentences on one kind of speed: its fastest layout, and why the best of each other partition is slower.
 
-    `rows` are those of the group, the fastest first.
+    `rows` are those of the kind, the fastest first.
     """
     fast = next((row for row in rows if row.ok), None)
     if fast is None:
@@ -43,7 +43,7 @@ def answer(group: SpeedKind, rows: Sequence[Row]) -> list[str]:
 
 
 def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
-    """Return what to say where no row has a speed: what is known of those that have a result all the same."""
+    """Return a sentence for rows without speeds: the reason, and the least memory and bytes sent if they are known."""
     done = [row for row in rows if row.trial.status is Status.ok]
     if not done:
         return f"No layout {group.label} has a speed: the reasons are below."
@@ -59,14 +59,14 @@ def _without_speeds(group: SpeedKind, rows: Sequence[Row]) -> str:
 
 
 def _named(row: Row, several: bool) -> str:
-    """Return a row's layout; with its work where there are several works."""
+    """Return a row's layout, and its work if there are several."""
     return f"{row.layout} of {row.work.label}" if several else row.layout
 
 
 def _of_a_work(rows: Sequence[Row]) -> list[str]:
-    """Return why the first row is faster than the best of each other partition, and which partitions have no speed.
+    """Explain why the first row is faster than the best of each other partition, and which partitions have no speed.
 
-    A row whose partition comes to a simpler one on its mesh counts as that one.
+    A row whose partition equals a simpler one on its mesh counts as that one.
     """
     counted, best = counted_as(rows), {}
     for row in sorted((row for row in rows if row.ok), key=lambda row: row.about.partition != counted[row.id]):
@@ -87,7 +87,7 @@ def _of_a_work(rows: Sequence[Row]) -> list[str]:
 
 
 def _another(partition: str, rows: Sequence[Row], counted: dict[str, str]) -> str:
-    """Return that none of a partition's rows is an example of it."""
+    """Explain that each row of a partition equals another partition."""
     meshes = [f"{row.about.mesh} ({described(counted[row.id])})" for row in rows]
     return f"{partition} is compared as another partition, for no mesh here uses all its axes: {'; '.join(meshes)}."
 
@@ -138,7 +138,7 @@ def compared(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _noise(fast: Row, slow: Row) -> str:
-    """Return the steps of two rows with the range of each; nothing of predictions, which have none."""
+    """Return the step times of two rows with their ranges; empty for predictions, which have no range."""
     if fast.step.p90_s is None or slow.step.p90_s is None:
         return ""
     of_each = [f"{duration(row.step_s or 0.0)} ({_steps(row)})" for row in (fast, slow)]
@@ -151,7 +151,7 @@ def _steps(row: Row) -> str:
 
 
 def names(one: Row, other: Row) -> tuple[str, str]:
-    """Return two rows by partition where those differ, with the mesh where they differ in it."""
+    """Name two rows by what differs: their partitions, with the meshes if these differ too, or the layouts."""
     if one.about.partition == other.about.partition and one.about.mesh == other.about.mesh:
         return one.layout, other.layout
     if one.about.mesh == other.about.mesh:
@@ -160,7 +160,7 @@ def names(one: Row, other: Row) -> tuple[str, str]:
 
 
 def price_lines(rows: Sequence[Row]) -> list[str]:
-    """Return what a million tokens cost under the cheapest layout of each work, where that is not the fastest one."""
+    """Return the price of a million tokens under the cheapest layout of each work, if it is not the fastest one."""
     by_work: dict[Workload, list[Row]] = {}
     for row in sorted((row for row in rows if row.ok and row.per_million), key=lambda row: row.per_million or 0.0):
         by_work.setdefault(row.work, []).append(row)
@@ -176,7 +176,7 @@ def price_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def agreement_line(rows: Sequence[Row]) -> str | None:
-    """Return how often predictions and measurements agree on the faster of two layouts; None without such pairs."""
+    """Return how often predictions and measurements agree on the faster of two layouts, or None without such pairs."""
     pairs = predicted_and_measured(rows)
     share = agreement(pairs)
     if share is None:

@@ -46,7 +46,7 @@ _WORTH_SAYING = 0.005
 
 
 class Point(NamedTuple):
-    """What a start came to by a time: the step that was done, and the seconds spent since its beginning, by kind."""
+    """Progress of a start at a time: the last step done, and the seconds spent since its beginning, by kind."""
 
     time: float
     step: int
@@ -86,7 +86,7 @@ class Start:
 
 
 class Goodput(NamedTuple):
-    """What the wall time of a run went to: `seconds` by kind, which add up to `wall_s`, and how often it restarted."""
+    """Wall time of a run: `seconds` by kind, which sum to `wall_s`, and the number of restarts."""
 
     wall_s: float
     seconds: dict[str, float]
@@ -103,7 +103,7 @@ class Goodput(NamedTuple):
         return {"goodput": self.share, "restarts": self.restarts, "time/total": round(self.wall_s, 4), **seconds}
 
     def describe(self) -> str:
-        """Return it in one line: the share, of how long, and what the rest went to, most first."""
+        """Return a line with the share, the wall time, and the other kinds of time, the largest first."""
         if self.share is None:
             return "goodput is not known yet"
         restarts = [f"{self.restarts} restart{'s' * (self.restarts > 1)}"] if self.restarts else []
@@ -111,7 +111,7 @@ class Goodput(NamedTuple):
         return "; ".join([f"goodput {share_text(self.share)} of {span(self.wall_s)}", *restarts, *rest])
 
     def rest(self) -> str:
-        """Return what the time went to that is no goodput, as shares of the wall time, most first."""
+        """Return the other kinds of time as shares of the wall time, the largest first."""
         shares = [(s / self.wall_s, KINDS[kind]) for kind, s in self.seconds.items() if kind != "steps" and s]
         return ", ".join(
             f"{name} {share_text(share)}" for share, name in sorted(shares, reverse=True) if share > _WORTH_SAYING
@@ -119,10 +119,10 @@ class Goodput(NamedTuple):
 
 
 def goodput(starts: Sequence[Start]) -> Goodput | None:
-    """Return what the time of these starts of a run went to; None where there is none.
+    """Sum the time of a run's starts by kind, or return None without starts.
 
-    A step counts once: the last time it was done. The time after a start that was finished, or stopped by its user, is
-    left out.
+    A step counts once, the last time it was done. Time after a start that finished or that its user stopped does not
+    count.
     """
     if not starts:
         return None
@@ -142,12 +142,12 @@ def goodput(starts: Sequence[Start]) -> Goodput | None:
 
 
 def read_goodput(folder: Path) -> Goodput | None:
-    """Return what the time of the run in a folder went to; None where it has no such record."""
+    """Return the goodput of the run in a folder, or None if it has no record."""
     return goodput(read_starts(folder / FILE))
 
 
 def read_starts(file: Path) -> list[Start]:
-    """Return the starts in a file, oldest first; lines that are damaged, or torn by a crash, are left out."""
+    """Return the starts in a file, oldest first, without damaged and incomplete lines."""
     starts: list[Start] = []
     for line in read_metrics(file) if file.is_file() else []:
         try:
@@ -163,10 +163,10 @@ def read_starts(file: Path) -> list[Start]:
 
 
 class Ledger:
-    """Writes what a start spends its time on, and knows what the run's time went to so far.
+    """Records how a start spends its time, and sums the run's time so far.
 
-    `began`: Unix seconds of the beginning of this start. `spent` are its seconds by kind, kept up by its owner. With
-    `write=False` nothing is written, and only this start is known: for a process that is not the first of its run.
+    `began` is the beginning of this start in Unix seconds. `spent` are its seconds by kind, updated by the owner. With
+    `write=False`, for processes other than the leader, it writes nothing and knows only this start.
     """
 
     def __init__(self, folder: Path, began: float, spent: dict[str, float], *, write: bool = True) -> None:
@@ -192,7 +192,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
-        """Leave out a start that is refused for what its user asked: no restart, and no time down after it."""
+        """Do not count a start that is refused for the user's settings as a restart, nor the time after it as down."""
         try:
             yield
         except (ValueError, OSError):
@@ -213,7 +213,7 @@ class Ledger:
         self._append({**now._asdict(), **({"end": end} if end else {})})
 
     def goodput(self) -> Goodput:
-        """Return what the run's time went to until now."""
+        """Return the run's goodput until now."""
         now = self._point()
         if self._until is None:  # what is redone of earlier starts is known with the step from which this one goes on
             found = goodput([*self._earlier, Start(self._began, [now])])
@@ -234,7 +234,7 @@ class Ledger:
         return self._began + time.perf_counter() - self._clock
 
     def _append(self, line: dict[str, Any]) -> None:
-        """Append a line; one that the disk does not take is missing, as the records of the steps say of theirs."""
+        """Append a line; lines that the disk does not take are lost."""
         if not self._writes:
             return
         with contextlib.suppress(OSError), self._file.open("ab", buffering=0) as file:

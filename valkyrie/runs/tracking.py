@@ -32,10 +32,10 @@ def profile_problems(asked: str | None, steps: int) -> list[Problem]:
 
 
 class Tracker:
-    """Writes records to `metrics.jsonl` and to W&B, offline where its server does not answer.
+    """Writes records to `metrics.jsonl` and to W&B, offline if its server does not answer.
 
-    A W&B that does not start at all is reported once and left out. `start` is the step from which a run goes on:
-    records of later steps, which are done again, are dropped.
+    `note` reports a W&B that does not start. `start` is the step from which a run continues: records of later steps are
+    dropped, because those steps are repeated.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Tracker:
     def log(self, record: dict[str, Any], step: int) -> str | None:
         """Append one record of scalars, stamped with its step.
 
-        Returns a line to show where the disk stops taking records, and one where it has taken those that waited.
+        Returns a line to show when the disk stops taking records, and when it has taken those that waited.
         """
         line = self._write({"step": step, **record})
         if self._wandb is not None:
@@ -95,7 +95,7 @@ class Tracker:
 
     @property
     def lost(self) -> str | None:
-        """What is missing in the file because the disk has not taken it; None where nothing is."""
+        """A line about records that the disk has not taken, or None."""
         lines = self._unwritten.count(b"\n")
         return f"{self.file} lacks its last {lines} lines: the disk did not take them" if lines else None
 
@@ -106,7 +106,7 @@ class Tracker:
             self._wandb.finish(exit_code=exit_code)
 
     def _write(self, values: dict[str, Any]) -> str | None:
-        """Append a line and those that a full disk did not take before; half a line is finished by the next."""
+        """Append a line, after those that a full disk did not take before; half-written lines are finished."""
         waited = bool(self._unwritten)
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:
@@ -119,7 +119,7 @@ class Tracker:
 
 
 class Silent:
-    """The tracker of a process that is not the first of its run: it writes nothing."""
+    """The tracker of every process but the leader, which writes nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.note, self.lost, self.gone = folder, None, None, False
@@ -135,7 +135,7 @@ class Silent:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove the half of a line that a crash left at the end, so that the next record begins a line."""
+    """Remove an incomplete last line, so that the next record begins a line."""
     if not path.is_file():
         return
     whole = path.read_bytes().rfind(b"\n") + 1
@@ -144,7 +144,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Remove the records of steps beyond one: of steps that were done after the checkpoint from which a run goes on."""
+    """Remove the records of steps after `step`, the checkpoint from which a run continues."""
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)
@@ -154,7 +154,7 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes, otherwise: int) -> int:
-    """Return the step of a record; another number for one without a step, and for a damaged one, which is kept."""
+    """Return the step of a record, or `otherwise` for a record that has none or is damaged."""
     try:
         return int(json.loads(line).get("step", otherwise))
     except (ValueError, AttributeError, TypeError):
@@ -162,7 +162,7 @@ def _step_of(line: bytes, otherwise: int) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`, oldest first; a damaged line, or one torn by a crash, is left out."""
+    """Return the records of a `metrics.jsonl`, oldest first, without damaged and incomplete lines."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:

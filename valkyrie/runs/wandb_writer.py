@@ -109,9 +109,9 @@ class WandbWriter:
 
 
 def config_of(about: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return W&B's config of a run: all its settings, nested, and what they come to (layout, roles, chips, ...).
+    """Return W&B's config of a run: all its settings, nested, and what follows from them (layout, roles, chips, ...).
 
-    `about` has the names of groups (`mesh`: `4x4x2`), which stand inside them (`mesh.name`): a key is one thing.
+    Names of groups in `about` (`mesh`: `4x4x2`) go into the groups (`mesh.name`), so that a key has one meaning.
     """
     names = {key: {"name": about[key]} for key in _GROUPS if key in about}
     derived = {key: value for key, value in about.items() if key not in _GROUPS and value is not None}
@@ -135,7 +135,7 @@ def wandb_summary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(mode: WandbMode) -> WandbMode:
-    """Return what a mode comes to here: `auto` becomes one of the others, by `WANDB_MODE`, else by the API key."""
+    """Resolve `auto` to another mode, by `WANDB_MODE`, else by whether there is an API key."""
     if mode is not WandbMode.auto:
         return mode
     known = {"online": WandbMode.online, "offline": WandbMode.offline, "disabled": WandbMode.off}
@@ -144,7 +144,7 @@ def resolve(mode: WandbMode) -> WandbMode:
 
 
 def _keep_logs_off_the_screen(folder: Path) -> None:
-    """Let W&B's process log beside its runs where its cache cannot be written: else it logs to our stderr."""
+    """Move W&B's cache into `folder` if it cannot be written, because W&B would log that to our stderr."""
     if "WANDB_CACHE_DIR" not in os.environ:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "wandb"
         if cache_trouble(cache):

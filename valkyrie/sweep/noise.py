@@ -11,7 +11,7 @@ EQUAL = 1e-3
 
 
 def has_spread(trial: Trial) -> bool:
-    """Return whether a trial's steps were timed one by one; a prediction's were not."""
+    """Return whether a trial's steps were timed one by one, unlike those of a prediction."""
     return _range(trial) is not None
 
 
@@ -38,7 +38,7 @@ def _range(trial: Trial) -> tuple[float, float] | None:
 
 
 def places(trials: Sequence[Trial]) -> list[int]:
-    """Return the place of each of these trials, the fastest first; those within noise of the first of them share it."""
+    """Return the places of trials, sorted by speed; those within noise of the first of them share its place."""
     found: list[int] = []
     first = 0
     for i, trial in enumerate(trials):

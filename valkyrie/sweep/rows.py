@@ -32,8 +32,7 @@ _UNKNOWN = LayoutRecord("?", "?", "?", "unknown target")
 class SpeedKind(NamedTuple):
     """Trials whose speeds are of one kind: from one stage, on one target, simulated or not.
 
-    `target` has the topology and the slices where these were given, and is the devices themselves where a
-    measurement took those at hand.
+    `target` includes topology and slices if they were given. For a measurement on the devices at hand it names them.
     """
 
     stage: str
@@ -57,7 +56,7 @@ class SpeedKind(NamedTuple):
 class Workload(NamedTuple):
     """What a step computes, whatever the layout. Only speeds of the same work are compared in sentences.
 
-    `varied` is what the sweep varies beside the layout and the other fields: `("layers=12", "state_size=1024")`.
+    `varied` is what the sweep varies besides layout and the other fields: `("layers=12", "state_size=1024")`.
     """
 
     model: str
@@ -75,7 +74,7 @@ class Workload(NamedTuple):
 
     @property
     def step(self) -> tuple[object, ...]:
-        """What is computed, in whatever precision: by this a prediction and a measurement meet."""
+        """What is computed, in any precision. Pairs predictions with measurements."""
         return self.model, self.batch, self.seq, self.varied
 
 
@@ -142,7 +141,7 @@ class Row:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Into how many parts each kind of role splits its work."""
+        """Number of parts into which each kind of role splits its work."""
         return self.about.degrees or {}
 
     @property
@@ -173,7 +172,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """How its speed is to be read, or why it has none: `predicted`, `refused: batch=7 is odd`."""
+        """Kind of its speed, or why it has none: `predicted`, `refused: batch=7 is odd`."""
         if self.trial.status is not Status.ok:
             return f"{self.status}: {self.trial.short_reason}"
         return self.trial.kind if self.ok else ""
@@ -188,9 +187,9 @@ class Row:
 def rows_of(
     sweeps: Mapping[Path, Sequence[Trial]], trainings: Mapping[Path, Sequence[Trial]] = MappingProxyType({})
 ) -> list[Row]:
-    """Return trainings by their run folders, then the trials of sweeps by their folders, as rows.
+    """Return trainings by run folder, then the trials of sweeps by folder, as rows.
 
-    What a trial without a result ran on is taken from others of its sweep, stage and target.
+    The devices of a trial without a result are those of others of its sweep, stage and target.
     """
     varied, rows = varied_of({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
@@ -206,10 +205,14 @@ def rows_of(
 
 
 def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, varied: tuple[str, ...]) -> Row:
-    """Return a trial of a sweep's folder as a row; `simulated` says that its devices are no accelerators.
+    """Return a trial of a sweep's folder as a row.
 
-    `devices` are what a measurement on whatever devices there are took (`8 x NVIDIA H100`), and `varied` is what its
-    sweep varies beside the layout.
+    Args:
+        trial: The trial.
+        folder: Folder of its sweep.
+        simulated: Whether its devices are no accelerators.
+        devices: What a measurement on the devices at hand used, such as `8 x NVIDIA H100`.
+        varied: What its sweep varies in addition to the layout.
     """
     about, results, target = trial.about or _UNKNOWN, trial.results, target_of(trial)
     step, memory, spent = results.step, results.memory, results.goodput
@@ -237,7 +240,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Return rows with the most tokens/s/chip first; those without a speed last, by status and name."""
+    """Sort rows by tokens/s/chip, the fastest first; rows without a speed last, by status and name."""
     order = list(Status)
     return sorted(rows, key=lambda r: (not r.ok, -(r.rate_per_chip or 0.0), order.index(r.trial.status), r.layout))
 
@@ -258,7 +261,7 @@ def with_ranks(rows: Sequence[Row]) -> list[Row]:
 
 
 def _price(trial: Trial, simulated: bool) -> float | None:
-    """Return the dollars of a chip in an hour: as the stage counted, else as the chip's file says."""
+    """Price of a chip in dollars per hour: as the stage recorded it, else from the chip's file."""
     step, about = trial.results.step, trial.about
     per_dollar = (step.tokens_per_dollar or {}).get("on_demand")
     if about is None:
@@ -270,7 +273,7 @@ def _price(trial: Trial, simulated: bool) -> float | None:
 
 
 def _measured_parts(traffic: Traffic | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Return the parts of a measured step by its traced collectives; none without a trace or collectives.
+    """Split a measured step by its traced collectives; empty without a trace or collectives.
 
     Records without the seconds of the traced steps counted overlapping collectives twice, so they are not used.
     """
@@ -289,7 +292,7 @@ def _kind(trial: Trial) -> tuple[str, str]:
 
 
 def _is_simulated(trial: Trial, others: bool | None) -> bool:
-    """Return whether a trial's devices are simulated; of one without a result, as `others` of its target were."""
+    """Return whether a trial's devices are simulated, judged by `others` of its target if it has no result."""
     if trial.stage == "compile":
         return False
     recorded = others if trial.results.simulated is None else trial.results.simulated

@@ -32,7 +32,7 @@ REFUSED_LINES = 10
 
 
 class Lines:
-    """One line for every trial that has ended, with its place among `total`; of trials done before, the count."""
+    """Prints a line for every trial that has ended, with its place among `total`, and counts trials done before."""
 
     def __init__(self, console: Console | None = None, total: int = 1) -> None:
         self.console, self.total, self.done = console or make_console(), total, 0
@@ -47,7 +47,7 @@ class Lines:
         self._print_counts()
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """Print how many needed no process, and that another sweep carries out what is left."""
+        """Print how many needed no process, and that another sweep runs the others."""
         self._print_counts()
         if waiting and not processes and not self._others:
             line = f"{waiting} trial{'s' * (waiting > 1)} left, which another sweep is running: waiting for it"
@@ -55,7 +55,7 @@ class Lines:
         self._others = bool(waiting and not processes)
 
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
-        """Print the trial's line; what a mode without numbers has printed comes before it."""
+        """Print the trial's line, after the output of a mode without numbers."""
         self.done += 1
         self._refused += trial.status is Status.refused
         if self.total > 1 and earlier:
@@ -81,7 +81,7 @@ class Lines:
 
 
 class LiveScreen(Lines):
-    """The lines, and under them, while it goes on, what runs, the best so far, and the time left."""
+    """The lines, and below them, during the sweep, the running trials, the best so far, and the time left."""
 
     def __init__(self, console: Console, total: int, jobs: int, name: str) -> None:
         super().__init__(console, total)
@@ -116,7 +116,7 @@ class LiveScreen(Lines):
             self._best = trial
 
     def seconds_left(self) -> float | None:
-        """Return the seconds that the other trials will take, if they take what the ones before took."""
+        """Estimate the seconds left from the mean of the finished trials, or None before the first."""
         if not self._seconds:
             return None
         mean = sum(self._seconds) / len(self._seconds)

@@ -62,9 +62,9 @@ def tally(trials: Sequence[Trial]) -> str:
 
 
 def ending(trials: Sequence[Trial], folder: Path, *, complete: bool = True) -> list[str]:
-    """Return the lines under the table: the tally, why cells were refused, where all of it is, and what to do next.
+    """Return the lines under the table: the tally, reasons of refusals, the folder, and what to do next.
 
-    `complete`: the sweep came to its end, so its page is written already.
+    `complete`: the sweep has finished, so its page exists already.
     """
     lines = [tally(trials)]
     refused = [trial for trial in trials if trial.status is Status.refused]

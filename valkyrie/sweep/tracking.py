@@ -48,9 +48,9 @@ _PLOTTED = ("label", "tokens_per_second")
 
 
 class SweepTracker:
-    """Reports trials to W&B as they end, in a thread of its own; a W&B that fails is reported once and then left out.
+    """Reports trials to W&B as they end, in a separate thread.
 
-    `say` prints that one line; stderr by default. Nothing here raises for W&B's sake.
+    A failure of W&B is printed once with `say` (stderr by default), and then W&B is off. It never ends a sweep.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class SweepTracker:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wandb")
 
     def log(self, trial: Trial) -> None:
-        """Make the run of a trial, unless W&B has it or its training made one; returns at once.
+        """Queue the run of a trial, unless W&B has it or its training made one.
 
-        Where a training made one, the offline run of an earlier attempt that failed is removed, unless it is uploaded.
+        If the training made one, the offline run of an earlier failed attempt is removed, unless it is uploaded.
         """
         if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._guarded, self._log_trial, trial)
 
     def close(self) -> None:
-        """Write the parent run of all trials in `trials.jsonl`, unless it stands, and wait until W&B has everything."""
+        """Write the parent run of all trials in `trials.jsonl` unless it exists, and wait until W&B has everything."""
         if self._writer.mode is not WandbMode.off:
             self._worker.submit(self._guarded, self._log_sweep)
         self._worker.shutdown()
@@ -133,7 +133,7 @@ class SweepTracker:
     def _log_run(
         self, run_id: str, content: str, fill: Callable[[Any], None], *, exit_code: int = 0, **about: Any
     ) -> None:
-        """Make a run, unless the newest of this id was made of the same content."""
+        """Create a run, unless the newest of this id has the same content."""
         before = self._runs(run_id)
         if before and (before[-1] / REPORTED).is_file() and (before[-1] / REPORTED).read_text() == content:
             return
@@ -151,13 +151,13 @@ class SweepTracker:
         write_whole(Path(run.dir).parent / REPORTED, content)
 
     def _runs(self, run_id: str) -> list[Path]:
-        """Return the folders that W&B keeps of a run in this mode, the newest last."""
+        """Return W&B's folders of a run in this mode, the newest last."""
         offline = "offline-" if self._writer.mode is WandbMode.offline else ""
         return sorted(file for end in ("", AGAIN) for file in self._folder.glob(f"wandb/{offline}run-*-{run_id}{end}"))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let no other sweep in the folder report at the same time: what it has reported is then seen."""
+        """Lock out other sweeps in the folder, so that each sees what the others have reported."""
         (self._folder / "wandb").mkdir(parents=True, exist_ok=True)
         with (self._folder / "wandb" / ".lock").open("ab") as file:
             lock(file)
@@ -189,7 +189,7 @@ def _row(trial: Trial, folder: Path) -> Row:
 
 
 def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Return all settings of a trial's run, nested; those of its record where it never ran."""
+    """Return all settings of a trial's run, nested; those in its record if it never ran."""
     file = None if trial.folder is None else folder / trial.folder / RUN
     if file is not None and file.is_file():
         values = OmegaConf.to_container(OmegaConf.load(file))
@@ -206,7 +206,7 @@ def _settings(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def _trained(trial: Trial, folder: Path) -> bool:
-    """Return whether a trial reported to W&B itself: W&B's folder lies in the trial's."""
+    """Return whether a trial reported to W&B itself, judged by W&B's folder in the trial's."""
     mode = mode_named(trial.stage)
     if mode is None or not mode.tracked or trial.status is not Status.ok or trial.folder is None:
         return False
@@ -214,7 +214,7 @@ def _trained(trial: Trial, folder: Path) -> bool:
 
 
 def _table_and_plots(rows: list[list[Any]]) -> dict[str, Any]:
-    """Return the parent run's record: the table of all trials, and the plots of those that have the figures."""
+    """Return the parent run's record: the table of all trials, and plots of those with speeds and memory."""
     import wandb
 
     keys = [column.key for column in WANDB_TABLE]
