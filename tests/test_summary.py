@@ -34,10 +34,12 @@ from valkyrie.search.compile.prediction import (
     Saving,
     StepInterval,
     read_prediction,
+    short_cause,
+    short_source,
 )
 from valkyrie.search.compile.runner import Compiled
 from valkyrie.search.compile.show import how_far, show
-from valkyrie.search.compile.summary import short_cause, short_source, summarise
+from valkyrie.search.compile.summary import summarise
 from valkyrie.search.compile.trust import published, unseen_ratio
 from valkyrie.train.options import CHIP, YOU, Option
 

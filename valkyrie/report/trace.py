@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from valkyrie.axes import axes_text
-from valkyrie.config.modes import SUMMARY
+from valkyrie.config.modes import SUMMARY, TIMELINE
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
@@ -17,9 +17,7 @@ from valkyrie.records import RecordError
 from valkyrie.report.records import read_json
 from valkyrie.report.values import part_name
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.search.compile.prediction import read_prediction
-from valkyrie.search.compile.summary import short_cause, short_source
-from valkyrie.search.modes import TIMELINE
+from valkyrie.search.compile.prediction import read_prediction, short_cause, short_source
 from valkyrie.sweep.rows import Row
 
 SPANS = 400

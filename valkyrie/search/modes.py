@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TRACE, settings_for
+from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TIMELINE, TRACE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.machine.timeline import write_timeline
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from valkyrie.machine.replay import Replay
 
-TIMELINE = "timeline.json"
 KEPT = "prediction.json"
 """The file of a request in the compile cache with its prediction, which later hints compare with."""
 

@@ -17,8 +17,9 @@ from valkyrie.search.compile.prediction import (
     OtherPartition,
     PredictedStep,
     Prediction,
+    short_cause,
+    short_source,
 )
-from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.units import GIB, duration, gib, memory, percent, sent
 
 WORTH_A_HINT = 0.15

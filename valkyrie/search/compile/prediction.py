@@ -23,6 +23,7 @@ from valkyrie.train.options import Option
 
 SCHEMA = 2
 """Version of `compile.json` and `measure.json`. Version 1 named parts, mesh axes and positions by texts."""
+_AROUND_EVERYTHING = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 
 
 class CompileStatus(Enum):
@@ -430,3 +431,17 @@ def read_prediction(path: Path) -> Prediction:
         reason = getattr(error, "reason", f"cannot be read ({error})")
         reason += ". Write the file again with valkyrie-train mode=compile"
         raise RecordError(str(path), getattr(error, "field", ""), reason) from error
+
+
+def short_cause(op_name: str | None) -> str:
+    """Return the last parts of an operation's name, without the functions around all of them."""
+    parts = [part for part in (op_name or "unnamed").split("/") if part not in _AROUND_EVERYTHING]
+    return "/".join(parts[-3:])
+
+
+def short_source(source: str | None) -> str:
+    """Return a source line with a path relative to this package, `site-packages` or the working directory."""
+    if not source:
+        return ""
+    ours = source.rsplit("valkyrie/", 1)[-1]
+    return ours.rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")

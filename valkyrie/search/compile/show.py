@@ -22,8 +22,9 @@ from valkyrie.search.compile.prediction import (
     PredictedStep,
     Prediction,
     StepInterval,
+    short_cause,
+    short_source,
 )
-from valkyrie.search.compile.summary import short_cause, short_source
 from valkyrie.train.options import KEY, TO_FIT, Option
 from valkyrie.units import GIB, duration, gib
 from valkyrie.units import memory as memory_text

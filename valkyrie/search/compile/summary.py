@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from valkyrie.compiled.communication import sum_communication
@@ -43,7 +42,6 @@ _LISTED = 10
 """Number of operations and of source lines that are listed, the slowest first."""
 _LINE_LENGTH = 60
 """Characters of a source line that are shown."""
-_AROUND_EVERYTHING = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 _RECOMPUTED = "rematted_computation"
 """JAX's name for what `jax.checkpoint` recomputes, in the names of operations."""
 _HOW = frozenset({"model.s5.scan_block", "model.loss_chunk"})
@@ -227,17 +225,3 @@ def program_step(
         interval=trust(replay.step_s, chip),
         tokens_per_dollar={k: per_second * 3600 / (chips * usd) for k, usd in hourly.items() if usd and per_second},
     )
-
-
-def short_cause(op_name: str | None) -> str:
-    """Return the last parts of an operation's name, without the functions around all of them."""
-    parts = [part for part in (op_name or "unnamed").split("/") if part not in _AROUND_EVERYTHING]
-    return "/".join(parts[-3:])
-
-
-def short_source(source: str | None) -> str:
-    """Return a source line with a path relative to this package, `site-packages` or the working directory."""
-    if not source:
-        return ""
-    ours = source.rsplit("valkyrie/", 1)[-1]
-    return ours.rsplit("site-packages/", 1)[-1].removeprefix(f"{Path.cwd()}/")

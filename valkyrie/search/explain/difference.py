@@ -14,8 +14,7 @@ from typing import Any
 from valkyrie.axes import UNATTRIBUTED
 from valkyrie.parallel.partition import recorded_roles
 from valkyrie.parts import PartKind, describe_part, seconds_in
-from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction
-from valkyrie.search.compile.summary import short_cause, short_source
+from valkyrie.search.compile.prediction import CompileStatus, PredictedStep, Prediction, short_cause, short_source
 from valkyrie.units import duration, memory, percent, sent
 
 LETTERS = ("A", "B")
