@@ -13,20 +13,20 @@ from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology, topology_of
 from valkyrie.machine import assumptions
-from valkyrie.machine.network import Machine, Network, Traffic, algorithm
+from valkyrie.machine.network import LinkModel, LinkTraffic, Machine, algorithm
 from valkyrie.parallel.axis_links import DCN
 
 BYTES = 64e6
 LINK = CHIPS["v4"].ici_link_gbs * 1e9
 
 
-def network(shape, **more) -> tuple[Network, np.ndarray]:
+def network(shape, **more) -> tuple[LinkModel, np.ndarray]:
     """A torus of v4 chips and its devices by coordinates."""
     topology = torus(shape, **more)
-    return Network(machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
+    return LinkModel(machine("v4", topology)), np.arange(topology.devices).reshape(topology.slices, *shape)
 
 
-def seconds_of_links(traffic: Traffic, kind: str) -> float:
+def seconds_of_links(traffic: LinkTraffic, kind: str) -> float:
     """Seconds that the bytes take at full rate of the links."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
     return (traffic.seconds - traffic.latency) * share
@@ -61,7 +61,7 @@ def test_a_line_that_does_not_close_is_half_as_fast():
 
 def test_the_scaling_books_all_gather_on_v5e():
     """34 MB over 4 chips of an axis that does not close: 560 us in theory, 680 measured (scaling book)."""
-    net = Network(machine("v5e", torus((4, 8))))
+    net = LinkModel(machine("v5e", torus((4, 8))))
     groups = np.arange(32).reshape(4, 8).T
     found = net.collective("all-gather", groups, 34e6)
     assert seconds_of_links(found, "all-gather") == pytest.approx(566e-6, rel=0.01)
@@ -132,7 +132,7 @@ def test_a_permute_to_far_chips_goes_over_every_link_between():
 def test_two_devices_of_a_chip_share_its_links_and_have_one_of_their_own():
     topology = Topology((4, 4), (False, False), (2, 2), devices_per_chip=2)
     positions = [Position(0, (x, y), core) for x in range(4) for y in range(4) for core in range(2)]
-    net = Network(Machine(CHIPS["v4"], topology, tuple(positions), {"x": 4, "y": 4, "z": 2}))
+    net = LinkModel(Machine(CHIPS["v4"], topology, tuple(positions), {"x": 4, "y": 4, "z": 2}))
     ids = np.arange(32).reshape(4, 4, 2)
     along = net.collective("all-gather", ids.transpose(1, 2, 0).reshape(8, 4), BYTES)
     assert seconds_of_links(along, "all-gather") == pytest.approx(2 * 3 / 4 * BYTES / LINK)
@@ -158,14 +158,14 @@ def test_a_chip_has_its_share_of_the_network_whatever_its_hosts(name):
     assert target.chip is not None
     topology = topology_of(target)
     places = [Position(s, c, 0) for s in (0, 1) for c in np.ndindex(topology.shape)]
-    found = Network(Machine(target.chip, topology, tuple(places), {})).between_slices("collective-permute", BYTES, 2)
+    found = LinkModel(Machine(target.chip, topology, tuple(places), {})).between_slices("collective-permute", BYTES, 2)
     assert BYTES / (found.seconds - found.latency) == pytest.approx({"v5e": 3.125e9, "v6e": 12.5e9}[target.chip.name])
 
 
 def test_nothing_moves_in_a_group_of_one():
     net, ids = network((4, 4, 4))
-    assert net.collective("all-reduce", ids.reshape(-1, 1), BYTES) == Traffic()
-    assert net.permute(np.zeros((0, 2), int), BYTES) == Traffic()
+    assert net.collective("all-reduce", ids.reshape(-1, 1), BYTES) == LinkTraffic()
+    assert net.permute(np.zeros((0, 2), int), BYTES) == LinkTraffic()
 
 
 def config(emitter: str, debug: str) -> dict:
@@ -218,7 +218,7 @@ def test_a_chip_without_link_bandwidth_is_refused_by_its_file():
     where.chip.ici_link_gbs, before = None, where.chip.ici_link_gbs
     try:
         with pytest.raises(ValueError) as error:
-            Network(where)
+            LinkModel(where)
     finally:
         where.chip.ici_link_gbs = before
     assert "ici_link_gbs is not set in conf/target/chip/v4.yaml" in str(error.value)

@@ -9,12 +9,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valkyrie.machine.replay import Span
+from valkyrie.machine.replay import TimelineSpan
 from valkyrie.machine.timeline import trace_events, write_timeline
 
 
-def span(track: str, start: float, duration: float, name: str = "fusion.1") -> Span:
-    return Span(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
+def span(track: str, start: float, duration: float, name: str = "fusion.1") -> TimelineSpan:
+    return TimelineSpan(track, name, "matmul", "jit(step)/dot", "model.py:3", start, duration)
 
 
 def test_the_file_is_what_the_format_asks_for(tmp_path: Path):

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.platforms import platforms
-from valkyrie.hardware.slices import Shape, nearest_hint, parse_shape, says_twisted, shortened
+from valkyrie.hardware.slices import SliceShape, nearest_hint, parse_shape, says_twisted, shortened
 from valkyrie.hardware.target import ChipConfig, TargetConfig, simulated, slice_of
 
 MOST_SIMULATED = 4096
@@ -61,7 +61,7 @@ def example_of(chip: ChipConfig) -> TargetConfig:
     return slice_of(chip, shape)
 
 
-def _shape_of_size(chip: ChipConfig, name: str, size: int) -> Shape:
+def _shape_of_size(chip: ChipConfig, name: str, size: int) -> SliceShape:
     """Return the shape of the slice whose name ends in this size; ValueError names the nearest that there are."""
     slices, (chips, rest) = chip.slices, divmod(size, chip.units_in_name)
     shape = None if rest else slices.default(chips)
@@ -80,7 +80,7 @@ def _shape_of_size(chip: ChipConfig, name: str, size: int) -> Shape:
     raise ValueError(f"target={name} is not a slice of {chip.name}: {reason}. {hint}")
 
 
-def _writer(chip: ChipConfig) -> Callable[[Shape], str]:
+def _writer(chip: ChipConfig) -> Callable[[SliceShape], str]:
     return lambda shape: f"target={slice_of(chip, shape).name}"
 
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 TWISTED = "_twisted"
 """What stands behind the shape of a twisted torus, as Google Cloud writes it."""
 
-Shape = tuple[int, ...]
+SliceShape = tuple[int, ...]
 """Chips along each axis of a slice."""
 
 
@@ -75,20 +75,20 @@ class Slices:
     axes: int | None
     wrap: Wrap
     largest: int | None
-    host_bounds: Shape
+    host_bounds: SliceShape
     single_host: int | None = None
     twists: bool = False
 
-    def default(self, chips: int) -> Shape | None:
+    def default(self, chips: int) -> SliceShape | None:
         """Return the shape of a slice of so many chips, of several the nearest to a cube; None where there is none."""
         return next(iter(self.shapes(chips)), None)
 
-    def shapes(self, chips: int) -> list[Shape]:
+    def shapes(self, chips: int) -> list[SliceShape]:
         """Return every shape that a slice of so many chips comes in, the nearest to a cube first."""
         shapes = [shape for shape in self._of_size(chips) if self._fits_hosts(shape)]
         return sorted(shapes, key=lambda shape: (sum(shape), max(shape)))
 
-    def exists(self, shape: Shape) -> bool:
+    def exists(self, shape: SliceShape) -> bool:
         """Return whether there is a slice of this shape, its axes in this order."""
         if len(shape) != (self.axes or 1) or not self._fits_hosts(shape):
             return False
@@ -108,7 +108,7 @@ class Slices:
             return f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {side}"
         return f"beyond one host of {shape_text(self.host_bounds)} chips there are only whole hosts"
 
-    def refusal(self, shape: Shape, chip: str, written: Callable[[Shape], str]) -> str | None:
+    def refusal(self, shape: SliceShape, chip: str, written: Callable[[SliceShape], str]) -> str | None:
         """Return what follows `target.topology=4x4x3` where a chip has no such slice, None where it has.
 
         It names the nearest slices that there are; `written` writes one as it is asked for.
@@ -127,18 +127,18 @@ class Slices:
         such = shape_text([4] * (self.axes or 1))
         return f": a {chip} slice is a torus of {self.axes} axes. Write the chips along each, such as {key}{such}."
 
-    def nearest(self, chips: int | Fraction) -> list[Shape]:
+    def nearest(self, chips: int | Fraction) -> list[SliceShape]:
         """Return the next smaller slice than one of so many chips, and the next larger, as far as there are any."""
         largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
         below = (self.default(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
         above = (self.default(n) for n in range(math.floor(chips) + 1, largest + 1))
         return [shape for sizes in (below, above) if (shape := next(filter(None, sizes), None))]
 
-    def nearest_to(self, shape: Shape) -> list[Shape]:
+    def nearest_to(self, shape: SliceShape) -> list[SliceShape]:
         """Return the slices nearest to a shape: another of as many chips, the next smaller, the next larger."""
         chips, sides = math.prod(shape), [math.log(side) for side in sorted(shape)]
 
-        def unlike(other: Shape) -> float:
+        def unlike(other: SliceShape) -> float:
             return sum(abs(math.log(side) - own) for side, own in zip(sorted(other), sides, strict=True))
 
         nearest = []
@@ -147,28 +147,28 @@ class Slices:
             nearest += [min(others, key=unlike)] if others else []
         return nearest
 
-    def host(self, shape: Shape) -> Shape:
+    def host(self, shape: SliceShape) -> SliceShape:
         """Return the chips of a host along each axis of a slice."""
         if not self.host_bounds or math.prod(shape) <= (self.single_host or 0):
             return shape
         return tuple(min(bound, side) for bound, side in zip(self.host_bounds, shape, strict=True))
 
-    def hosts(self, shape: Shape) -> int:
+    def hosts(self, shape: SliceShape) -> int:
         """Return how many hosts a slice has."""
         return -(-math.prod(shape) // math.prod(self.host(shape)))
 
-    def rings(self, shape: Shape) -> tuple[bool, ...]:
+    def rings(self, shape: SliceShape) -> tuple[bool, ...]:
         """Return for each axis of a slice whether it closes into a ring."""
         if self.wrap.side is not None and self.wrap.cubes:
             return (all(length % self.wrap.side == 0 for length in shape),) * len(shape)
         return tuple(length == self.wrap.side for length in shape)
 
-    def is_twisted(self, shape: Shape) -> bool:
+    def is_twisted(self, shape: SliceShape) -> bool:
         """Return whether a slice of this shape comes as a twisted torus as well."""
         n = shape[0]
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
-    def twist_refusal(self, shape: Shape, chip: str) -> str | None:
+    def twist_refusal(self, shape: SliceShape, chip: str) -> str | None:
         """Return what follows `target.topology=4x4x4_twisted` where a chip has no such slice, None where it has."""
         if self.is_twisted(shape):
             return None
@@ -179,7 +179,7 @@ class Slices:
             f"4x8x8{TWISTED}. Use one of those, or leave {TWISTED} out."
         )
 
-    def _of_size(self, chips: int) -> list[Shape]:
+    def _of_size(self, chips: int) -> list[SliceShape]:
         """Return the shapes of so many chips, as Cloud TPU writes them; the most even one where any is legal."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
@@ -187,7 +187,7 @@ class Slices:
             return self._of_hosts(chips)
         return _of_cubes(chips, self.wrap.side) if self.wrap.cubes else _of_squares(chips, self.wrap.side)
 
-    def _of_hosts(self, chips: int) -> list[Shape]:
+    def _of_hosts(self, chips: int) -> list[SliceShape]:
         """Return the most even shape of whole hosts, or of a part of one, where any shape is legal."""
         axes, bounds = self.axes or 1, self.host_bounds or (1,) * (self.axes or 1)
         hosts, rest = divmod(chips, math.prod(bounds))
@@ -195,12 +195,12 @@ class Slices:
             return [] if hosts else [even_shape(chips, axes)]
         return [tuple(n * bound for n, bound in zip(even_shape(hosts, axes), bounds, strict=True))]
 
-    def _fits_hosts(self, shape: Shape) -> bool:
+    def _fits_hosts(self, shape: SliceShape) -> bool:
         whole = all(side % bound == 0 for side, bound in zip(shape, self.host_bounds, strict=False))
         return whole or math.prod(shape) < math.prod(self.host_bounds)
 
 
-def parse_shape(topology: str | None) -> Shape | None:
+def parse_shape(topology: str | None) -> SliceShape | None:
     """Return the chips along each axis that a topology like `8x8x12` or `4x4x8_twisted` names; None: it names none."""
     shape = (topology or "").removesuffix(TWISTED)
     if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", shape):
@@ -223,7 +223,7 @@ def shape_text(shape: Iterable[int]) -> str:
     return "x".join(str(n) for n in shape)
 
 
-def even_shape(chips: int, axes: int) -> Shape:
+def even_shape(chips: int, axes: int) -> SliceShape:
     """Return so many chips or devices along so many axes of nearly equal length, ascending."""
     if axes == 1:
         return (chips,)
@@ -231,17 +231,17 @@ def even_shape(chips: int, axes: int) -> Shape:
     return tuple(sorted((side, *even_shape(chips // side, axes - 1))))
 
 
-def nearest_hint(shapes: Iterable[Shape], written: Callable[[Shape], str]) -> str:
+def nearest_hint(shapes: Iterable[SliceShape], written: Callable[[SliceShape], str]) -> str:
     """Return the sentence that names slices that there are, with their chips."""
     named = [f"{written(shape)} ({math.prod(shape)} chip{'s' * (math.prod(shape) > 1)})" for shape in shapes]
     return f"Nearest: {', '.join(named)}."
 
 
-def _below_a_cube(side: int) -> list[Shape]:
+def _below_a_cube(side: int) -> list[SliceShape]:
     return [shape for shape in _BELOW_A_CUBE if max(shape) <= side]
 
 
-def _of_cubes(chips: int, side: int) -> list[Shape]:
+def _of_cubes(chips: int, side: int) -> list[SliceShape]:
     cubes, rest = divmod(chips, side**3)
     if rest or not cubes:
         return [shape for shape in _below_a_cube(side) if math.prod(shape) == chips]
@@ -251,6 +251,6 @@ def _of_cubes(chips: int, side: int) -> list[Shape]:
     return [(side * i, side * j, side * k) for i, j in pairs if j <= (k := cubes // (i * j)) <= longest]
 
 
-def _of_squares(chips: int, longest: int) -> list[Shape]:
+def _of_squares(chips: int, longest: int) -> list[SliceShape]:
     sides = [2**i for i in range(longest.bit_length())]
     return [(a, b) for a in sides for b in sides if a * b == chips and b in (a, 2 * a) and (a, b) != (1, 2)]

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from valkyrie.hardware.platforms import platform_of, platform_problems
-from valkyrie.hardware.slices import TWISTED, Shape, Slices, Wrap, parse_shape, says_twisted, shape_text
+from valkyrie.hardware.slices import TWISTED, Slices, SliceShape, Wrap, parse_shape, says_twisted, shape_text
 from valkyrie.precision import DType
 from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 
@@ -421,7 +421,7 @@ def topology_of(target: TargetConfig) -> Topology:
     return Topology(shape, chip.slices.rings(shape), bounds, target.slices, devices, twisted)
 
 
-def slice_of(chip: ChipConfig, shape: Shape, *, twisted: bool = False) -> TargetConfig:
+def slice_of(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) -> TargetConfig:
     """Return the slice of a chip that has this shape, by its shortest name: `v4-64`, `v4-4x4x2`, `v4-4x4x8_twisted`."""
     chips = math.prod(shape)
     text = shape_text(shape) + (TWISTED if twisted else "")
@@ -435,7 +435,7 @@ def simulated(devices: int) -> TargetConfig:
     return TargetConfig(f"cpu{devices}", "cpu", chips=devices)
 
 
-def topology_text(shape: Shape) -> str:
+def topology_text(shape: SliceShape) -> str:
     """Return a shape as a topology is asked for: `target.topology=4x4x2`."""
     return f"target.topology={shape_text(shape)}"
 

@@ -37,7 +37,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """One run of a collective: `seconds` where nothing else uses the links, of which `latency` moves no bytes.
 
     `busy`: seconds that the busiest link of each torus axis and direction (`a+`, `a-`, or `dcn`) is occupied.
@@ -86,7 +86,7 @@ def algorithm(config: Mapping[str, Any]) -> _Algorithm | None:
     )
 
 
-class Network:
+class LinkModel:
     """The links between the devices of a machine, and what crossing them costs."""
 
     def __init__(self, machine: Machine, own: np.ndarray | None = None) -> None:
@@ -105,36 +105,38 @@ class Network:
         self._dcn = (chip.dcn_gbs_per_host or math.inf) * 1e9 * assumptions.DCN_EFFICIENCY / host_devices
         self._known: dict[Any, Any] = {}
 
-    def traffic(self, collective: Collective) -> Traffic:
+    def traffic(self, collective: Collective) -> LinkTraffic:
         """Return the cost of one run of a collective of a program."""
         if collective not in self._known:
             self._known[collective] = self._traffic(collective)
         return self._known[collective]
 
-    def _traffic(self, collective: Collective) -> Traffic:
+    def _traffic(self, collective: Collective) -> LinkTraffic:
         if collective.slices is not None:
             return self.between_slices(collective.kind, collective.full_bytes, collective.slices)
         if collective.pairs is not None:
             return self.permute(collective.pairs, collective.full_bytes)
         if collective.groups is None:
-            return Traffic()
+            return LinkTraffic()
         how = algorithm(collective.config)
         return self.collective(collective.kind, collective.groups, collective.full_bytes, how)
 
-    def collective(self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None) -> Traffic:
+    def collective(
+        self, kind: str, groups: np.ndarray, full_bytes: float, how: _Algorithm | None = None
+    ) -> LinkTraffic:
         """Return the cost of one collective that all groups run at once; `full_bytes` as in `payload`."""
         members = groups.shape[1]
         if members < 2 or full_bytes <= 0:
-            return Traffic()
+            return LinkTraffic()
         slices = len(np.unique(self._torus.slices(groups[0])))
         if slices > 1:
             return self._between(kind, groups, full_bytes, slices)
         return _achieved(kind, self._within(kind, groups, full_bytes, how))
 
-    def permute(self, pairs: np.ndarray, each_bytes: float) -> Traffic:
+    def permute(self, pairs: np.ndarray, each_bytes: float) -> LinkTraffic:
         """Return the cost of messages of `each_bytes` between (source, target) pairs, all at once."""
         if not len(pairs) or each_bytes <= 0:
-            return Traffic()
+            return LinkTraffic()
         source, target = pairs.T
         far = self._torus.slices(source) != self._torus.slices(target)
         near = self._torus.routes(source[~far], target[~far])
@@ -146,10 +148,10 @@ class Network:
             busy[DCN] = each_bytes / self._dcn
             by_axis[DCN] = each_bytes
             latency += assumptions.DCN_LATENCY_S
-        traffic = Traffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
+        traffic = LinkTraffic(latency + max(busy.values(), default=0.0), latency, busy, each_bytes, by_axis)
         return _achieved("collective-permute", traffic)
 
-    def between_slices(self, kind: str, each_bytes: float, slices: int) -> Traffic:
+    def between_slices(self, kind: str, each_bytes: float, slices: int) -> LinkTraffic:
         """Return the cost of a collective of one device in each of `slices` slices, all devices at once.
 
         `each_bytes`: what a device hands in. The host's runtime sends it over the host's network, through PCIe.
@@ -158,9 +160,9 @@ class Network:
         sent = payload(kind, full, slices)
         busy = sent / self._dcn
         latency = assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
-        return Traffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
+        return LinkTraffic(latency + busy, latency, {DCN: busy}, sent, {DCN: sent})
 
-    def _within(self, kind: str, groups: np.ndarray, full: float, how: _Algorithm | None) -> Traffic:
+    def _within(self, kind: str, groups: np.ndarray, full: float, how: _Algorithm | None) -> LinkTraffic:
         if kind in ("all-to-all", "ragged-all-to-all"):
             return self._all_to_all(groups, full)
         dims = self._torus.dimensions(groups)
@@ -180,21 +182,21 @@ class Network:
             hops += passes * phase.hops
         latency = assumptions.COLLECTIVE_START_S + hops * self._hop
         transfer = passes * sum(max((s for s, _ in phase.loads.values()), default=0.0) for phase in phases)
-        return Traffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
+        return LinkTraffic(latency + transfer, latency, busy, payload(kind, full, groups.shape[1]), by_axis)
 
-    def _between(self, kind: str, groups: np.ndarray, full: float, slices: int) -> Traffic:
+    def _between(self, kind: str, groups: np.ndarray, full: float, slices: int) -> LinkTraffic:
         """Between slices: scatter within each, exchange the parts over the network, gather within each."""
         members = groups.shape[1]
         inside = members // slices
         order = np.argsort(self._torus.slices(groups), axis=1, kind="stable")
         local = np.take_along_axis(groups, order, axis=1).reshape(-1, inside)
         sent = payload(kind, full / inside if kind != "all-to-all" else full, slices)
-        near = Traffic()
+        near = LinkTraffic()
         if inside > 1:
             near = _achieved(kind, self._within(kind, local, full, None))
         far = sent / self._dcn
         latency = near.latency + assumptions.DCN_LATENCY_S * (2 if kind == "all-reduce" else 1)
-        return Traffic(
+        return LinkTraffic(
             seconds=near.seconds + latency - near.latency + far,
             latency=latency,
             busy=near.busy | {DCN: far},
@@ -202,7 +204,7 @@ class Network:
             bytes_by_axis=near.bytes_by_axis | {DCN: sent},
         )
 
-    def _all_to_all(self, groups: np.ndarray, full: float) -> Traffic:
+    def _all_to_all(self, groups: np.ndarray, full: float) -> LinkTraffic:
         members = groups.shape[1]
         each = full / members
         key = ("all", groups.tobytes())
@@ -217,7 +219,7 @@ class Network:
         latency = assumptions.COLLECTIVE_START_S + sum(r.hops for r in routes.values()) * self._hop
         by_axis = {axis: route.share * each for axis, route in routes.items()}
         sent = payload("all-to-all", full, members)
-        return Traffic(latency + max(busy.values()), latency, busy, sent, by_axis)
+        return LinkTraffic(latency + max(busy.values()), latency, busy, sent, by_axis)
 
     def _one_ring(self, groups: np.ndarray, full: float, how: _Algorithm | None) -> _Phase:
         """One ring through all members, in both directions, as long as the group."""
@@ -278,7 +280,7 @@ def _links(axis: str) -> tuple[str, str]:
     return f"{axis}+", f"{axis}-"
 
 
-def _achieved(kind: str, ideal: Traffic) -> Traffic:
+def _achieved(kind: str, ideal: LinkTraffic) -> LinkTraffic:
     """What becomes of the traffic at the rate links really reach; the network between slices is left as it is."""
     share = assumptions.ICI_EFFICIENCY.get(kind, assumptions.ICI_EFFICIENCY_OTHERWISE)
     busy = {axis: seconds / (1.0 if axis == DCN else share) for axis, seconds in ideal.busy.items()}

@@ -27,7 +27,7 @@ from valkyrie.compiled.hlo import Computation, Instruction, Module
 from valkyrie.compiled.loops import condition_and_body, trip_count
 from valkyrie.machine import assumptions
 from valkyrie.machine.links import Links, Transfer
-from valkyrie.machine.network import Machine, Network
+from valkyrie.machine.network import LinkModel, Machine
 from valkyrie.machine.operations import OpCosts
 from valkyrie.machine.timeline import COPIES
 from valkyrie.parts import PartKind, StepPart, write_category
@@ -49,7 +49,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """A stretch of the timeline on a track: `compute`, `copies`, or the mesh axes of a collective."""
 
     track: str
@@ -76,7 +76,7 @@ class Replay:
     sending_s: float
     collectives: list[CollectiveUse]
     costs: list[Cost]
-    spans: list[Span]
+    spans: list[TimelineSpan]
     notes: list[str]
     correction: float = 1.0
 
@@ -95,7 +95,7 @@ class _Frame:
     sending_s: float = 0.0
     uses: dict[tuple[object, ...], CollectiveUse] = field(default_factory=dict)
     costs: dict[tuple[object, ...], Cost] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimelineSpan] = field(default_factory=list)
     duration: float = 0.0
 
     def spend(
@@ -129,13 +129,13 @@ class _Frame:
         for run in sorted({0, times - 1}):
             shift = at + run * other.duration
             self.spans += [
-                Span(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift, s.duration_s)
+                TimelineSpan(s.track, s.name, s.category, s.op_name, s.source, s.start_s + shift, s.duration_s)
                 for s in other.spans
             ]
         if times > 2:
             start = at + other.duration
             rest = f"{name}: iterations 2 to {times - 1}"
-            self.spans.append(Span("compute", rest, "loop", name, "", start, (times - 2) * other.duration))
+            self.spans.append(TimelineSpan("compute", rest, "loop", name, "", start, (times - 2) * other.duration))
 
 
 class _Player:
@@ -143,7 +143,7 @@ class _Player:
         self._module = module
         slices = [position.slice for position in machine.positions]
         self._collectives = Collectives(module, machine.mesh_axes, slices)
-        self._network = Network(machine, own_slice(slices, module.partitions))
+        self._network = LinkModel(machine, own_slice(slices, module.partitions))
         self._ops = OpCosts(machine.chip)
         self._links = Links()
         self._started: dict[Instruction | int, Transfer] = {}
@@ -200,7 +200,9 @@ class _Player:
             return
         frame, links = self._frame, self._links
         op_name, source = cause(instruction)
-        frame.spans.append(Span("compute", instruction.name, cost.kind.value, op_name, source, links.now, cost.seconds))
+        frame.spans.append(
+            TimelineSpan("compute", instruction.name, cost.kind.value, op_name, source, links.now, cost.seconds)
+        )
         frame.spend(cost.kind, cost.seconds, op_name, source)
         frame.flops += cost.flops
         links.pass_time(cost.seconds)
@@ -285,9 +287,11 @@ class _Player:
         ended = links.now if transfer.ended is None else transfer.ended
         taken = ended - transfer.started
         if collective is None:
-            frame.spans.append(Span(COPIES, name, "copy", "", "", transfer.started, taken))
+            frame.spans.append(TimelineSpan(COPIES, name, "copy", "", "", transfer.started, taken))
             if waited > 0:
-                frame.spans.append(Span("compute", f"wait for {name}", PartKind.copies.value, "", "", begin, waited))
+                frame.spans.append(
+                    TimelineSpan("compute", f"wait for {name}", PartKind.copies.value, "", "", begin, waited)
+                )
                 frame.spend(PartKind.copies, waited, "wait for a copy between memories", "")
             return
         traffic = self._network.traffic(collective)
@@ -300,10 +304,10 @@ class _Player:
             use.bytes_by_torus_axis[axis] = use.bytes_by_torus_axis.get(axis, 0.0) + sent
         where = (collective.op_name, collective.source)
         if taken > 0:
-            frame.spans.append(Span(collective.label, name, collective.kind, *where, transfer.started, taken))
+            frame.spans.append(TimelineSpan(collective.label, name, collective.kind, *where, transfer.started, taken))
         if waited > 0:
             category = write_category(PartKind.exposed, collective.mesh_axes)
-            frame.spans.append(Span("compute", f"wait for {name}", category, *where, begin, waited))
+            frame.spans.append(TimelineSpan("compute", f"wait for {name}", category, *where, begin, waited))
             frame.spend(PartKind.exposed, waited, *where, mesh_axes=collective.mesh_axes)
 
     def _loop(self, instruction: Instruction) -> None:

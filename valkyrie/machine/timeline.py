@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from valkyrie.paths import write_whole
 
 if TYPE_CHECKING:
-    from valkyrie.machine.replay import Span
+    from valkyrie.machine.replay import TimelineSpan
 
 COMPUTE, COPIES = "compute", "copies"
 """The tracks that are not collectives over mesh axes; the first is above them, the last below."""
@@ -23,12 +23,12 @@ COMPUTE, COPIES = "compute", "copies"
 _MICROSECONDS = 1e6
 
 
-def write_timeline(path: Path, spans: Sequence[Span], title: str) -> None:
+def write_timeline(path: Path, spans: Sequence[TimelineSpan], title: str) -> None:
     """Write the spans of a replayed step as `timeline.json`; `title` names the process in the viewer."""
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(spans, title)}) + "\n")
 
 
-def trace_events(spans: Sequence[Span], title: str) -> list[dict[str, Any]]:
+def trace_events(spans: Sequence[TimelineSpan], title: str) -> list[dict[str, Any]]:
     """Return trace events, names of tracks first; times in microseconds from the start of the step.
 
     Events of one track never overlap: where two collectives of the same axes are in flight, the later one goes to a
@@ -54,7 +54,7 @@ def trace_events(spans: Sequence[Span], title: str) -> list[dict[str, Any]]:
     return head + events
 
 
-def _event(span: Span, tid: int) -> dict[str, Any]:
+def _event(span: TimelineSpan, tid: int) -> dict[str, Any]:
     about = {"op_name": span.op_name, "source": span.source}
     return {
         "ph": "X",

@@ -17,7 +17,7 @@ from valkyrie.problems import Problem
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisLinks:
     """Links of a mesh axis, with one entry per layout.
 
     Args:
@@ -56,7 +56,7 @@ class Candidates:
     activations: Rules
     arrays: Arrays
     sizes: Mapping[str, np.ndarray]
-    spans: Mapping[str, Span]
+    spans: Mapping[str, AxisLinks]
     microbatches: np.ndarray
     rounds: np.ndarray
     sums_once: bool = False
@@ -68,7 +68,7 @@ class Candidates:
 
     def take(self, chosen: np.ndarray) -> Candidates:
         """Return the layouts selected by a mask or by indices."""
-        spans = {a: Span(*(getattr(s, f)[chosen] for f in s.__dataclass_fields__)) for a, s in self.spans.items()}
+        spans = {a: AxisLinks(*(getattr(s, f)[chosen] for f in s.__dataclass_fields__)) for a, s in self.spans.items()}
         sizes = {axis: size[chosen] for axis, size in self.sizes.items()}
         microbatches, rounds = self.microbatches[chosen], self.rounds[chosen]
         return replace(self, sizes=sizes, spans=spans, microbatches=microbatches, rounds=rounds)

@@ -73,7 +73,7 @@ class Slice(TargetConfig):
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceStub:
     """What `mesh_utils` asks of a device, of one that is described and not there."""
 
     id: int
@@ -85,7 +85,7 @@ class Place:
     platform: str = "tpu"
 
 
-def described_devices(target: TargetConfig) -> list[Place]:
+def described_devices(target: TargetConfig) -> list[DeviceStub]:
     """Return the devices of a slice as libtpu numbers and lists them, host by host, by its topology alone."""
     topology, chip = topology_of(target), target.chip
     assert chip is not None
@@ -99,10 +99,10 @@ def described_devices(target: TargetConfig) -> list[Place]:
         for a in range(shape[0])
         for core in range(topology.devices_per_chip)
     )
-    devices = [Place(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(places)]
+    devices = [DeviceStub(i, kind, coords, core, slice_) for i, (slice_, coords, core) in enumerate(places)]
     bounds = (*topology.host_bounds, *(1,) * (3 - len(topology.host_bounds)))
 
-    def host(device: Place) -> tuple[int, ...]:
+    def host(device: DeviceStub) -> tuple[int, ...]:
         return device.slice_index, *(n // by for n, by in zip(device.coords[::-1], bounds[::-1], strict=True))
 
     return sorted(devices, key=lambda device: (host(device), device.id))

@@ -13,7 +13,7 @@ from valkyrie.report.trace import Timeline, timeline
 from valkyrie.units import duration
 
 if TYPE_CHECKING:
-    from valkyrie.machine.replay import Span
+    from valkyrie.machine.replay import TimelineSpan
 
 WIDTH, LANE, LABEL = 1200, 26, 230
 """Pixels of the drawing: the time of a step, the height of a track, and the width of its name."""
@@ -30,7 +30,7 @@ svg {{ width: 100%; height: auto; }} text {{ font: 12px system-ui, sans-serif; f
 """
 
 
-def program_page(report: str, title: str, spans: Sequence[Span]) -> str:
+def program_page(report: str, title: str, spans: Sequence[TimelineSpan]) -> str:
     """Return the page of a report: one HTML file that loads nothing, with a drawing of the spans."""
     drawn = timeline([dict(event) for event in trace_events(spans, title)])
     picture = "" if drawn is None else _picture(drawn)

@@ -27,7 +27,7 @@ from valkyrie.precision import ACCUMULATED
 from valkyrie.records import read_record
 
 ERRORS = Path(__file__).with_name("memory.json")
-"""Errors of the estimate against the compiler (`EstimateErrors`), written by experiments/memory.py."""
+"""Errors of the estimate against the compiler (`MemoryErrors`), written by experiments/memory.py."""
 UNNAMED = "everything else"
 """Key for the saved bytes of activations without a name."""
 
@@ -74,7 +74,7 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
-class EstimateErrors:
+class MemoryErrors:
     """Ratios of needed to estimated bytes over `layouts` of `models`; `within_15_percent` counts layouts."""
 
     layouts: int
@@ -269,6 +269,6 @@ def _is_spared(activation: SavedActivation, remat: RematConfig) -> bool:
 
 
 @cache
-def estimate_errors() -> EstimateErrors:
+def estimate_errors() -> MemoryErrors:
     """Return the errors of the estimate that were measured against the TPU compiler."""
-    return read_record(EstimateErrors, ERRORS)
+    return read_record(MemoryErrors, ERRORS)

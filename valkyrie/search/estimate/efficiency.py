@@ -24,7 +24,7 @@ class Efficiency:
         scores_passes: Moves of attention scores in a forward pass, unless a kernel keeps them on the chip.
         launch_s: Fixed cost of an operation, in seconds.
         hidden_weights, ...: Share of communication that overlaps with compute.
-        gathers, sums, outside: Share of link rates (`Network`).
+        gathers, sums, outside: Share of link rates (`CollectiveModel`).
         scatters: Time of a reduce-scatter over an all-gather; 2 if the compiler sums whole arrays and takes a part.
         start_s, outer_start_s: Start of a collective, and of a message between hosts, in seconds.
         loop_sums: 1 if the compiler leaves gradient sums in a pipeline's loop.

@@ -20,7 +20,7 @@ from valkyrie.search.estimate.efficiency import Efficiency
 
 
 @dataclass(frozen=True)
-class Network:
+class CollectiveModel:
     """The links of a chip: whether axes add up (a torus) or share one port (a switch), and what links reach.
 
     `gathers` and `sums`: shares of the fast links' rate that gathers and all-reduces reach; `outside` of the slow.
@@ -87,9 +87,9 @@ class Network:
         return np.where(outer > 1, full * (members - 1) / members / ring, near) + latency
 
 
-def network_of(chip: ChipConfig, efficiency: Efficiency) -> Network:
+def network_of(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:
     """Return the links of a chip at the rates that it reaches."""
     hop = (chip.hop_us or 0.0) * 1e-6
     torus = platform_of(chip.platform).has_torus
     e = efficiency
-    return Network(torus, e.gathers, e.sums, e.outside, e.start_s, hop, e.outer_start_s, e.scatters)
+    return CollectiveModel(torus, e.gathers, e.sums, e.outside, e.start_s, hop, e.outer_start_s, e.scatters)

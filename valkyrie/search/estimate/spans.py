@@ -11,13 +11,13 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.machine import assumptions
 from valkyrie.parallel.axis_links import AxisPlacement
-from valkyrie.parallel.candidates import Span
+from valkyrie.parallel.candidates import AxisLinks
 
 LEAST_LINKS = 0.25
 """Links of a torus axis of a run's own placement, at least; a search tries placements that share links further."""
 
 
-def torus_spans(placed: Sequence[Mapping[str, AxisPlacement]], chip: ChipConfig) -> Mapping[str, Span]:
+def torus_spans(placed: Sequence[Mapping[str, AxisPlacement]], chip: ChipConfig) -> Mapping[str, AxisLinks]:
     """Return the spans of mesh axes whose place on the torus is known, one entry per layout."""
     names = list(placed[0])
     return spans_of([[axes[name] for name in names] for axes in placed], names, chip, least_links=LEAST_LINKS)
@@ -25,7 +25,7 @@ def torus_spans(placed: Sequence[Mapping[str, AxisPlacement]], chip: ChipConfig)
 
 def spans_of(
     placed: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
-) -> Mapping[str, Span]:
+) -> Mapping[str, AxisLinks]:
     """Return the spans of mesh axes that are placed so, one entry per layout.
 
     `least_links`: links that an axis on the torus has at least.
@@ -44,20 +44,20 @@ def spans_of(
         outer = np.array([axis.outer for axis in column], float)
         inner = np.array([axis.size // axis.outer for axis in column], float)
         hops = np.array([axis.hops for axis in column], float)
-        spans[name] = Span(inner, rates, outer, np.full(len(column), outside), hops, ring_rates)
+        spans[name] = AxisLinks(inner, rates, outer, np.full(len(column), outside), hops, ring_rates)
     return spans
 
 
-def between_slices(count: int, target: TargetConfig) -> Span:
+def between_slices(count: int, target: TargetConfig) -> AxisLinks:
     """Return the span of the axis between slices, one entry for each of `count` layouts."""
     chip, one = target.chip, np.ones(count)
     assert chip is not None
     of_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
     rate = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host
-    return Span(one, one, one * target.slices, one * rate, 0 * one, one)
+    return AxisLinks(one, one, one * target.slices, one * rate, 0 * one, one)
 
 
-def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, Span]:
+def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
     """Return the spans of mesh axes over hosts whose devices share a switch; the last axis varies fastest."""
     of_host = int(np.prod(chip.host_bounds or [1]))
     inside, outside = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host
@@ -66,6 +66,6 @@ def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, S
         size = sizes[axis]
         inner = np.clip(of_host / stride, 1, size)
         near = np.full(len(size), inside)
-        spans[axis] = Span(inner, near, size / inner, np.full(len(size), outside), np.zeros(len(size)), near)
+        spans[axis] = AxisLinks(inner, near, size / inner, np.full(len(size), outside), np.zeros(len(size)), near)
         stride = stride * size
     return {axis: spans[axis] for axis in sizes}

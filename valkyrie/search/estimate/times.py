@@ -20,7 +20,7 @@ from valkyrie.hardware.target import ChipConfig
 from valkyrie.parallel.candidates import Candidates
 from valkyrie.parallel.remat import ActivationLocation, RematConfig
 from valkyrie.search.estimate.efficiency import Efficiency
-from valkyrie.search.estimate.network import Network
+from valkyrie.search.estimate.network import CollectiveModel
 from valkyrie.search.estimate.work import Mixing, Product, Work
 
 BACKWARD = 2.0
@@ -51,7 +51,7 @@ class Step:
     """The seconds of a step of each layout on a chip; what no remat policy changes is computed once for all of them."""
 
     def __init__(
-        self, work: Work, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: Network
+        self, work: Work, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: CollectiveModel
     ) -> None:
         self.work, self.layouts = work, layouts
         self.efficiency, self.network = efficiency, network
