@@ -17,7 +17,7 @@ import pytest
 from runs import SINGLE, command, copied, needs_sandbox, records, tiny, trained
 from valkyrie.code_eval import config as of_config
 from valkyrie.code_eval import languages
-from valkyrie.code_eval.config import CodeEvalConfig, not_possible
+from valkyrie.code_eval.config import CodeEvalConfig, missing_judge
 from valkyrie.code_eval.judge import CompletionResult, Limits, cut, is_whole, judge, judge_all, pass_at_k, summary
 from valkyrie.code_eval.languages import LANGUAGES, closing_brace, compiler
 from valkyrie.code_eval.problems import OWN, CodingProblem, read_problems
@@ -170,7 +170,9 @@ def test_a_bad_problem_is_refused_with_its_line(tmp_path: Path, change: dict[str
     values = {key: value for key, value in (ADD | change).items() if value is not ...}
     path = tmp_path / "own.jsonl"
     path.write_text(json.dumps(values) + "\n\n")
-    assert not_possible(CodeEvalConfig(problems=str(path))) == [f"code_eval.problems={path}: {message}"]
+    assert list(map(str, missing_judge(CodeEvalConfig(problems=str(path))))) == [
+        f"code_eval.problems={path}: {message}"
+    ]
 
 
 def test_bad_lines_are_told_together(tmp_path: Path) -> None:
@@ -251,8 +253,8 @@ def test_no_sandbox_is_refused_before_jax_unless_it_is_asked_for(
     assert "there is no sandbox for it: unshare, setpriv, prlimit, pivot_root, mount, umount, sh of util-linux" in said
     assert said.endswith("container of their own: code_eval.sandbox=false.\n") and seconds < 5
     monkeypatch.setattr("valkyrie.code_eval.sandbox.trouble", lambda: "no namespaces")
-    assert not_possible(CodeEvalConfig(problems="python", sandbox=False)) == []
-    assert len(not_possible(CodeEvalConfig(problems="python"))) == 1
+    assert missing_judge(CodeEvalConfig(problems="python", sandbox=False)) == []
+    assert [p.key for p in missing_judge(CodeEvalConfig(problems="python"))] == ["code_eval.sandbox"]
 
 
 def test_a_compiler_that_a_sandbox_does_not_show_is_none() -> None:
@@ -309,7 +311,7 @@ def test_a_sandbox_that_fails_on_the_way_ends_no_training(
         raise SandboxError("no sandbox was made: all is used up")
 
     monkeypatch.setattr("valkyrie.train.code.judge_all", fail)
-    monkeypatch.setattr(of_config, "not_possible", lambda config: [])
+    monkeypatch.setattr(of_config, "missing_judge", lambda config: [])
     assert command(*tiny(tmp_path, "steps=2", "code_eval_every=1", *CODE)) == 0
     assert "step 1: code was not judged: no sandbox was made: all is used up" in capfd.readouterr().out
 

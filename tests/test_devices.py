@@ -11,6 +11,7 @@ import pytest
 
 from machines import needs_libtpu
 from runs import SINGLE, TINY, command, start
+from valkyrie.problems import ProblemCode
 from valkyrie.train import devices
 from valkyrie.train.devices import Devices, acquire, missing_devices
 
@@ -154,12 +155,13 @@ def test_a_platform_of_the_environment_that_is_not_here_is_named(
 def test_a_tpu_that_the_environment_asks_for_is_looked_for_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setattr(devices, "accelerators", lambda: 0)
-    assert "and this machine has no TPU that JAX can use" in missing_devices(some_run("mesh=1x1x1"))[0]
+    (problem,) = missing_devices(some_run("mesh=1x1x1"))
+    assert (problem.code, problem.key, problem.value) == (ProblemCode.missing, "JAX_PLATFORMS", "tpu")
 
 
 def test_a_flag_that_would_end_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_nonsense=3 --xla_dump_to=x")
-    problems = missing_devices(some_run("mesh=1x1x1"))
-    assert len(problems) == 1 and problems[0].startswith("XLA_FLAGS has --xla_nonsense, which the XLA of jaxlib ")
+    (problem,) = missing_devices(some_run("mesh=1x1x1"))
+    assert (problem.code, problem.key) == (ProblemCode.unknown_name, "XLA_FLAGS") and "--xla_nonsense," in str(problem)
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=x")
     assert missing_devices(some_run("mesh=1x1x1")) == []

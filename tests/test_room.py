@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from helpers import compose_run
 from runs import command, tiny
 from valkyrie.parallel.mesh import abstract_mesh
+from valkyrie.problems import ProblemCode
 from valkyrie.train import host, room
 from valkyrie.train.devices import Devices, missing_devices
 from valkyrie.train.host import free_memory
@@ -182,8 +183,8 @@ def test_the_command_refuses_before_it_makes_a_folder(
 def test_more_simulated_devices_than_cores_can_play_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.os, "cpu_count", lambda: 2)
     run = compose_run("mesh=10x10x10", "partition=dp", "batch=1000")
-    assert len(problems := missing_devices(run)) == 1
-    assert "mesh=10x10x10 needs 1000 devices" in problems[0] and "2 CPU cores" in problems[0]
+    (problem,) = missing_devices(run)
+    assert (problem.code, problem.size) == (ProblemCode.device_count, 1000) and "2 CPU cores" in str(problem)
     assert missing_devices(run.changed(force=True)) == []
     assert missing_devices(compose_run("mesh=8x8x1", "partition=dp", "batch=64")) == []
 

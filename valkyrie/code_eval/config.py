@@ -52,8 +52,8 @@ class CodeEvalConfig:
         return replace(self, problems=path) if is_file else self
 
 
-def not_possible(config: CodeEvalConfig) -> list[str]:
-    """Return why this machine cannot do it: problems that are none, no compiler, no sandbox. Starts a program."""
+def missing_judge(config: CodeEvalConfig) -> list[Problem]:
+    """Return why this machine cannot judge code: malformed problems, no compiler, no sandbox. Starts a program."""
     from valkyrie.code_eval.languages import LANGUAGES
     from valkyrie.code_eval.problems import languages_of, read_problems
     from valkyrie.code_eval.sandbox import trouble
@@ -61,12 +61,14 @@ def not_possible(config: CodeEvalConfig) -> list[str]:
     try:
         languages = languages_of(read_problems(config.problems))
     except ValueError as error:
-        return [str(error)]
+        return [Problem(ProblemCode.malformed, "code_eval.problems", config.problems, str(error))]
     found = [LANGUAGES[language].missing(config.sandbox) for language in languages]
-    problems = [f"code_eval.problems={config.problems}: {missing}." for missing in found if missing]
+    key, value = "code_eval.problems", config.problems
+    problems = [Problem(ProblemCode.missing, key, value, f"{key}={value}: {why}.") for why in found if why]
     if config.sandbox and not problems and (why := trouble()):
-        problems.append(
+        text = (
             f"What the model writes would be run, and there is no sandbox for it: {why}. Where its programs may read "
             "your files and use the network, as in a container of their own: code_eval.sandbox=false."
         )
+        problems.append(Problem(ProblemCode.missing, "code_eval.sandbox", True, text))
     return problems

@@ -33,7 +33,7 @@ _REQUIRING = ("valkyrie-jax", "jax")
 def chips(examined: Examined) -> Answers:
     """Compare the chips of this host, by their device files, with those of the target's hosts."""
     if problems := missing_devices(examined.run):
-        yield from ((FAILS, problem) for problem in problems)
+        yield from ((FAILS, str(problem)) for problem in problems)
         return
     target, mesh, count = examined.run.config.target, examined.run.config.mesh, accelerators()
     platform = platform_of(target.platform)

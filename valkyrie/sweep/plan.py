@@ -216,7 +216,7 @@ def _missing(run: Run) -> list[str]:
     if needs is Needs.compiler:
         missing = platform_of(run.config.target.platform).missing_compiler(run.config.target)
         return [missing] if missing else []
-    return missing_devices(run) if needs is Needs.devices else []
+    return [str(problem) for problem in missing_devices(run)] if needs is Needs.devices else []
 
 
 def _predictor(run: Run) -> str:

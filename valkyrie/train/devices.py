@@ -18,6 +18,7 @@ from valkyrie.hardware.chips import chip_of
 from valkyrie.hardware.platforms import platform_of, platforms
 from valkyrie.hardware.target import ChipConfig
 from valkyrie.paths import cache_root, cache_trouble
+from valkyrie.problems import Problem, ProblemCode, refuse
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.train.host import too_many_simulated, unknown_flags
 
@@ -50,25 +51,27 @@ class Devices:
         return f"{count} x {self.devices[0].device_kind}"
 
 
-def missing_devices(run: Run) -> list[str]:
-    """Return why this machine cannot give the target's devices, as far as device files tell; no JAX is needed."""
+def missing_devices(run: Run) -> list[Problem]:
+    """Return why this machine cannot provide the target's devices, judging by device files. Imports no JAX."""
     target, mesh = run.config.target, run.config.mesh
-    if unknown := unknown_flags(os.environ.get("XLA_FLAGS", "")):
-        return [unknown]
+    if unknown := unknown_flags(flags := os.environ.get("XLA_FLAGS", "")):
+        return [Problem(ProblemCode.unknown_name, "XLA_FLAGS", flags, unknown)]
     forced, platform = os.environ.get("JAX_PLATFORMS"), platform_of(target.platform)
     whole = [platform.name for platform in platforms() if platform.uses_every_device]
     if forced in whole and not accelerators():
-        return [_not_here(f"this machine has no {forced.upper()} that JAX can use")]
+        text = _not_here(f"this machine has no {forced.upper()} that JAX can use")
+        return [Problem(ProblemCode.missing, "JAX_PLATFORMS", forced, text)]
     if platform.is_simulated(accelerators()):
-        too_many = None if run.config.force else too_many_simulated(mesh.name, mesh.size)
-        return [too_many] if too_many else []
+        text = None if run.config.force else too_many_simulated(mesh.name, mesh.size)
+        return [Problem(ProblemCode.device_count, "mesh", mesh.name, text, size=mesh.size)] if text else []
     if platform.jax_name is None or accelerators():
         return []
-    return [
+    text = (
         f"target={target.describe()} is not this machine: it has no accelerator that JAX can use "
         f"({os.cpu_count()} CPU cores). Run this where the chips are, use target=auto, or plan for them with mode=show "
         "or mode=compile."
-    ]
+    )
+    return [Problem(ProblemCode.missing, "target", target.name, text)]
 
 
 def _not_here(reason: str) -> str:
@@ -125,8 +128,7 @@ def acquire(run: Run, team: Team = ALONE) -> Devices:
 
 def prepare_devices(run: Run, say: Callable[[str], Any] | None = None, team: Team = ALONE) -> Devices:
     """Return the run's devices with JAX set up for it; ValueError says why this machine cannot give them."""
-    if problems := missing_devices(run):
-        raise ValueError("\n".join(problems))
+    refuse(missing_devices(run))
     configure_jax(run, say)
     return acquire(run, team)
 

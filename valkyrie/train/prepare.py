@@ -34,9 +34,7 @@ def prepare_run(run: Run, console: Console, team: Team = ALONE) -> Inputs:
 
     ValueError where the devices are not of this machine, or where tokenizer and model do not fit.
     """
-    problems = missing_devices(run)
-    if problems:
-        raise ValueError("\n".join(problems))
+    refuse(missing_devices(run))
     refuse_other_data(run)
     if run.config.mode.name == "train" and run.config.code_eval_every is not None:
         refuse_without_judge(run, team)
@@ -64,10 +62,12 @@ def refuse_other_data(run: Run) -> None:
 
 def refuse_without_judge(run: Run, team: Team = ALONE) -> None:
     """Raise ValueError where process 0, which judges code, has no problems, no compiler or no sandbox for it."""
-    from valkyrie.code_eval.config import not_possible
+    from valkyrie.code_eval.config import missing_judge
 
-    if problems := team.of_first("evaluation by code", lambda: not_possible(run.config.code_eval)):
-        raise ValueError("\n".join(problems))
+    # Messages of problems, since only JSON values travel between processes.
+    messages = team.of_first("evaluation by code", lambda: [str(p) for p in missing_judge(run.config.code_eval)])
+    if messages:
+        raise ValueError("\n".join(messages))
 
 
 def _prepared_together(run: Run, console: Console, team: Team) -> Dataset:
