@@ -24,7 +24,7 @@ from valkyrie.parallel.mesh import MeshConfig, parse_mesh
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.placement import arrange, placements
 from valkyrie.problems import ProblemCode
-from valkyrie.sweep.cells import Cells, enumerate_space, meshes_of
+from valkyrie.sweep.cells import Cells, enumerate_space, expand_pattern
 from valkyrie.sweep.layouts import count_line
 from valkyrie.sweep.space import ModelVariant, Same, SpaceConfig
 
@@ -201,11 +201,11 @@ def test_a_pattern_stands_for_every_mesh_that_fits_it(devices: int, sizes: list[
         if fits and math.prod(shape) == inner:
             brute.append((f"{slices}s" if slices else "") + "x".join(map(str, shape)))
     if brute:
-        assert meshes_of(pattern, devices) == brute
+        assert expand_pattern(pattern, devices) == brute
         assert all(parse_mesh(name).size == devices for name in brute)
     else:
         with pytest.raises(ValueError, match=f"meshes={pattern} stands for"):
-            meshes_of(pattern, devices)
+            expand_pattern(pattern, devices)
 
 
 def test_on_a_torus_meshes_stay_apart_unless_their_placement_is_written_down():

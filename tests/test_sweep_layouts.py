@@ -23,7 +23,7 @@ from valkyrie.config.run import Run
 from valkyrie.paths import conf_dir
 from valkyrie.sweep.cells import Cells
 from valkyrie.sweep.composer import Composer
-from valkyrie.sweep.layouts import cells_of, count_line, reasons, sample_evenly, sweep_layouts
+from valkyrie.sweep.layouts import count_line, enumerate_cells, reasons, sample_evenly, sweep_layouts
 from valkyrie.sweep.space import SpaceConfig, read_space
 from valkyrie.sweep.trial import Status, TrialLog
 
@@ -42,7 +42,7 @@ def composer(*arguments: str) -> Iterator[tuple[Composer, list[str]]]:
 
 def cells_asked_for(*arguments: str) -> Cells:
     with composer(*arguments) as (composing, task):
-        return cells_of(read_space(composing.config.hydra.sweeper.space, task, composing), composing)
+        return enumerate_cells(read_space(composing.config.hydra.sweeper.space, task, composing), composing)
 
 
 def test_the_keys_of_the_space_are_those_of_its_file():
@@ -106,7 +106,7 @@ def test_a_cell_is_the_run_that_its_overrides_compose_to(sweep: str):
     first = f"sweep={sweep}" if "/" not in sweep else f"{sweep}=layouts"
     with composer(first, *SAMPLED[sweep]) as (composing, task):
         space = read_space(composing.config.hydra.sweeper.space, task, composing)
-        found = cells_of(space, composing)
+        found = enumerate_cells(space, composing)
     assert len({cell.overrides for cell in found.cells}) == len(found.cells)
     for cell in sample_evenly(found.cells, 4):
         composed = Run.from_config(compose_config(*space.fixed, *cell.overrides))

@@ -35,7 +35,7 @@ from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.paths import read_group
 from valkyrie.search.estimate.rank import Estimated, rank
-from valkyrie.search.estimate.space import space_of
+from valkyrie.search.estimate.space import enumerate_layouts
 from valkyrie.search.measure.figures_of import in_words, read_figures
 
 FILE = Path(__file__).with_name("measured_slow_network.csv")
@@ -101,7 +101,7 @@ def layouts(figures: ChipConfig, batch: int) -> list[Estimated]:
     run = run_of(["mode=show", *WORK, f"batch={batch}"])
     target = TargetConfig(f"cpu{HOSTS}", "cpu", figures, chips=HOSTS, hosts=HOSTS)
     partitions = [p for p in read_group("partition", PartitionConfig) if not p.name.startswith("pp")]
-    return list(rank(run, space_of(run, [target], partitions, (), microbatches=1)))
+    return list(rank(run, enumerate_layouts(run, [target], partitions, (), microbatches=1)))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from valkyrie.parallel.remat import RematConfig
 from valkyrie.paths import config_names, read_group
 from valkyrie.problems import refuse
 from valkyrie.runs.folder import key_value, parts_of
-from valkyrie.search.estimate.space import Space, partition_variants, space_of
+from valkyrie.search.estimate.space import Space, enumerate_layouts, partition_variants
 from valkyrie.units import seconds_of
 
 ITS_OWN = ("mode", "target", "partition", "remat", "microbatches", "device_batch", "name")
@@ -46,7 +46,7 @@ class SearchRequest:
 
     def space(self) -> Space:
         """Return every layout that may be the answer."""
-        return space_of(self.run, self.targets, self.partitions, self.remats, self.microbatches)
+        return enumerate_layouts(self.run, self.targets, self.partitions, self.remats, self.microbatches)
 
     @property
     def by_price(self) -> bool:

@@ -185,7 +185,7 @@ def _meshes(
     meshes: dict[str, tuple[MeshConfig, bool]] = {}
     for entry in space.meshes:
         enumerated = is_pattern(entry)
-        for name in meshes_of(entry, _devices(space, run)) if enumerated else [entry]:
+        for name in expand_pattern(entry, _devices(space, run)) if enumerated else [entry]:
             if name not in meshes:
                 meshes[name] = mesh_named(name), enumerated
     return meshes
@@ -197,7 +197,7 @@ def is_pattern(name: str) -> bool:
     return match is not None and any(letter.isupper() for letter in match[2])
 
 
-def meshes_of(pattern: str, devices: int) -> list[str]:
+def expand_pattern(pattern: str, devices: int) -> list[str]:
     """Return the meshes that match a pattern, in ascending order; equal letters are equal sizes.
 
     Raises ValueError if there are none, as of `Ax3xB` for 8 devices.

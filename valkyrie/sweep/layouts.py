@@ -22,7 +22,7 @@ from valkyrie.sweep.end import end_of
 from valkyrie.sweep.launcher import launch
 from valkyrie.sweep.plan import plan_run, sweep_folder
 from valkyrie.sweep.run import settle
-from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, read_space, variants_of
+from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, compose_variants, read_space
 from valkyrie.train.screen import make_console
 
 REASONS_SHOWN = 6
@@ -45,7 +45,7 @@ def sweep_layouts(
         raise ValueError(f"hydra.sweeper.limit={limit}: at least 1 is needed, or null for no limit.")
     composer = Composer(config, context.config_loader)
     described = read_space(space, arguments, composer)
-    cells = cells_of(described, composer)
+    cells = enumerate_cells(described, composer)
     chosen = sample_evenly(cells.legal, limit)
     make_console().print(count_line(cells, chosen))
     folder = sweep_folder(config.hydra)
@@ -71,14 +71,14 @@ def sweep_layouts(
     return [returns]
 
 
-def cells_of(space: SweepSpace, composer: Composer) -> Cells:
+def enumerate_cells(space: SweepSpace, composer: Composer) -> Cells:
     """Return every cell of a space.
 
     Meshes, partitions and remat policies are composed once for all variants with the same changes of their keys, such
     as `partition.zero1=true`.
     """
     alike: dict[tuple[str, ...], list[ModelVariant]] = defaultdict(list)
-    for variant in variants_of(space, composer):
+    for variant in compose_variants(space, composer):
         alike[tuple(o for o in variant.overrides if _changes_layouts(key_value(o)[0]))].append(variant)
     names = (composer.options("partition") if n == ALL else [n] for n in space.config.partitions)
     partitions = list(dict.fromkeys(itertools.chain.from_iterable(names)))

@@ -19,7 +19,7 @@ from valkyrie.runs.results import StepResult, Traffic
 from valkyrie.search.compile.prediction import CollectiveTime, CollectiveTrace, measured_parts
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.trial import Status, Trial
-from valkyrie.sweep.varied import target_of, varied_of
+from valkyrie.sweep.varied import target_of, varied_settings
 
 STAGES = {"measure": "measured", "compile": "predicted", "train": "trained"}
 """What the speeds of each stage are called."""
@@ -191,7 +191,7 @@ def rows_of(
 
     The devices of a trial without a result are those of others of its sweep, stage and target.
     """
-    varied, rows = varied_of({**sweeps, **trainings}), []
+    varied, rows = varied_settings({**sweeps, **trainings}), []
     for folder, trials in itertools.chain(trainings.items(), sweeps.items()):
         simulated = {_kind(t): t.results.simulated for t in trials if t.results.simulated is not None}
         devices = {_kind(t): t.results.devices for t in trials if t.results.devices is not None}

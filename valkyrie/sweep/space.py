@@ -142,7 +142,7 @@ def read_space(config: Mapping[str, Any] | DictConfig, arguments: Sequence[str],
     return SweepSpace(space, fixed)
 
 
-def variants_of(space: SweepSpace, composer: Composer) -> list[ModelVariant]:
+def compose_variants(space: SweepSpace, composer: Composer) -> list[ModelVariant]:
     """Return every combination of what a space varies in addition to the layout, composed."""
     choices = [_choices(key, values, composer) for key, values in space.config.vary.items()]
     variants = []

@@ -22,7 +22,7 @@ _OF_A_STEP = _OF_THE_MODEL | {"precision", "optimizer"}
 """Keys, up to their first dot, that do so between sweeps for one stage and target."""
 
 
-def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
+def varied_settings(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], tuple[str, ...]]:
     """Return the varied settings of every trial (`state_size=1024`), by its sweep's folder and its key.
 
     A key is varied if trials of one sweep, stage and target differ in it. For a key of the model it is enough that any
@@ -32,13 +32,14 @@ def varied_of(sweeps: Mapping[Path, Sequence[Trial]]) -> dict[tuple[Path, str], 
 
     A record has the values of all keys, whether the trial named them or not. Older records have only the named ones.
     """
-    given = {(folder, t.key): (t, _given(t)) for folder, trials in sweeps.items() for t in trials}
-    kept = _distinguishing(list(given.values()), _differing(sweeps))
-    last = Counter(_last(key) for key in kept)
-    short = {key: _last(key) if last[_last(key)] == 1 else key for key in kept}
+    settings = {(folder, t.key): (t, _settings(t)) for folder, trials in sweeps.items() for t in trials}
+    keys = _distinguishing(list(settings.values()), _differing(sweeps))
+    last = {key: key.rpartition(".")[2] for key in keys}
+    counts = Counter(last.values())
+    short = {key: word if counts[word] == 1 else key for key, word in last.items()}
     return {
-        place: tuple(f"{short[key]}={values[key]}" for key in kept if key in values)
-        for place, (_, values) in given.items()
+        trial: tuple(f"{short[key]}={values[key]}" for key in keys if key in values)
+        for trial, (_, values) in settings.items()
     }
 
 
@@ -58,7 +59,7 @@ def target_of(trial: Trial) -> str:
     return f"{about.target}{topology}" + (f" in {hardware.slices} slices" if hardware.slices > 1 else "")
 
 
-def _given(trial: Trial) -> dict[str, str]:
+def _settings(trial: Trial) -> dict[str, str]:
     """Return the keys that may make a trial another workload, with the values in its record if it has them."""
     in_force = {_root(key) for key in trial.values}
     return {key: value for key, value in _named(trial).items() if _root(key) not in in_force} | trial.values
@@ -78,38 +79,34 @@ def _differing(sweeps: Mapping[Path, Sequence[Trial]]) -> list[str]:
     for folder, trials in sweeps.items():
         for trial in trials:
             named |= dict.fromkeys(_named(trial))
-            given, kind = _given(trial), (trial.stage, target_of(trial))
-            alike[(folder, *kind)].append(given)
-            alike[kind].append({key: value for key, value in given.items() if _root(key) in _OF_A_STEP})
-            alike[()].append({key: value for key, value in given.items() if _root(key) in _OF_THE_MODEL})
+            settings, kind = _settings(trial), (trial.stage, target_of(trial))
+            alike[(folder, *kind)].append(settings)
+            alike[kind].append({key: value for key, value in settings.items() if _root(key) in _OF_A_STEP})
+            alike[()].append({key: value for key, value in settings.items() if _root(key) in _OF_THE_MODEL})
     keys: dict[str, None] = {}
     for members in alike.values():
         for key in dict.fromkeys(key for values in members for key in values):
-            settings = {values.get(key) for values in members}
-            if len(settings if key in named else settings - {None}) > 1:
+            different = {values.get(key) for values in members}
+            if len(different if key in named else different - {None}) > 1:
                 keys[key] = None
     return [*(key for key in named if key in keys), *(key for key in keys if key not in named)]
 
 
-def _distinguishing(given: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
+def _distinguishing(trials: Sequence[tuple[Trial, dict[str, str]]], keys: Sequence[str]) -> list[str]:
     """Return the keys whose values do not follow from the description of a step and from earlier keys."""
     described: list[tuple[str, ...]] = [
-        tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED) for trial, _ in given
+        tuple(str(getattr(trial.about, key, None)) for key in _DESCRIBED) for trial, _ in trials
     ]
-    precisions = [getattr(trial.about, "precision", None) for trial, _ in given]
-    kept = []
+    precisions = [getattr(trial.about, "precision", None) for trial, _ in trials]
+    distinguishing = []
     for key in keys:
-        values = [settings.get(key) for _, settings in given]
+        values = [settings.get(key) for _, settings in trials]
         known = list(zip(described, precisions, strict=True)) if _root(key) == "precision" else described
         if len(set(zip(known, values, strict=True))) > len(set(known)):
-            kept.append(key)
+            distinguishing.append(key)
             described = [(*before, str(value)) for before, value in zip(described, values, strict=True)]
-    return kept
+    return distinguishing
 
 
 def _root(key: str) -> str:
     return re.split(r"[./@]", key)[0]
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]

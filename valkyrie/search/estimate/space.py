@@ -129,7 +129,7 @@ class Space:
         return sum(len(group.candidates) * len(group.remats) for group in self.groups)
 
 
-def space_of(
+def enumerate_layouts(
     run: Run,
     targets: Sequence[TargetConfig],
     partitions: Sequence[PartitionConfig],
