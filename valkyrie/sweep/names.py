@@ -52,7 +52,7 @@ def sweep_name(arguments: Sequence[str]) -> str:
     if overlay not in (None, "null"):
         return folder_name(overlay)
     arguments_by_key = {key: value for key, value in given.items() if _is_of_the_sweep(key)}
-    return f"sweep-{_digest(arguments_by_key)[:8]}"
+    return f"sweep-{digest(arguments_by_key)[:8]}"
 
 
 def trial_key(run: Run) -> str:
@@ -65,12 +65,7 @@ def trial_key(run: Run) -> str:
         keys = [key for key in keys if key != "task"]
     values |= {f"mode.{key}": value for key, value in values["mode"].items()}
     read = {"resume": config.resume or config.name} if mode.reads_run else {}
-    return _digest({key: values[key] for key in keys} | {"mode": mode.name} | read)[:16]
-
-
-def unread_key(overrides: Sequence[str]) -> str:
-    """Return the key of a trial whose overrides do not compose to a run."""
-    return _digest(sorted(overrides))[:16]
+    return digest({key: values[key] for key in keys} | {"mode": mode.name} | read)[:16]
 
 
 def trial_name(run: Run, key: str, layout: str | None = None) -> str:
@@ -113,5 +108,6 @@ def _is_of_the_sweep(key: str) -> bool:
     return re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP
 
 
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """Return the SHA-256 of a value's JSON text, with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
-from valkyrie.sweep.names import folder_name, trial_key, trial_name, unread_key
+from valkyrie.sweep.names import digest, folder_name, trial_key, trial_name
 from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
@@ -182,10 +180,9 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
 
 def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str]) -> Plan:
     """Return the refused plan of a job whose configuration does not compose to a run."""
-    key = unread_key(overrides)
+    key, flags = digest(sorted(overrides))[:16], config_flags(hydra)
     name = f"{folder_name(mode)}-{key[:6]}"
-    folder, flags = sweep_folder(hydra), config_flags(hydra)
-    return Plan(key, name, mode, folder, tuple(overrides), None, str(error), flags=flags)
+    return Plan(key, name, mode, sweep_folder(hydra), tuple(overrides), None, str(error), flags=flags)
 
 
 def sweep_folder(hydra: Any) -> Path:
@@ -221,7 +218,7 @@ def _missing(run: Run) -> list[str]:
 
 def _predictor(run: Run) -> str:
     """Return a digest of what a prediction depends on in addition to the run: versions, program and replay."""
-    return hashlib.sha256(json.dumps([versions(), package_digest(run)]).encode()).hexdigest()[:12]
+    return digest([versions(), package_digest(run)])[:12]
 
 
 def _not_in_a_multirun(resume: str, mode: str) -> str:

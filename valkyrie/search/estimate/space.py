@@ -53,9 +53,10 @@ class Candidate:
     microbatches: int
 
     @property
-    def layout_overrides(self) -> list[str]:
-        """Command-line overrides that select the layout, without those that select the slice."""
-        overrides = [f"mesh={self.mesh}", f"partition={self.partition}"]
+    def overrides(self) -> list[str]:
+        """Command-line overrides that select the slice and the layout."""
+        slices = [f"target.slices={self.slices}"] if self.slices > 1 else []
+        overrides = [f"target={self.target}", *slices, f"mesh={self.mesh}", f"partition={self.partition}"]
         if self.schedule is not PipelineSchedule.gpipe:
             overrides.append(f"partition.schedule={self.schedule.value}")
         if self.rounds > 1:
@@ -68,12 +69,6 @@ class Candidate:
         if self.microbatches > 1:
             overrides.append(f"microbatches={self.microbatches}")
         return overrides
-
-    @property
-    def overrides(self) -> list[str]:
-        """Command-line overrides that select the slice and the layout."""
-        slices = [f"target.slices={self.slices}"] if self.slices > 1 else []
-        return [f"target={self.target}", *slices, *self.layout_overrides]
 
 
 @dataclass(frozen=True)
