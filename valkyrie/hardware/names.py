@@ -44,15 +44,12 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
     if not size or chip.ici_axes is None:
         wrong = "has no torus" if size else "does not say how many chips"
         raise ValueError(f"target={name} {wrong}. {_how_to_write(chip)}")
-    shape = parse_shape(size)
-    if shape is None or len(shape) != chip.ici_axes:
-        raise ValueError(f"target={name}{chip.slices.wrong_axes(chip.name, f'target={chip.name}-')}")
-    refusal, twisted = chip.slices.refusal(shape, chip.name, _writer(chip)), says_twisted(size)
-    if refusal is None and twisted:
-        refusal = chip.slices.twist_refusal(shape, chip.name)
+    refusal = chip.slices.refusal(size, chip.name, _writer(chip), f"target={chip.name}-")
     if refusal is not None:
         raise ValueError(f"target={name}{refusal}")
-    return slice_of(chip, shape, twisted=twisted)
+    shape = parse_shape(size)
+    assert shape is not None
+    return slice_of(chip, shape, twisted=says_twisted(size))
 
 
 def example_of(chip: ChipConfig) -> TargetConfig:

@@ -108,24 +108,34 @@ class Slices:
             return f"slices are n x n or n x 2n chips, n a power of 2, with sides up to {side}"
         return f"beyond one host of {shape_text(self.host_bounds)} chips there are only whole hosts"
 
-    def refusal(self, shape: SliceShape, chip: str, written: Callable[[SliceShape], str]) -> str | None:
-        """Return what follows `target.topology=4x4x3` where a chip has no such slice, None where it has.
+    def refusal(self, topology: str, chip: str, written: Callable[[SliceShape], str], key: str) -> str | None:
+        """Return what follows `target.topology=4x4x3` if a chip has no such slice, with the nearest that exist.
 
-        It names the nearest slices that there are; `written` writes one as it is asked for.
+        Args:
+            topology: Chips along each axis, such as `4x4x8_twisted`.
+            chip: Name of the chip.
+            written: Writes a slice as it is requested.
+            key: What precedes a shape in a request, such as `target.topology=`.
         """
-        if self.exists(shape):
+        shape = parse_shape(topology)
+        if shape is None or len(shape) != self.axes:
+            such = shape_text([4] * (self.axes or 1))
+            return f": a {chip} slice is a torus of {self.axes} axes. Write the chips along each, such as {key}{such}."
+        if not self.exists(shape):
+            turned = tuple(sorted(shape, reverse=True))
+            if self.exists(turned):
+                reason = f"hosts of {shape_text(self.host_bounds)} chips do not fit into it. Write {written(turned)}."
+            else:
+                reason = f"{self.rule(math.prod(shape))}. {nearest_hint(self.nearest_to(shape), written)}"
+            return f" is not a slice of {chip}: {reason}"
+        if not says_twisted(topology) or self.is_twisted(shape):
             return None
-        turned = tuple(sorted(shape, reverse=True))
-        if self.exists(turned):
-            reason = f"hosts of {shape_text(self.host_bounds)} chips do not fit into it. Write {written(turned)}."
-        else:
-            reason = f"{self.rule(math.prod(shape))}. {nearest_hint(self.nearest_to(shape), written)}"
-        return f" is not a slice of {chip}: {reason}"
-
-    def wrong_axes(self, chip: str, key: str) -> str:
-        """Return what follows a topology of other axes than the chip's torus; `key` stands before the right ones."""
-        such = shape_text([4] * (self.axes or 1))
-        return f": a {chip} slice is a torus of {self.axes} axes. Write the chips along each, such as {key}{such}."
+        if not self.twists:
+            return f": slices of {chip} are not twisted. Leave {TWISTED} out."
+        return (
+            f": twisted tori are n x n x 2n or n x 2n x 2n chips, n a multiple of 4, such as 4x4x8{TWISTED} or "
+            f"4x8x8{TWISTED}. Use one of those, or leave {TWISTED} out."
+        )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
         """Return the next smaller slice than one of so many chips, and the next larger, as far as there are any."""
@@ -167,17 +177,6 @@ class Slices:
         """Return whether a slice of this shape comes as a twisted torus as well."""
         n = shape[0]
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
-
-    def twist_refusal(self, shape: SliceShape, chip: str) -> str | None:
-        """Return what follows `target.topology=4x4x4_twisted` where a chip has no such slice, None where it has."""
-        if self.is_twisted(shape):
-            return None
-        if not self.twists:
-            return f": slices of {chip} are not twisted. Leave {TWISTED} out."
-        return (
-            f": twisted tori are n x n x 2n or n x 2n x 2n chips, n a multiple of 4, such as 4x4x8{TWISTED} or "
-            f"4x8x8{TWISTED}. Use one of those, or leave {TWISTED} out."
-        )
 
     def _of_size(self, chips: int) -> list[SliceShape]:
         """Return the shapes of so many chips, as Cloud TPU writes them; the most even one where any is legal."""

@@ -262,18 +262,17 @@ class TargetConfig:
                 f"target={chip.name}-{self.topology}, or leave target.topology out."
             )
             return [Problem(ProblemCode.conflict, "target.topology", self.topology, text)]
-        shape = parse_shape(self.topology)
-        if shape is None or len(shape) != chip.ici_axes:
-            text = override + chip.slices.wrong_axes(chip.name, "target.topology=")
-            return [Problem(ProblemCode.topology, "target.topology", self.topology, text)]
-        refusal = chip.slices.refusal(shape, chip.name, topology_text)
-        if refusal is None and says_twisted(self.topology):
-            refusal = chip.slices.twist_refusal(shape, chip.name)
-        if refusal is None and self.hosts not in (1, hosts := chip.slices.hosts(shape)):
+        refusal, shape = (
+            chip.slices.refusal(self.topology, chip.name, topology_text, "target.topology="),
+            parse_shape(self.topology),
+        )
+        if refusal is None and shape is not None and self.hosts not in (1, hosts := chip.slices.hosts(shape)):
             refusal = f" has {hosts} host{'s' * (hosts > 1)}, not target.hosts={self.hosts}. Leave target.hosts out."
-        if refusal is None:
-            return []
-        return [Problem(ProblemCode.topology, "target.topology", self.topology, override + refusal)]
+        return (
+            []
+            if refusal is None
+            else [Problem(ProblemCode.topology, "target.topology", self.topology, override + refusal)]
+        )
 
     def resized(self, devices: int) -> TargetConfig | None:
         """Return one slice of so many devices of the same kind; None where there is none."""

@@ -186,7 +186,7 @@ def _ordered(sizes: tuple[int, ...], topology: Topology, torus: bool) -> tuple[P
     """Return the placements of axes with sizes in descending order, which serve for every other order of them."""
     physical = physical_axes(topology)[1:] if torus else [(HOST, topology.devices, False)]
     best: dict[tuple[float, ...], Placement] = {}
-    for number, filling in enumerate(_filled(tuple(length for _, length, _ in physical), sizes)):
+    for number, filling in enumerate(fillings(tuple(length for _, length, _ in physical), sizes, MOST_FACTORS)):
         if number == MOST_TRIED:
             break
         axes = tuple(
@@ -234,30 +234,36 @@ def _host_factors(axis: int, filling: Filling, topology: Topology) -> tuple[Fact
     return ()
 
 
-def _filled(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Filling]:
-    """Yield every way to spend mesh axes on physical axes, whole axes first."""
+def fillings(lengths: tuple[int, ...], sizes: tuple[int, ...], most: int | None = None) -> Iterator[Filling]:
+    """Yield every way to spend mesh axes of these sizes on physical axes of these lengths.
+
+    `most`: mesh axes on one physical axis, each in one factor, the largest factors first; the last physical axis takes
+    all that are left. Without it there is no limit, factors of an axis may be apart, and small ones come first.
+    """
     if not lengths:
         if math.prod(sizes) == 1:
             yield ()
         return
-    for on_first in _on_one(lengths[0], sizes, MOST_FACTORS if len(lengths) > 1 or len(sizes) < 2 else len(sizes)):
-        left = list(sizes)
-        for axis, factor in on_first:
-            left[axis] //= factor
-        for rest in _filled(lengths[1:], tuple(left)):
+    limit = len(sizes) if most is not None and len(lengths) == 1 and len(sizes) > 1 else most
+    for on_first, left in _on_one(lengths[0], sizes, limit, frozenset()):
+        for rest in fillings(lengths[1:], left, most):
             yield (on_first, *rest)
 
 
-def _on_one(length: int, sizes: tuple[int, ...], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield factors of different mesh axes whose product is the length of a physical axis."""
+def _on_one(
+    length: int, sizes: tuple[int, ...], most: int | None, used: frozenset[int]
+) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]]:
+    """Yield factors of mesh axes whose product is the length of a physical axis, and what is left of the axes."""
     if length == 1:
-        yield ()
+        yield (), sizes
         return
     if most == 0:
         return
     for axis, size in enumerate(sizes):
-        whole = math.gcd(length, size)
-        for factor in (d for d in range(whole, 1, -1) if whole % d == 0):
-            left = tuple(1 if a == axis else n for a, n in enumerate(sizes))
-            for rest in _on_one(length // factor, left, most - 1):
-                yield ((axis, factor), *rest)
+        whole = 1 if axis in used else math.gcd(length, size)
+        factors = [d for d in range(2, whole + 1) if whole % d == 0]
+        others = frozenset({axis}) if most is None else used | {axis}
+        for factor in factors if most is None else reversed(factors):
+            left = (*sizes[:axis], size // factor, *sizes[axis + 1 :])
+            for rest, after in _on_one(length // factor, left, None if most is None else most - 1, others):
+                yield ((axis, factor), *rest), after

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from valkyrie.hardware.position import Position
 from valkyrie.hardware.target import Topology
-from valkyrie.parallel.axis_links import AxisPlacement, Factor, close_rings, entries_of, physical_axes, placed_factor
+from valkyrie.parallel.axis_links import (
+    AxisPlacement,
+    Factor,
+    close_rings,
+    entries_of,
+    fillings,
+    physical_axes,
+    placed_factor,
+)
 from valkyrie.problems import Problem, ProblemCode
 
 if TYPE_CHECKING:
@@ -122,35 +130,11 @@ def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     if not between:
         lengths.insert(0, topology.slices)
     first = [(SLICE_AXIS, topology.slices)] if between else []
-    fillings = _fill([length for length in lengths if length > 1], inner)
-    return [entries_of([*first, *factors], axes) for factors in fillings]
-
-
-def _fill(lengths: Sequence[int], left: Mapping[str, int]) -> Iterator[list[tuple[str, int]]]:
-    """Yield every way to spend what is left of the mesh axes on physical axes of these lengths, in their order."""
-
-    def on_one(
-        length: int, left: dict[str, int], last: str | None
-    ) -> Iterator[tuple[list[tuple[str, int]], dict[str, int]]]:
-        if length == 1:
-            yield [], left
-            return
-        for axis, size in left.items():
-            if axis != last:
-                for factor in _divisors(math.gcd(length, size)):
-                    for rest, after in on_one(length // factor, {**left, axis: size // factor}, axis):
-                        yield [(axis, factor), *rest], after
-
-    if not lengths:
-        yield []
-        return
-    for head, after in on_one(lengths[0], dict(left), None):
-        for tail in _fill(lengths[1:], after):
-            yield head + tail
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(2, n + 1) if n % d == 0]
+    names, sizes = list(inner), tuple(inner.values())
+    return [
+        entries_of([*first, *((names[axis], factor) for on_axis in filling for axis, factor in on_axis)], axes)
+        for filling in fillings(tuple(lengths), sizes)
+    ]
 
 
 def _factors(placement: Sequence[str], axes: Mapping[str, int]) -> list[tuple[str, int]]:
