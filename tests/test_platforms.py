@@ -30,7 +30,7 @@ def test_an_unknown_platform_is_refused_by_its_key() -> None:
         (ChipConfig(platform="abacus").problems(), "target.chip.platform"),
     ):
         (problem,) = problems
-        assert (problem.key, problem.value) == (key, "abacus") and "any, cpu, gpu, tpu" in str(problem)
+        assert (problem.key, problem.value) == (key, "abacus") and str(problem).endswith("cpu, gpu, tpu.")
 
 
 def test_platforms_do_not_import_jax() -> None:

@@ -194,7 +194,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert done.sending_s == pytest.approx(use.busy_s)
     assert done.step_s == pytest.approx(10 * (once + assumptions.LOOP_ITERATION_S))
     names = [span.name for span in done.spans if span.track == "compute"]
-    assert names.count("w") == 2 and "loop: iterations 2 to 9" in names
+    assert names.count("w") == 2 and "iterations 2 to" in str(names)
     assert max(s.start_s + s.duration_s for s in done.spans) == pytest.approx(done.step_s, rel=1e-2)
 
 
@@ -222,7 +222,8 @@ def test_the_longest_branch_is_taken_and_said():
     )
     done = played(module)
     assert done.step_s == pytest.approx(5000 / CLOCK)
-    assert done.notes == ["where the program branches, the longest branch is taken"]
+    (note,) = done.notes
+    assert "longest branch" in note
 
 
 def test_bytes_of_any_backend_without_a_machine():

@@ -83,11 +83,8 @@ def test_what_cannot_fit_is_refused_with_both_numbers_and_what_would(free: Any):
     with pytest.raises(ValueError) as caught:
         check_room(program_of(*LARGE), simulated())
     assert not isinstance(caught.value, DoesNotFit)
-    assert str(caught.value) == (
-        "llama_8b, mesh=1x1x1 partition=dp: parameters, optimizer state and gradients alone take 119.7 GiB, and this "
-        "machine has 20.0 GiB of memory free. Use model=gpt_1b. mode=compile target=v5p-64 says whether a slice has "
-        "the room. force=true goes on regardless."
-    )
+    for part in ("llama_8b", "mesh=1x1x1 partition=dp", "119.7 GiB", "20.0 GiB", "Use model=gpt_1b", "force=true"):
+        assert part in str(caught.value)
 
 
 def test_simulated_devices_share_the_memory_of_the_host(free: Any):
@@ -96,7 +93,7 @@ def test_simulated_devices_share_the_memory_of_the_host(free: Any):
     check_room(program_of(*each, "partition=fsdp"), simulated(8))
     with pytest.raises(ValueError) as caught:
         check_room(program_of(*each, "partition=dp"), simulated(8))
-    assert "which its 8 simulated devices share. Use partition=fsdp" in str(caught.value)
+    assert "8 simulated devices" in str(caught.value) and "Use partition=fsdp" in str(caught.value)
 
 
 def test_an_evaluation_needs_no_gradients(free: Any):
@@ -109,11 +106,11 @@ def test_an_evaluation_needs_no_gradients(free: Any):
 def test_memory_of_devices_is_what_they_report_else_their_chips():
     with pytest.raises(DoesNotFit) as caught:
         check_room(program_of(*LARGE), with_memory(64 * GIB))
-    assert "a NVIDIA H100 has 64.0 GiB" in str(caught.value)
+    assert "has 64.0 GiB" in str(caught.value)
     check_room(program_of(*LARGE), with_memory(140 * GIB))
     with pytest.raises(DoesNotFit) as caught:
         check_room(program_of(*LARGE), with_memory(None))
-    assert "a NVIDIA H100 has 80.0 GiB" in str(caught.value)
+    assert "has 80.0 GiB" in str(caught.value)
 
 
 def test_force_goes_on_and_unknown_memory_refuses_nothing(free: Any):
@@ -129,12 +126,11 @@ def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
     run = ("model=gpt_125m", "mesh=1x1x1", "partition=dp", "batch=8", "seq=512")
     check_room(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 1
-    assert lines[0].startswith("memory: likely does not fit: about 7.7 GiB expected (5.8 GiB of them activations, an ")
-    assert "and this machine has 5.0 GiB of memory free. By the same estimate these fit: remat=full (about " in lines[0]
-    assert "microbatches=" in lines[0] and "batch=4 (about " in lines[0]
+    for part in ("likely", "7.7 GiB", "5.8 GiB", "5.0 GiB", "remat=full (about ", "microbatches=", "batch=4 (about "):
+        assert part in lines[0]
     free(12 * GIB)
     check_room(program_of(*run), simulated(), say=lines.append)
-    assert lines[1].startswith("memory: may not fit: about 7.7 GiB")
+    assert "may not fit" in lines[1] and "7.7 GiB" in lines[1]
     free(22 * GIB)
     check_room(program_of(*run), simulated(), say=lines.append)
     assert len(lines) == 2
@@ -156,10 +152,8 @@ def test_memory_that_runs_out_is_one_line_with_what_helps(free: Any, error: Exce
     with pytest.raises(DoesNotFit) as caught, out_of_memory_in_plain_words(run, simulated()):
         raise error
     assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(
-        "valkyrie_tiny under 1x1x1-dp ran out of memory when 35.0 GiB more were asked for; this machine has 20.0 GiB"
-    )
-    assert "batch=4 (about " in str(caught.value)
+    for part in ("valkyrie_tiny", "1x1x1-dp", "35.0 GiB", "20.0 GiB", "batch=4 (about "):
+        assert part in str(caught.value)
 
 
 def test_other_errors_of_the_compiler_stay_as_they_are():
@@ -197,9 +191,7 @@ def test_the_estimate_of_a_tpu_is_told_with_how_far_off_it_was():
     memory = ExpectedMemory(parameters=GIB, gradients=GIB, optimizer=2 * GIB, average=0, activations=6 * GIB)
     for usable, word in ((16, "should fit"), (10, "may not fit"), (7, "does not fit")):
         said = verdict(memory, usable * GIB, "a v5e chip", measured=True)
-        assert (
-            said.startswith(f"{word}: an estimate of 10.0 GiB, ") and f"a v5e chip has {usable:.1f} GiB usable" in said
-        )
+        assert said.startswith(f"{word}: ") and "10.0 GiB" in said and f"{usable:.1f} GiB usable" in said
     assert f"layouts of {off.models} models" in said
     assert verdict(memory, 3 * GIB, "a v5e chip", measured=True).startswith("does not fit: "), (
         "arrays at rest are exact"
