@@ -95,7 +95,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Compiler]:
 
 
 def candidate(name: str, *values: Any, **also: Any) -> CompilerOption:
-    return CompilerOption(name, values, "what it does", "where that is known from", also=tuple(also.items()))
+    return CompilerOption(name, values, "what it does", "where that is known from", also=also)
 
 
 A, B, N = candidate("xla_a", True, False), candidate("xla_b", True, False), candidate("xla_n", 1, 2, 3)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from valkyrie.records import decode
 
 FILE = Path(__file__).with_name("compiler_options.yaml")
 
 
 @dataclass(frozen=True)
 class CompilerOption:
-    """An option of the compiler with the values to try, on some `chips` or (None) on all TPUs.
+    """A compiler option with the values to try.
 
-    A value of None leaves the choice to the compiler. `also` are options set together with each value. `does` says
-    what the option changes, `source` where that is known from. On the chips of `idle_on` no program that was looked at
-    changed by it; `idle` says that of the chip that was asked about.
+    Args:
+        name: Name of the option.
+        values: Values to try. None leaves the choice to the compiler.
+        does: What the option changes.
+        source: Where that is known from.
+        chips: Chips that have it, or None for all TPUs.
+        also: Options set together with each value.
+        idle_on: Chips on which it changed none of the programs that were tried.
+        idle: Whether the chip of `options_for` is one of those.
     """
 
     name: str
@@ -24,14 +32,14 @@ class CompilerOption:
     does: str
     source: str
     chips: tuple[str, ...] | None = None
-    also: tuple[tuple[str, Any], ...] = ()
+    also: dict[str, Any] = field(default_factory=dict)
     idle_on: tuple[str, ...] = ()
     idle: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The options that are set."""
-        return (self.name, *(name for name, _ in self.also))
+        return (self.name, *self.also)
 
     @property
     def is_switch(self) -> bool:
@@ -39,35 +47,21 @@ class CompilerOption:
         return all(isinstance(value, bool) for value in self.values)
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return what is tried, value by value: each option with its value."""
-        return [{self.name: value, **dict(self.also)} for value in self.values]
+        """Return what is tried for each value: options with their values."""
+        return [{self.name: value, **self.also} for value in self.values]
 
 
 @cache
 def all_options() -> tuple[CompilerOption, ...]:
-    """Return all of them, in the order in which they are tried."""
+    """Return all options, in the order in which they are tried."""
     from omegaconf import OmegaConf
 
     rows = OmegaConf.to_container(OmegaConf.load(FILE))
     assert isinstance(rows, list)
-    return tuple(_option(**{str(key): value for key, value in row.items()}) for row in rows)
+    return tuple(decode(CompilerOption, row, FILE.name) for row in rows)
 
 
 def options_for(chip: str) -> list[CompilerOption]:
-    """Return those that may be worth setting on a chip, by its name, in the order in which they are tried."""
-    there = (option for option in all_options() if option.chips is None or chip in option.chips)
-    return [replace(option, idle=chip in option.idle_on) for option in there]
-
-
-def _option(
-    *,
-    name: str,
-    values: list[Any],
-    does: str,
-    source: str,
-    chips: list[str] | None = None,
-    also: dict[str, Any] | None = None,
-    idle_on: list[str] | None = None,
-) -> CompilerOption:
-    on = None if chips is None else tuple(chips)
-    return CompilerOption(name, tuple(values), does, source, on, tuple((also or {}).items()), tuple(idle_on or ()))
+    """Return the options that may be worth setting on a chip, in the order in which they are tried."""
+    options = (option for option in all_options() if option.chips is None or chip in option.chips)
+    return [replace(option, idle=chip in option.idle_on) for option in options]

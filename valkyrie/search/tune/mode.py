@@ -13,10 +13,10 @@ from valkyrie.config.run import Run
 from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, raises
-from valkyrie.records import encode, write_record
+from valkyrie.records import write_record
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.search.tune.tune import tune
-from valkyrie.search.tune.tuned import Attempt, Tuned, TuneRecord, Verdict, assignments
+from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict, assignments, tune_record
 from valkyrie.train.options import option_text
 from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory, seconds_of
@@ -51,7 +51,7 @@ def tune_mode(run: Run) -> int:
             interrupted = True
     tuned = known[-1]
     write_about(run, folder)
-    write_record(folder / ATTEMPTS, tune_record(tuned))
+    write_record(folder / ATTEMPTS, tune_record(tuned, versions()))
     write_whole(folder / TUNED, fragment(tuned))
     _show_end(tuned, folder, interrupted, console)
     return EXIT_STATUS if interrupted else 0
@@ -176,19 +176,3 @@ def training_command(tuned: Tuned) -> str:
     own = ("mode", "name")
     typed = [a for a in tuned.run.arguments if key_value(a)[0] not in own and not key_value(a)[0].startswith("mode.")]
     return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])
-
-
-def tune_record(tuned: Tuned) -> TuneRecord:
-    """Return what `tune.json` holds."""
-    return TuneRecord(
-        about=encode(tuned.run.about()),
-        versions=versions(),
-        start_s=tuned.start_s,
-        step_s=tuned.step_s,
-        finished=tuned.finished,
-        options=tuned.options,
-        model=tuned.model,
-        to_fit=tuned.to_fit,
-        set_by_user=tuned.set_by_user,
-        attempts=tuned.attempts,
-    )

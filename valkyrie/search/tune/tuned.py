@@ -1,9 +1,9 @@
-"""What was tried on a layout to shorten its step, and the best of it: attempts, compiler options, implementations."""
+"""Results of tuning a layout: what was tried, and the best compiler options and implementations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -11,18 +11,18 @@ from valkyrie.config.run import Run
 from valkyrie.train.options import KEY, option_text
 
 Options = dict[str, Any]
-"""Values of compiler options by name, as `target.chip.xla_options` has them; None takes a chip's default away."""
+"""Values of compiler options by name, as in `target.chip.xla_options`; None removes a chip's default."""
 
 
 class Verdict(Enum):
-    """What became of one attempt."""
+    """Result of one attempt."""
 
     start = "as it is"
     kept = "kept"
     not_needed = "taken back"  # no slower without it
     no_gain = "no gain"
     same = "same program"
-    changed = "see below"  # several together: which of them changes it is found out by halves
+    changed = "see below"  # several together; halves are tried next to find which of them changes it
     refused = "refused"
     does_not_fit = "does not fit"
     timeout = "too long"
@@ -31,11 +31,18 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One program that was compiled: `options` are those that it changes, several where they are tried together.
+    """A program that was compiled.
 
-    `step_s` and `peak` are its predicted seconds and bytes of a device; `change` is the share by which its step is
-    longer than the best before it (negative: shorter). `reason` says why there is no step. `seconds` it took to find
-    out, next to none where the program was compiled before (`cached`).
+    Args:
+        options: Options that it changes, several if they are tried together.
+        verdict: What follows from it.
+        round: Round of the search, from 1.
+        step_s: Predicted seconds of a step.
+        peak: Bytes of a device.
+        change: Relative difference to the best step before it; negative if it is shorter.
+        reason: Why there is no step.
+        seconds: Seconds that the attempt took.
+        cached: Whether the program had been compiled before.
     """
 
     options: Options
@@ -51,12 +58,18 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What is known so far: the attempts in order, the best options, and the step before and with them (seconds).
+    """State of a search.
 
-    `options` are those to set beside the run's own; `to_fit` are those without which the program then does not fit,
-    which a compile adds and a training does not. `model` are other implementations of its blocks, by key
-    (`model.s5.scan`: `blocked`). `run` has all of them. `set_by_user` are left as they are. `finished` is False while
-    there is more to try.
+    Args:
+        run: The run with the best settings.
+        start_s: Seconds of a step without them.
+        step_s: Seconds of a step with them.
+        options: Compiler options to set in addition to the run's own.
+        attempts: Everything tried, in order.
+        to_fit: Options without which the program does not fit; a compile adds them, a training does not.
+        set_by_user: Options that are not varied.
+        model: Other implementations of its blocks, such as `model.s5.scan`: `blocked`.
+        finished: False while there is more to try.
     """
 
     run: Run
@@ -71,39 +84,27 @@ class Tuned:
 
     @property
     def settings(self) -> Options:
-        """The options to set for a training: those found, and those that it needs to fit."""
+        """The options to set for a training, including those that it needs to fit."""
         return self.options | self.to_fit
 
     @property
     def overrides(self) -> list[str]:
-        """What to write for a training, as the command line has it."""
+        """Command-line overrides for a training."""
         chosen = [f"{key}={value}" for key, value in self.model.items()]
         return chosen + [f"{KEY}.{assignment}" for assignment in assignments(self.settings)]
 
     @property
     def gain(self) -> float:
-        """The share of the step that the options save."""
+        """Share of the step that the settings save."""
         return 1 - self.step_s / self.start_s
 
 
-@dataclass(frozen=True)
-class TuneRecord:
-    """What `tune.json` holds: steps in seconds, the options found, and every attempt in order."""
-
-    about: dict[str, Any]
-    versions: dict[str, str]
-    start_s: float
-    step_s: float
-    finished: bool
-    options: Options
-    model: dict[str, str]
-    to_fit: Options
-    set_by_user: Options
-    attempts: tuple[Attempt, ...]
-    schema: int = 1
-    unknown: dict[str, Any] = field(default_factory=dict)
+def tune_record(tuned: Tuned, versions: dict[str, str]) -> dict[str, Any]:
+    """Return what `tune.json` stores, with the versions of the packages that decide the numbers."""
+    known = {field.name: getattr(tuned, field.name) for field in fields(tuned) if field.name != "run"}
+    return {"about": tuned.run.about(), "versions": versions, **known, "schema": 1}
 
 
 def assignments(options: Mapping[str, Any]) -> list[str]:
-    """Return options as they are written after `target.chip.xla_options.`: `xla_flag=true`; null takes one away."""
+    """Return options as written after `target.chip.xla_options.`: `xla_flag=true`, or `null` to remove one."""
     return [f"{name}={'null' if value is None else option_text(value)}" for name, value in options.items()]
