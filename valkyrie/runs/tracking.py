@@ -35,7 +35,8 @@ class Tracker:
     """Writes records to `metrics.jsonl` and to W&B, offline if its server does not answer.
 
     `note` reports a W&B that does not start. `start` is the step from which a run continues: records of later steps are
-    dropped, because those steps are repeated.
+    dropped, because those steps are repeated. With `write=False`, for processes other than the leader, nothing is
+    written anywhere.
     """
 
     def __init__(
@@ -47,14 +48,18 @@ class Tracker:
         fields: dict[str, Any],
         group: str,
         start: int | None = None,
+        write: bool = True,
     ):
-        self.folder, self.file = folder, folder / "metrics.jsonl"
+        self.folder, self.file, self.note = folder, folder / "metrics.jsonl", None
+        self._file = self._wandb = None
+        self._unwritten = b""
+        self._open_step: int | None = None
+        if not write:
+            return
         cut_torn_line(self.file)
         if start is not None:
             drop_after(self.file, start)
         self._file = self.file.open("ab", buffering=0)
-        self._unwritten = b""
-        self._open_step: int | None = None
         writer = WandbWriter(config, folder)
         run_id = config.id or f"{run_name}-{folder.resolve().stat().st_ino}"
         group = config.group or group
@@ -65,9 +70,14 @@ class Tracker:
         self.note = f"{writer.note}; metrics.jsonl is written all the same." if failed else writer.note
 
     @property
+    def writes(self) -> bool:
+        """Whether records are written at all."""
+        return self._file is not None
+
+    @property
     def gone(self) -> bool:
         """Whether the file was deleted, with its folder or its disk."""
-        return not self.file.is_file()
+        return self.writes and not self.file.is_file()
 
     def log(self, record: dict[str, Any], step: int) -> str | None:
         """Append one record of scalars, stamped with its step.
@@ -101,12 +111,15 @@ class Tracker:
 
     def close(self, exit_code: int = 0) -> None:
         """Flush and close both sinks."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=exit_code)
 
     def _write(self, values: dict[str, Any]) -> str | None:
         """Append a line, after those that a full disk did not take before; half-written lines are finished."""
+        if self._file is None:
+            return None
         waited = bool(self._unwritten)
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:
@@ -116,22 +129,6 @@ class Tracker:
             remedy = "; free some room there" if is_full(error) else ""
             return None if waited else f"{self.file} cannot be written ({why(error)}): its lines wait{remedy}"
         return f"{self.file} is written again, with the lines that waited" if waited else None
-
-
-class Silent:
-    """The tracker of every process but the leader, which writes nothing."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.note, self.lost, self.gone = folder, None, None, False
-
-    def log(self, record: dict[str, Any], step: int) -> str | None:
-        """Drop a record: process 0 has the same."""
-
-    def summary(self, values: dict[str, Any]) -> None:
-        """Drop the values: process 0 has the same."""
-
-    def close(self, exit_code: int = 0) -> None:
-        """Do nothing."""
 
 
 def cut_torn_line(path: Path) -> None:

@@ -16,7 +16,7 @@ from valkyrie.checkpoint import Checkpoints
 from valkyrie.data.batches import Loader
 from valkyrie.runs.folder import command_name
 from valkyrie.runs.goodput import Ledger
-from valkyrie.runs.tracking import Silent, Tracker
+from valkyrie.runs.tracking import Tracker
 from valkyrie.train.code import CodeEvaluation
 from valkyrie.train.evaluate import Evaluator
 from valkyrie.train.meter import Meter
@@ -50,7 +50,7 @@ class Progress:
     """
 
     program: StepProgram
-    tracker: Tracker | Silent
+    tracker: Tracker
     screen: Screen
     meter: Meter
     ledger: Ledger

@@ -27,7 +27,7 @@ from valkyrie.records import encode
 from valkyrie.runs.folder import changed_settings, continuation, schedule_change, write_about
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
 from valkyrie.runs.results import TRAFFIC
-from valkyrie.runs.tracking import Silent, Tracker
+from valkyrie.runs.tracking import Tracker
 from valkyrie.runs.wandb_writer import config_of
 from valkyrie.train.callbacks import (
     Callback,
@@ -130,7 +130,7 @@ def fit(
         with meter.paused("compile"):
             step = compile_step(program) if start < config.steps else None
         window = stack.enter_context(Window(config.profile, folder, team=team))
-        tracker = _tracker(run, devices, folder, start) if team.leads else Silent(folder)
+        tracker = _tracker(run, devices, folder, start, write=team.leads)
         stack.push(lambda kind, error, trace: tracker.close(exit_code=0 if kind is None else 1))
         screen = stack.enter_context(Screen(console, config.steps, start, devices.simulated))
         interrupt = stack.enter_context(Interrupt(signals, several=team.count > 1))
@@ -220,7 +220,7 @@ def _record_program(progress: Progress, compiled: CompiledStep) -> None:
     """Record facts about the compiled step while the devices run the first one, so that a killed run has them too."""
     with progress.meter.paused("setup"):
         progress.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
-        if not isinstance(progress.tracker, Silent):
+        if progress.tracker.writes:
             if (traffic := compiled.traffic(progress.program.mesh, progress.warn)) is not None:
                 progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_mesh_axes}
             progress.tracker.summary(progress.facts)
@@ -278,7 +278,8 @@ def _layout_fields(run: Run, devices: Devices) -> dict[str, Any]:
     }
 
 
-def _tracker(run: Run, devices: Devices, folder: Path, start: int) -> Tracker:
+def _tracker(run: Run, devices: Devices, folder: Path, start: int, *, write: bool) -> Tracker:
     group = f"{run.model.name}-{run.config.target.name}"
     fields = config_of(_layout_fields(run, devices), run.record())
-    return Tracker(run.config.tracking, folder, run_name=folder.name, fields=fields, group=group, start=start)
+    name = folder.name
+    return Tracker(run.config.tracking, folder, run_name=name, fields=fields, group=group, start=start, write=write)
