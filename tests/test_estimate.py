@@ -32,7 +32,7 @@ from valkyrie.search.estimate.runs import candidates_of, estimated
 from valkyrie.search.estimate.times import Step
 from valkyrie.search.estimate.work import work_of
 from valkyrie.search.request import parse_request
-from valkyrie.train.memory import expected_memory
+from valkyrie.train.memory import MemoryEstimator, expected_memory, layouts_of
 from valkyrie.train.program import StepProgram
 
 COMPILED = Path(__file__).parents[1] / "experiments" / "search" / "compiled.json"
@@ -79,6 +79,13 @@ def test_memory_is_that_of_mode_show(model: str) -> None:
         partitions.add(layout.config.partition.name)
         assert one.bytes == pytest.approx(expected.total, rel=0.01), one.candidate.overrides
     assert len(partitions) > 3
+
+
+def test_zero1_spreads_only_what_a_data_axis_divides() -> None:
+    run = run_of(["model=gpt_tiny", "mesh=3x2x2", "partition=dp", "partition.zero1=true", "batch=96", "mode=show"])
+    program = StepProgram(run, abstract_mesh(run.config.mesh), backend="cpu")
+    estimate = MemoryEstimator(run, layouts_of([run])).under(run.config.remat).optimizer.item()
+    assert estimate == pytest.approx(expected_memory(run, program.abstract_state).optimizer, rel=1e-3)
 
 
 def test_every_layout_is_legal(tiny: tuple[Run, Ranking]) -> None:

@@ -160,6 +160,24 @@ class Candidates:
             numbers = numbers / (self.stages if axis == LAYERS else self.split(axis, kind, length))
         return numbers
 
+    def state_shard(self, spec: Parameter) -> np.ndarray:
+        """Return for how many numbers of a parameter one device has optimizer state, as `Layout.optimizer` splits it.
+
+        ZeRO-1 spreads it over each free data axis, along the first dimension that the axis divides.
+        """
+        numbers = self.shard(spec, "stored")
+        if not self.partition.zero1:
+            return numbers
+        splits = [self.split(axis, "stored", n) for axis, n in zip(spec.axes, spec.shape, strict=True)]
+        for size in (self.sizes[axis] for axis in self.spread(spec.axes)):
+            whole = np.ones(len(self), bool)
+            for i, (axis, length) in enumerate(zip(spec.axes, spec.shape, strict=True)):
+                if axis != LAYERS:
+                    divides = whole & (length % (splits[i] * size) == 0)
+                    by = np.where(divides, size, 1)
+                    splits[i], numbers, whole = splits[i] * by, numbers / by, whole & ~divides
+        return numbers
+
     def problems(self, batch: int, seq: int) -> dict[Problem, np.ndarray]:
         """Return the problems of sizes that these layouts have, each with a mask of the layouts that have it."""
         masks: dict[Problem, np.ndarray] = {}

@@ -143,8 +143,7 @@ class MemoryEstimator:
             parameters += numbers * (4 if spec.float32 else config.precision.parameter.itemsize)
             reduced += numbers * config.precision.reduction.itemsize
             added += numbers * ACCUMULATED.itemsize
-            zero1 = layouts.parts(layouts.spread(spec.axes)) if layouts.partition.zero1 else 1
-            moments += config.optimizer.state_bytes(spec) * numbers / zero1
+            moments += config.optimizer.state_bytes(spec) * layouts.state_shard(spec)
             average += numbers * ACCUMULATED.itemsize * (config.optimizer.ema_decay is not None)
         gradients = np.minimum(parameters, reduced) + np.where(layouts.microbatches > 1, added, 0)
         return parameters, gradients, moments, average

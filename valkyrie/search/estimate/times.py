@@ -355,10 +355,9 @@ class Step:
         What Muon sends to gather whole matrices is not counted.
         """
         config = self.work.run.config.optimizer
-        bytes_, zero1 = np.zeros(len(self.layouts)), self.layouts.partition.zero1
+        bytes_ = np.zeros(len(self.layouts))
         for spec in self.work.parameters.values():
-            parts = self.layouts.parts(self.layouts.spread(spec.axes)) if zero1 else 1
-            bytes_ += config.update_bytes(spec) * self.layouts.shard(spec, "stored") / parts
+            bytes_ += config.update_bytes(spec) * self.layouts.state_shard(spec)
         flops = config.update_flops(self.work.parameters.values(), self.layouts.devices)
         return bytes_ / self.hbm + flops / (self.peak * self.efficiency.products)
 
