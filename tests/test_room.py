@@ -20,7 +20,7 @@ from valkyrie.train.devices import Devices, missing_devices
 from valkyrie.train.host import free_memory
 from valkyrie.train.memory import ExpectedMemory, MemoryEstimator, estimate_errors, layouts_of
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import DoesNotFit, check_room, out_of_memory_in_plain_words
+from valkyrie.train.room import DoesNotFit, check_room, explain_oom
 from valkyrie.train.show import verdict
 from valkyrie.units import GIB
 
@@ -149,7 +149,7 @@ def test_what_likely_does_not_fit_is_said_once_with_what_would(free: Any):
 def test_memory_that_runs_out_is_one_line_with_what_helps(free: Any, error: Exception):
     free(20 * GIB)
     run = compose_run("mesh=1x1x1", "partition=dp", "batch=8", "seq=4096")
-    with pytest.raises(DoesNotFit) as caught, out_of_memory_in_plain_words(run, simulated()):
+    with pytest.raises(DoesNotFit) as caught, explain_oom(run, simulated()):
         raise error
     assert "\n" not in str(caught.value)
     for part in ("valkyrie_tiny", "1x1x1-dp", "35.0 GiB", "20.0 GiB", "batch=4 (about "):
@@ -159,7 +159,7 @@ def test_memory_that_runs_out_is_one_line_with_what_helps(free: Any, error: Exce
 def test_other_errors_of_the_compiler_stay_as_they_are():
     with (
         pytest.raises(jax.errors.JaxRuntimeError),
-        out_of_memory_in_plain_words(compose_run("mesh=1x1x1"), simulated()),
+        explain_oom(compose_run("mesh=1x1x1"), simulated()),
     ):
         raise jax.errors.JaxRuntimeError("INTERNAL: a == b")
 

@@ -20,7 +20,7 @@ from valkyrie.parallel.mesh import build_mesh
 from valkyrie.processes.team import Team
 from valkyrie.train.devices import Devices
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import check_room, out_of_memory_in_plain_words
+from valkyrie.train.room import check_room, explain_oom
 from valkyrie.train.watchdog import Watchdog
 from valkyrie.trees import names_of
 from valkyrie.units import duration
@@ -47,13 +47,13 @@ def dry_run(run: Run, devices: Devices, steps: int, team: Team) -> Iterator[list
             yield _room(program, devices)
             began = time.perf_counter()
             try:
-                with out_of_memory_in_plain_words(run, devices):
+                with explain_oom(run, devices):
                     compiled = program.compile_step()
             except ValueError as error:
                 yield [Finding("compile", FAILS, str(error))]
                 return
             yield [Finding("compile", FINE, f"the step, in {time.perf_counter() - began:.1f} s")]
-        with out_of_memory_in_plain_words(run, devices):
+        with explain_oom(run, devices):
             metrics, seconds, state = _steps(program, compiled, steps, watchdog)
         with watchdog.resting():
             yield [_steps_finding(program, metrics, seconds, devices)]

@@ -256,10 +256,10 @@ def derive_layout(
     if stages:  # outside the stacked layers, stages share the rows of the batch: each has those of its own
         activations[BATCH] = tuple(dict.fromkeys((*stages, *activations[BATCH])))
     layout = Layout(mesh, partition, parameters, activations, microbatches, remat, dispatched=arrays.dispatched)
-    return (layout if problems else _following(layout, arrays)), problems
+    return (layout if problems else align_dependent_axes(layout, arrays)), problems
 
 
-def _following(layout: Layout, arrays: Arrays) -> Layout:
+def align_dependent_axes(layout: Layout, arrays: Arrays) -> Layout:
     """Return the layout with axes that follow another one split no further than their length divides.
 
     Only where the partition splits both alike: key heads, fewer than the devices that share the heads, are then whole

@@ -22,7 +22,7 @@ from valkyrie.runs.results import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together
-from valkyrie.train.room import out_of_memory_in_plain_words
+from valkyrie.train.room import explain_oom
 from valkyrie.train.screen import make_console
 from valkyrie.units import sent
 
@@ -90,7 +90,7 @@ def evaluate(run: Run) -> int:
         program, step, parameters = restore(run, prepared.devices, folder, team)
         from valkyrie.train.evaluate import Evaluator
 
-        with out_of_memory_in_plain_words(run, prepared.devices):
+        with explain_oom(run, prepared.devices):
             result = Evaluator(program, prepared.data, prepared.tokenizer)(parameters, None)
         console.print(
             f"{folder.name} at step {step}: {program.task.describe(result)}",
@@ -108,7 +108,7 @@ def generate(run: Run) -> int:
         tokenizer, console, devices = tokenizer_of(run), make_console(), prepare_devices(run, _to_stderr, team)
         program, step, parameters = restore(run, devices, folder, team)
         console.print(f"{folder.name} at step {step}", style="dim")
-        with out_of_memory_in_plain_words(run, devices):
+        with explain_oom(run, devices):
             if path is not None:
                 _continue_kept_text(program, step, parameters, tokenizer, path, team)
             else:
@@ -129,7 +129,7 @@ def code_eval(run: Run) -> int:
         evaluation = CodeEvaluation(program, tokenizer)
         if not console.is_terminal:
             console.print(f"sampling and judging {len(evaluation.problems)} problems")
-        with out_of_memory_in_plain_words(run, devices), console.status("sampling and judging"):
+        with explain_oom(run, devices), console.status("sampling and judging"):
             rates, line = evaluation(parameters, step, folder)
         if team.leads:
             if rates:

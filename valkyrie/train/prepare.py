@@ -115,13 +115,13 @@ def restore(run: Run, devices: Devices, folder: Path, team: Team = ALONE) -> tup
     from valkyrie.data.tokenizer import identity_of
     from valkyrie.parallel.mesh import build_mesh
     from valkyrie.train.program import StepProgram
-    from valkyrie.train.room import check_room, out_of_memory_in_plain_words
+    from valkyrie.train.room import check_room, explain_oom
 
     program = StepProgram(run, build_mesh(run.config.mesh, devices.devices))
     check_room(program, devices, training=False)
     config, about = run.config.checkpoint, {"tokenizer": identity_of(run.tokenizer)}
     with (
-        out_of_memory_in_plain_words(run, devices),
+        explain_oom(run, devices),
         closing(Checkpoints(folder, config, read_only=True, team=team, about=about)) as checkpoints,
     ):
         restored = checkpoints.restore(program.abstract_state, changed=changed_settings(run, folder))

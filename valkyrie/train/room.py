@@ -64,7 +64,7 @@ def check_room(
 
 
 @contextlib.contextmanager
-def out_of_memory_in_plain_words(run: Run, devices: Devices) -> Iterator[None]:
+def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
     """Around everything that allocates: DoesNotFit with what helps, in place of XLA's error about memory."""
     import jax
 

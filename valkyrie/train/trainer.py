@@ -49,7 +49,7 @@ from valkyrie.train.meter import Meter
 from valkyrie.train.processes import check_shared, print_to_log
 from valkyrie.train.profile import Window
 from valkyrie.train.program import StepProgram
-from valkyrie.train.room import check_room, out_of_memory_in_plain_words
+from valkyrie.train.room import check_room, explain_oom
 from valkyrie.train.saving import about, refuse_unknown_best, shared_folder
 from valkyrie.train.screen import Screen
 from valkyrie.train.state import TrainState
@@ -107,7 +107,7 @@ def fit(
     program = StepProgram(run, build_mesh(config.mesh, devices.devices))
     check_room(program, devices, say=lambda line: console.print(line, style="yellow"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(out_of_memory_in_plain_words(run, devices))
+        stack.enter_context(explain_oom(run, devices))
         loader = stack.enter_context(program.loader(prepared, "train"))  # refuses too little text: no folder for that
         with writing(folder):
             if team.leads:
