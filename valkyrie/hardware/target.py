@@ -1,4 +1,4 @@
-"""The hardware a run is meant for: a chip with its published figures, how many of them, and the torus they lie on."""
+"""Hardware targets: a chip with its published figures, the number of chips, and the torus that joins them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from valkyrie.problems import Problem, ProblemCode, check_range, refuse
 
 @dataclass
 class ReplayConfig:
-    """What measured steps of one's own took of their replays on a chip, as `mode=calibrate` finds it.
+    """Correction of replayed step times on a chip, fitted to the user's own measurements by `mode=calibrate`.
 
-    `factor`: what a replay is multiplied by; null: what published runs took. `low` and `high`: the least and the
-    largest ratio of measured to predicted seconds, each predicted by other models and batches; null where too few
-    were. `rows` and `models`: how many steps, and of how many models and batches.
+    Args:
+        factor: Multiplies a replayed time; null for the factor of published runs.
+        low: Least ratio of measured to predicted seconds, each predicted from other models and batches; null if too
+            few were measured.
+        high: Largest such ratio.
+        rows: Number of measured steps.
+        models: Number of models and batches among them.
     """
 
     factor: float | None = None
@@ -56,29 +60,40 @@ class SplashBundles:
 
 @dataclass
 class ChipConfig:
-    """One accelerator chip. Figures are per chip; sources stand in `conf/target/chip/*.yaml`.
+    """One accelerator chip. Figures are per chip; `conf/target/chip/*.yaml` has their sources.
 
-    `peak_tflops`: dense TFLOP/s by dtype; `hbm_gib`: memory in GiB, of which the compiler leaves `usable_hbm_gib` to a
-    program; `hbm_gbs`: GB/s; `clock_ghz`: of the matrix units; `devices`: JAX devices in a chip.
-    `ici_axes`: axes of the torus; `ici_link_gbs`: GB/s one way of one of the two links that a chip has on each of them;
-    `hop_us`: latency of a hop in microseconds; `wrap`: when an axis closes into a ring; `twists`: whether slices come
-    as twisted tori as well; `host_bounds`: chips of a host, by axis; `dcn_gbs_per_host`: GB/s one way out of such a
-    host over the data-centre network; a host of more chips has more in proportion. `switch_gbs`: GB/s one way of a
-    chip to the others of its host, where a switch joins them (NVLink).
-    `single_host_chips`: of a host that is the only one, where it may have more. `max_chips`: the largest slice;
-    `units_in_name`: what the N of a name like `v4-N` counts in a chip (v4: two cores); `aliases`: what else stands
-    before the N (`v5litepod-N`).
-    `usd_per_hour`: on demand; `spot_usd_per_hour`: interruptible, for the user to set.
-    `compiler_name`, `compiler_options`: by which libtpu knows it. `xla_options`: options that a step is compiled with,
-    whether to train or to predict; null takes one away. `xla_options_until`: the last libtpu that takes one of them.
-    `cores`: TensorCores behind one JAX device, between which the grid of a Pallas kernel is split. `host_gbs`: GB/s one
-    way between its memory and its host's, over PCIe; by default gen 4 x8, as up to v5p (scaling book).
-    `splash_bundles`: of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; a chip without any is taken for a v5p.
-    `rented_as`: its names at clouds, `tpu_vm_type` and `tpu_vm_runtime` at Google's TPU VMs, `gke`, `skypilot`.
-    `device_kinds`: by which JAX reports it. `estimate`: what it reaches of these figures, as `mode=search` estimates a
-    step (`valkyrie.search.estimate.efficiency`). `replay`: what measured steps took of their replays, where that is
-    known from runs of one's own. `calibrated`: the name of the chip that both were fitted to, as `mode=calibrate`
-    writes it.
+    Args:
+        peak_tflops: Dense TFLOP/s by dtype.
+        hbm_gib: Memory, of which the compiler leaves `usable_hbm_gib` to a program.
+        hbm_gbs: Memory bandwidth in GB/s.
+        clock_ghz: Clock of the matrix units.
+        devices: JAX devices in a chip.
+        ici_axes: Axes of the torus, or null without a torus.
+        ici_link_gbs: GB/s one way of one of the two links on each torus axis.
+        hop_us: Latency of a hop in microseconds.
+        wrap: When an axis closes into a ring (`Wrap`).
+        twists: Slices also come as twisted tori.
+        host_bounds: Chips of a host, by axis.
+        single_host_chips: Chips that a host may have if it is the only one.
+        dcn_gbs_per_host: GB/s one way out of a host of `host_bounds` over the data-centre network; larger hosts have
+            proportionally more.
+        switch_gbs: GB/s one way from a chip to the others of its host through a switch (NVLink).
+        max_chips: Chips of the largest slice.
+        units_in_name: Units in a chip that the N of a name like `v4-N` counts (v4: two cores).
+        aliases: Other prefixes of such names (`v5litepod-N`).
+        cores: TensorCores of one JAX device, which share the grid of a Pallas kernel.
+        host_gbs: GB/s one way between device and host memory over PCIe; gen 4 x8 by default, as up to v5p (scaling
+            book).
+        splash_bundles: Costs of the kernels `forward`, `dkv_dq`, `dkv` and `dq`; without any, those of v5p are used.
+        rented_as: Names at clouds: `tpu_vm_type` and `tpu_vm_runtime` at Google's TPU VMs, `gke`, `skypilot`.
+        usd_per_hour: Price on demand; `spot_usd_per_hour` for interruptible chips. Users set both.
+        compiler_name: libtpu's name of the chip, with the `compiler_options` that select it.
+        xla_options: Options that steps are compiled with; null removes one.
+        xla_options_until: Last libtpu version that accepts an option.
+        device_kinds: Names that JAX reports.
+        estimate: Efficiencies that `mode=search` assumes (`valkyrie.search.estimate.efficiency`).
+        replay: Correction of replayed times.
+        calibrated: Chip that `estimate` and `replay` were fitted to by `mode=calibrate`.
     """
 
     name: str = "unknown"
@@ -117,19 +132,19 @@ class ChipConfig:
     calibrated: str | None = None
 
     def peak_flops(self, compute: DType) -> float | None:
-        """Return peak FLOP/s of one chip for this dtype, or None where none is published."""
+        """Return peak FLOP/s of one chip for a dtype, or None if unpublished."""
         peak = self.peak_tflops.get(compute.value)
         return None if peak is None else peak * 1e12
 
     @property
     def slices(self) -> Slices:
-        """The slices it comes in; ValueError where its figures contradict each other."""
+        """The shapes of its slices. Raises ProblemError if its figures contradict each other."""
         refuse(self.problems())
         bounds = tuple(self.host_bounds)
         return Slices(self.ici_axes, Wrap.parse(self.wrap), self.max_chips, bounds, self.single_host_chips, self.twists)
 
     def problems(self) -> list[Problem]:
-        """Return every reason why there is no such chip."""
+        """Return every contradiction in its figures."""
         if wrong := platform_problems("target.chip.platform", self.platform):
             return wrong
         problems = []
@@ -178,10 +193,12 @@ class ChipConfig:
 
 @dataclass
 class TargetConfig:
-    """The hardware asked for: a chip and how many of them. `auto` takes what the machine has.
+    """The requested hardware. `auto` uses the devices of this machine.
 
-    `topology` is the physical torus (`4x4x2`): it decides `chips`, and where that changes them, `hosts`, the machines
-    that hold them. `slices` is the number of such slices joined by the data-centre network.
+    Args:
+        topology: Physical torus (`4x4x2`), which determines `chips`, and `hosts` if that changes `chips`.
+        hosts: Machines that hold the chips of a slice.
+        slices: Slices joined by the data-centre network.
     """
 
     name: str = "auto"
@@ -204,11 +221,11 @@ class TargetConfig:
 
     @property
     def devices(self) -> int | None:
-        """JAX devices of all slices, None where the machine decides."""
+        """JAX devices of all slices, or None if the machine decides."""
         return None if self.chips is None else self.chips * (self.chip.devices if self.chip else 1) * self.slices
 
     def describe(self) -> str:
-        """Return the target with chips, topology and hosts, as every message prints it."""
+        """Return the target with chips, topology and hosts, for messages."""
         if self.chips is None or self.chip is None:
             return self.name
         size = self._size_in_name()
@@ -220,7 +237,7 @@ class TargetConfig:
         return f"{title} ({self.chips} {self.chip.name} chip{'s' * (self.chips > 1)}{shape}, {hosts}{each})"
 
     def record(self) -> TargetRecord:
-        """Return what run folders keep of it."""
+        """Return the record for run folders."""
         return TargetRecord(
             name=self.name,
             chip=self.chip.name if self.chip else None,
@@ -233,7 +250,7 @@ class TargetConfig:
         )
 
     def problems(self) -> list[Problem]:
-        """Return the first reason why there is no such hardware, or all of a chip's."""
+        """Return the first reason why no such hardware exists, or all problems of the chip."""
         chip, override = self.chip, f"target.topology={self.topology}"
         if wrong := platform_problems("target.platform", self.platform):
             return wrong
@@ -275,7 +292,7 @@ class TargetConfig:
         )
 
     def resized(self, devices: int) -> TargetConfig | None:
-        """Return one slice of so many devices of the same kind; None where there is none."""
+        """Return one slice with this number of devices of the same kind, or None if none exists."""
         if self.chip is None:
             return simulated(devices) if platform_of(self.platform).runs_on_host else None
         chips, rest = divmod(devices, self.chip.devices)
@@ -283,18 +300,18 @@ class TargetConfig:
         return None if shape is None else slice_of(self.chip, shape)
 
     def nearest(self, devices: int) -> list[TargetConfig]:
-        """Return the slices of the same chip with the next fewer and the next more devices."""
+        """Return the next smaller and the next larger slice of the same chip."""
         if self.chip is None:
             return []
         return [slice_of(self.chip, shape) for shape in self.chip.slices.nearest(Fraction(devices, self.chip.devices))]
 
     def _size_in_name(self) -> str:
-        """Return the `64` of `v4-64` and the `4x4x2` of `v4-4x4x2`, nothing where the name is not of that kind."""
+        """Return the `64` of `v4-64` or the `4x4x2` of `v4-4x4x2`; empty for other names."""
         word, _, size = self.name.rpartition("-")
         return size if self.chip is not None and word == self.chip.name else ""
 
     def _chips_in_name(self) -> int | None:
-        """Return how many chips its name says, None where it says none: 32 of `v4-64` and `v4-2x4x4`, 8 of `cpu8`."""
+        """Return the chips in its name: 32 for `v4-64` and `v4-2x4x4`, 8 for `cpu8`, None for other names."""
         if self.chip is None:
             size = self.name.removeprefix("cpu")
             return int(size) if platform_of(self.platform).runs_on_host and size.isdecimal() else None
@@ -305,7 +322,7 @@ class TargetConfig:
         return None if shape is None else math.prod(shape)
 
     def _contradiction(self) -> str | None:
-        """Return why it cannot have so many chips under its name and with its topology; None where it can."""
+        """Return why its chips contradict its name or topology, or None."""
         named, shape = self._chips_in_name(), parse_shape(self.topology)
         if self.chips is None or named in (None, self.chips) or (shape and math.prod(shape) == self.chips):
             return None
@@ -351,10 +368,15 @@ class TargetRecord:
 
 @dataclass(frozen=True)
 class Topology:
-    """The physical torus of a target: chips along each axis, and whether the axis closes into a ring.
+    """The physical torus of a target.
 
-    `slices` such tori are joined by the data-centre network. `devices_per_chip` JAX devices share a chip's links.
-    `twisted`: the rings of the shortest axes come back shifted by half of the longer ones.
+    Args:
+        shape: Chips along each axis.
+        wrap: Whether each axis closes into a ring.
+        host_bounds: Chips of a host along each axis.
+        slices: Tori joined by the data-centre network.
+        devices_per_chip: JAX devices that share a chip's links.
+        twisted: The rings of the shortest axes return shifted by half of the longer ones.
     """
 
     shape: tuple[int, ...]
@@ -366,10 +388,10 @@ class Topology:
 
     @property
     def shifts(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis, by how many chips along every axis a step over its end is shifted.
+        """Shift along every axis, in chips, of a step over the end of each axis.
 
         Twisted tori of n x n x 2n and n x 2n x 2n chips: Camara et al., "Twisted torus topologies for enhanced
-        interconnection networks" (2010), as the TPU v4 paper has them (arXiv 2304.01433, section 2.8).
+        interconnection networks" (2010), as in the TPU v4 paper (arXiv 2304.01433, section 2.8).
         """
         shortest = min(self.shape)
         long = tuple(shortest if self.twisted and length > shortest else 0 for length in self.shape)
@@ -377,10 +399,10 @@ class Topology:
         return tuple(long if length == shortest else none for length in self.shape)
 
     def closes(self, axis: int, cover: Mapping[int, tuple[int, int]]) -> bool:
-        """Return whether places along an axis that go round it make a ring with the places on the other axes.
+        """Return whether positions around an axis form a ring together with the positions on the other axes.
 
-        `cover`: of each axis, how many places there are and their stride. Over the end of an axis of a twisted torus
-        one comes out on other places of the longer axes, which must be among them.
+        `cover`: number of positions on each axis, and their stride. A step over the end of an axis of a twisted torus
+        ends at other positions of the longer axes, which must be covered.
         """
         shifts = enumerate(self.shifts[axis])
         return all(
@@ -400,9 +422,9 @@ class Topology:
 
 
 def topology_of(target: TargetConfig) -> Topology:
-    """Return the torus of a target; a target without one (CPU, GPU) is a single axis of chips that does not wrap.
+    """Return the torus of a target. Targets without one (CPU, GPU) are a single axis of chips that does not wrap.
 
-    ValueError where the target leaves the chips to the machine, or asks for a torus that does not exist.
+    Raises ValueError if the target leaves the chips to the machine or its torus does not exist.
     """
     refuse(target.problems())
     if target.chips is None:
@@ -421,7 +443,7 @@ def topology_of(target: TargetConfig) -> Topology:
 
 
 def slice_of(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) -> TargetConfig:
-    """Return the slice of a chip that has this shape, by its shortest name: `v4-64`, `v4-4x4x2`, `v4-4x4x8_twisted`."""
+    """Return a chip's slice of this shape under its shortest name: `v4-64`, `v4-4x4x2`, `v4-4x4x8_twisted`."""
     chips = math.prod(shape)
     text = shape_text(shape) + (TWISTED if twisted else "")
     size = chips * chip.units_in_name if chip.slices.default(chips) == shape and not twisted else text
@@ -430,15 +452,15 @@ def slice_of(chip: ChipConfig, shape: SliceShape, *, twisted: bool = False) -> T
 
 
 def simulated(devices: int) -> TargetConfig:
-    """Return so many simulated CPU devices."""
+    """Return a target of simulated CPU devices."""
     return TargetConfig(f"cpu{devices}", "cpu", chips=devices)
 
 
 def topology_text(shape: SliceShape) -> str:
-    """Return a shape as a topology is asked for: `target.topology=4x4x2`."""
+    """Return the override that requests a shape: `target.topology=4x4x2`."""
     return f"target.topology={shape_text(shape)}"
 
 
 def usable_hbm(chip: ChipConfig | None) -> int | None:
-    """Return the bytes that a program may have of one device's memory; None where that is not known."""
+    """Return the bytes of one device's memory that a program may use, or None if unknown."""
     return None if chip is None else platform_of(chip.platform).usable_memory(chip)

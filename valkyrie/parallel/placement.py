@@ -1,4 +1,4 @@
-"""How mesh axes lie on the torus: how a placement is written, which links it uses, and which ones exist.
+"""Placements of mesh axes on the torus: their notation, their order of devices, and all that exist.
 
 A placement lists factors of mesh axes from the slowest to the fastest over the devices in physical order: slice, torus
 axes a, b, c, then the cores of a chip. An entry is an axis (`x`) or a factor of one (`x:2`); the first listed factor of
@@ -33,7 +33,7 @@ SLICE_AXIS = "s"
 
 
 def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: str) -> list[Problem]:
-    """Return the problem of a placement that does not fit the axes of a mesh, whose name is `mesh`."""
+    """Return the problem of a placement that does not match the axes of the mesh of this name."""
     wrong = []
     factors_of: dict[str, list[int]] = {axis: [] for axis in axes}
     for entry in placement:
@@ -54,7 +54,7 @@ def placement_problems(placement: Sequence[str], axes: Mapping[str, int], mesh: 
 
 
 def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, int]) -> np.ndarray:
-    """Return what stands in physical order as a mesh: one dimension for each axis, placed as listed."""
+    """Return values in physical order as an array with one dimension per mesh axis, placed as listed."""
     factors = _factors(placement, axes)
     order = [i for axis in axes for i, (name, _) in enumerate(factors) if name == axis]
     grid = ordered.reshape([factor for _, factor in factors]).transpose(order)
@@ -62,13 +62,13 @@ def arrange(ordered: np.ndarray, placement: Sequence[str], axes: Mapping[str, in
 
 
 def describe_placement(mesh: Any, topology: Topology) -> dict[str, AxisPlacement]:
-    """Return where each axis of a `jax.sharding.Mesh` lies on the torus, by the coordinates of its devices."""
+    """Return the place of each axis of a `jax.sharding.Mesh` on the torus, from the coordinates of its devices."""
     positions = _positions(mesh.devices, topology)
     return _describe(positions, list(mesh.axis_names), topology)
 
 
 def describe_entries(placement: Sequence[str], axes: Mapping[str, int], topology: Topology) -> dict[str, AxisPlacement]:
-    """Return where each mesh axis lies on the torus under a placement, without any device."""
+    """Return the place of each mesh axis on the torus under a placement, without devices."""
     import numpy as np
 
     return _describe(arrange(np.arange(topology.devices), placement, axes), list(axes), topology)
@@ -86,7 +86,7 @@ def describe_places(
 
 
 def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
-    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None when no list of factors does.
+    """Return the `mesh.placement` that builds the same `jax.sharding.Mesh`, or None if no list of factors does.
 
     JAX's `mesh_utils` has such orders: snakes over small v5e, v6e, v5p and tpu7x slices.
     """
@@ -117,8 +117,8 @@ def placement_of(mesh: Any, topology: Topology) -> list[str] | None:
 def placements(axes: Mapping[str, int], topology: Topology) -> list[list[str]]:
     """Return every placement of mesh axes on a topology, each physical axis factored among them, no two the same.
 
-    An axis `s` as large as the number of slices stays between them. ValueError when the mesh has not as many devices
-    as the topology.
+    An axis `s` as large as the number of slices stays between them. Raises ValueError if mesh and topology differ in
+    their number of devices.
     """
     if math.prod(axes.values()) != topology.devices:
         raise ValueError(
@@ -147,7 +147,7 @@ def _lengths(topology: Topology) -> tuple[int, ...]:
 
 
 def _positions(devices: np.ndarray, topology: Topology) -> np.ndarray:
-    """Return the place of each device in physical order; those without coordinates stand in the order of their ids."""
+    """Return the index of each device in physical order; devices without coordinates are ordered by id."""
     import numpy as np
 
     flat = list(devices.flat)
