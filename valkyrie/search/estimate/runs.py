@@ -1,4 +1,4 @@
-"""Estimates of runs that are composed already, each on the mesh and placement it asks for."""
+"""Estimates of composed runs, each with its own mesh and placement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from valkyrie.parallel.placement import describe_entries, describe_places
 from valkyrie.parallel.slice import Slice
 from valkyrie.search.estimate.efficiency import Efficiency
 from valkyrie.search.estimate.network import network_of
-from valkyrie.search.estimate.spans import host_spans, torus_spans
+from valkyrie.search.estimate.spans import LEAST_LINKS, host_spans, spans_of
 from valkyrie.search.estimate.times import Step
 from valkyrie.search.estimate.work import work_of
 from valkyrie.train.memory import layouts_of
 
 
 def estimated(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, float]]:
-    """Return the seconds of each run's step by part, with `step` for their sum; all runs do the same work."""
+    """Return the seconds of each run's step by part, and their sum as `step`. All runs have the same workload."""
     groups: dict[str, list[int]] = defaultdict(list)
     for i, run in enumerate(runs):
         groups[repr((run.config.partition, run.config.remat, list(run.config.mesh.axes)))].append(i)
@@ -42,11 +42,13 @@ def estimated(runs: Sequence[Run], efficiency: Efficiency) -> list[dict[str, flo
 
 
 def candidates_of(runs: Sequence[Run]) -> Candidates:
-    """Return runs of one partition and remat, with the same mesh axes, as arrays."""
+    """Return runs of one partition and remat policy, with the same mesh axes, as arrays."""
     layouts, chip = layouts_of(runs), runs[0].config.target.chip
     assert chip is not None
     if platform_of(chip.platform).has_torus:
-        spans = torus_spans([axis_placements(run.config.target, run.layout) for run in runs], chip)
+        placed = [axis_placements(run.config.target, run.layout) for run in runs]
+        axes = list(layouts.sizes)
+        spans = spans_of([[p[axis] for axis in axes] for p in placed], axes, chip, least_links=LEAST_LINKS)
     else:
         spans = host_spans(layouts.sizes, chip)
     return replace(layouts, spans=spans)

@@ -17,18 +17,12 @@ LEAST_LINKS = 0.25
 """Links of a torus axis of a run's own placement, at least; a search tries placements that share links further."""
 
 
-def torus_spans(placed: Sequence[Mapping[str, AxisPlacement]], chip: ChipConfig) -> Mapping[str, AxisLinks]:
-    """Return the spans of mesh axes whose place on the torus is known, one entry per layout."""
-    names = list(placed[0])
-    return spans_of([[axes[name] for name in names] for axes in placed], names, chip, least_links=LEAST_LINKS)
-
-
 def spans_of(
     placed: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
 ) -> Mapping[str, AxisLinks]:
-    """Return the spans of mesh axes that are placed so, one entry per layout.
+    """Return the links of mesh axes with these placements, one per layout and axis.
 
-    `least_links`: links that an axis on the torus has at least.
+    `least_links`: lower bound on the links of an axis on the torus.
     """
     of_host = max(math.prod(chip.host_bounds or [1]), 1)
     outside = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host / chip.devices
@@ -49,7 +43,7 @@ def spans_of(
 
 
 def between_slices(count: int, target: TargetConfig) -> AxisLinks:
-    """Return the span of the axis between slices, one entry for each of `count` layouts."""
+    """Return the links of the axis between slices, with one entry for each of `count` layouts."""
     chip, one = target.chip, np.ones(count)
     assert chip is not None
     of_host = max(math.prod(chip.host_bounds or [1]), 1) * chip.devices
@@ -58,7 +52,7 @@ def between_slices(count: int, target: TargetConfig) -> AxisLinks:
 
 
 def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
-    """Return the spans of mesh axes over hosts whose devices share a switch; the last axis varies fastest."""
+    """Return the links of mesh axes over hosts whose devices share a switch; the last axis varies fastest."""
     of_host = int(np.prod(chip.host_bounds or [1]))
     inside, outside = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host
     spans, stride = {}, np.ones(len(next(iter(sizes.values()))))
