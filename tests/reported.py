@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from valkyrie.axes import read_axes
+from valkyrie.compiled.communication import AxesBytes, CollectiveTime, CollectiveTrace, Communication
 from valkyrie.parts import StepPart, read_category
 from valkyrie.records import decode
 from valkyrie.runs.layout_record import LayoutRecord, with_hardware
-from valkyrie.runs.results import MemoryResult, Traffic, TrialResult, upgrade_results
+from valkyrie.runs.results import MemoryResult, TrialResult, upgrade_results
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -23,6 +25,9 @@ GOLDENS = Path(__file__).parent / "goldens" / "report"
 def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Trial:
     """Return the line that a stage's summary becomes."""
     about = decode(LayoutRecord, summary["about"], stage)
+    results = decode(TrialResult, upgrade_results(summary), stage)
+    if results.communication is not None:  # a line of a sweep leaves them out
+        results = replace(results, communication=replace(results.communication, collectives=()))
     return Trial(
         key=f"{stage}:{name}",
         name=name,
@@ -35,7 +40,7 @@ def trial_of(summary: dict[str, Any], stage: str, sweep: str, name: str) -> Tria
         started="2026-01-01T00:00:00+00:00",
         wall_s=9.5,
         folder=name,
-        results=decode(TrialResult, upgrade_results(summary), stage),
+        results=results,
     )
 
 
@@ -96,15 +101,15 @@ def trial(
         speed = replace(speed, p90_s=p90 * step_s, min_s=least * step_s)
     if price is not None:
         speed = replace(speed, tokens_per_dollar={"on_demand": rate * 3600 / (8 * price)})
-    results, traffic = replace(results, step=speed), results.communication or Traffic()
+    results, traffic = replace(results, step=speed), results.communication or Communication()
     if seconds is not None:
         named = ((read_category(name), share) for name, share in seconds.items())
         results = replace(results, parts=tuple(StepPart(*part, share * step_s) for part, share in named if part))
     if sent is not None:
-        traffic = replace(traffic, bytes_by_mesh_axes=sent)
+        traffic = replace(traffic, bytes_by_mesh_axes=tuple(AxesBytes(read_axes(axes), n) for axes, n in sent.items()))
     if collectives is not None:
-        by_axes = {axes: {"all-reduce": share * step_s} for axes, share in collectives.items()}
-        traffic = replace(traffic, collective_s=by_axes, traced_step_s=step_s)
+        times = [CollectiveTime("all-reduce", read_axes(a), share * step_s) for a, share in collectives.items()]
+        results = replace(results, trace=CollectiveTrace(tuple(times), step_s=step_s))
     if gib is not None:
         results = replace(results, memory=replace(results.memory, peak=int(gib * 2**30), usable=16 * 2**30))
     return replace(found, results=replace(results, communication=traffic))

@@ -12,8 +12,8 @@ import pytest
 from helpers import compose_run, make_batch, make_program
 from runs import TINY
 from valkyrie.compiled.collectives import traffic
+from valkyrie.compiled.communication import CollectiveTime
 from valkyrie.compiled.hlo import Module, parse
-from valkyrie.search.compile.prediction import CollectiveTime
 from valkyrie.search.measure import profile
 from valkyrie.search.measure.profile import (
     STEPS,

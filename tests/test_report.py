@@ -166,8 +166,8 @@ def test_measured_steps_are_explained_by_their_collectives(tmp_path: Path):
     (row,) = rows_of(tmp_path / "slow", slower)
     assert [p["part"] for p in values.parts([row])] == ["collectives over x"]
     assert sum(part.seconds for part in row.parts) == pytest.approx(row.step_s), "never above the step"
-    traffic = replace(slower.results.communication, traced_step_s=None)
-    slower = replace(slower, results=replace(slower.results, communication=traffic))
+    trace = replace(slower.results.trace, step_s=None)
+    slower = replace(slower, results=replace(slower.results, trace=trace))
     (row,) = rows_of(tmp_path / "old", slower)
     assert row.parts == (), "an older record counted what overlaps twice"
 

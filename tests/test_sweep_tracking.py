@@ -16,7 +16,7 @@ import wandb
 from helpers import compose_run
 from valkyrie.records import decode, encode
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import TrialResult
+from valkyrie.runs.results import TrialResult, upgrade_results
 from valkyrie.runs.wandb_writer import TrackingConfig, WandbMode, config_of
 from valkyrie.sweep.columns import WANDB_TABLE
 from valkyrie.sweep.rows import Row, row_of
@@ -47,7 +47,7 @@ def trial(mesh: str, partition: str, status: Status, reason: str | None = None, 
         "folder": name,
         **more,
     }
-    values["results"] = decode(TrialResult, values.get("results", {}), name)
+    values["results"] = decode(TrialResult, upgrade_results(values.get("results", {})), name)
     return Trial(status=status, reason=reason, **values)
 
 
@@ -151,8 +151,8 @@ def test_a_run_holds_every_setting_nested(tmp_path: Path) -> None:
 
 
 def test_bytes_of_no_known_axes_have_a_name() -> None:
-    sent = {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}
-    summary = summary_of(row(replace(OK, results=decode(TrialResult, {"communication": sent}, "sent"))))
+    sent = upgrade_results({"communication": {"bytes": 3.0, "bytes_by_mesh_axes": {"x": 1.0, "?": 2.0}}})
+    summary = summary_of(row(replace(OK, results=decode(TrialResult, sent, "sent"))))
     assert summary["comm_bytes/unattributed"] == 2.0 and "comm_bytes/?" not in summary
 
 

@@ -6,42 +6,14 @@ Seconds are of one training step, bytes of one device. Every field is None if it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from valkyrie.axes import UNATTRIBUTED
+from valkyrie.compiled.communication import CollectiveTrace, Communication, upgrade_communication
 from valkyrie.parts import StepPart, upgrade_part
+from valkyrie.runs.wandb_writer import TRAFFIC
 
-TRAFFIC = "communication"
-"""Key of a training's traffic in its summary."""
 _OLD_NAMES, _OLD_TOTAL = "comm_bytes/", "comm_bytes/total"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one device sends in a step, in bytes, and the seconds that it takes.
-
-    Args:
-        bytes_by_mesh_axes: By mesh axes joined with commas (`x,y`), or `valkyrie.axes.UNATTRIBUTED`.
-        sending_s: Seconds in which any collective is under way.
-        exposed_s: Seconds that no compute hides.
-        collective_s: Measured seconds by mesh axes and kind of collective, of `traced_step_s`.
-        traced_step_s: Seconds of the traced step, which tracing slows down.
-    """
-
-    bytes: float | None = None
-    bytes_by_mesh_axes: dict[str, float] = field(default_factory=dict)
-    bytes_by_torus_axis: dict[str, float] = field(default_factory=dict)
-    bytes_by_kind: dict[str, float] = field(default_factory=dict)
-    sending_s: float | None = None
-    exposed_s: float | None = None
-    collective_s: dict[str, dict[str, float]] | None = None
-    traced_step_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if "?" in self.bytes_by_mesh_axes:  # how records before 6670094 name it
-            axes = {UNATTRIBUTED if name == "?" else name: n for name, n in self.bytes_by_mesh_axes.items()}
-            object.__setattr__(self, "bytes_by_mesh_axes", axes)
 
 
 @dataclass(frozen=True)
@@ -118,6 +90,8 @@ class TrialResult:
 
     Args:
         parts: Where the time of a predicted step goes.
+        communication: What a device sends, without the single collectives.
+        trace: Time in collectives of a measured step.
         placement: Where each mesh axis lies on the torus, for display.
         simulated: Whether no time is real.
         devices: What a measurement ran on, such as `8 x NVIDIA H100`.
@@ -130,7 +104,8 @@ class TrialResult:
     memory: MemoryResult = MemoryResult()
     step: StepResult = StepResult()
     parts: tuple[StepPart, ...] | None = None
-    communication: Traffic | None = None
+    communication: Communication | None = None
+    trace: CollectiveTrace | None = None
     placement: tuple[str, ...] | None = None
     compile: CompileResult | None = None
     simulated: bool | None = None
@@ -145,7 +120,7 @@ class TrialResult:
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that a device sends in a step by mesh axes."""
-        return {} if self.communication is None else self.communication.bytes_by_mesh_axes
+        return {} if self.communication is None else self.communication.by_label
 
     @property
     def objective(self) -> float:
@@ -163,7 +138,7 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(seconds, Mapping):
             raise ValueError("expected `object`")
         new["parts"] = [upgrade_part(name) | {"seconds": value} for name, value in seconds.items()]
-    return new
+    return upgrade_communication(new)
 
 
 def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -172,8 +147,9 @@ def training_traffic(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Version 1.0 and earlier kept it under the names that it has at W&B, `comm_bytes/x,y`.
     """
     if TRAFFIC in summary:
-        return summary[TRAFFIC]
+        return upgrade_communication(summary)[TRAFFIC]
     if _OLD_TOTAL not in summary:
         return None
     by_axes = {key.removeprefix(_OLD_NAMES): size for key, size in summary.items() if key.startswith(_OLD_NAMES)}
-    return {"bytes": by_axes.pop("total"), "bytes_by_mesh_axes": by_axes}
+    traffic = {"bytes": by_axes.pop("total"), "bytes_by_mesh_axes": by_axes}
+    return upgrade_communication({TRAFFIC: traffic})[TRAFFIC]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from valkyrie.paths import cache_trouble
-from valkyrie.runs.results import TRAFFIC
 
+TRAFFIC = "communication"
+"""Key of a training's traffic in its summary."""
 FLUSH_S = 1.0
 """Seconds after which a record is in W&B's file: a run that is killed loses no more than that, and its last record."""
 AGAIN = "-offline"

@@ -9,27 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from valkyrie.axes import axes_text
 from valkyrie.compiled.communication import Communication
 from valkyrie.config.modes import MEASURED, ModeConfig
 from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.paths import write_whole
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.processes.team import REFUSED
-from valkyrie.records import RecordError, decode, encode, read_record
+from valkyrie.records import RecordError, decode, encode, load, read_record
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.results import (
     CompileResult,
     GoodputResult,
     MemoryResult,
     StepResult,
-    Traffic,
     TrialResult,
     training_traffic,
 )
 from valkyrie.runs.tracking import read_metrics
-from valkyrie.search.compile.prediction import CollectiveTrace, Measurement, Prediction
-from valkyrie.sweep.trial import Status, known_values
+from valkyrie.search.compile.prediction import Measurement, Prediction
+from valkyrie.sweep.trial import Status, known_values, upgrade_line
 from valkyrie.units import GIB
 
 OUTPUT, OUTCOME = "output.log", "outcome.json"
@@ -58,7 +56,8 @@ def outcome(folder: Path, returncode: int) -> Outcome:
     The last error in its log is only shown, as a part of the reason.
     """
     try:
-        return read_record(Outcome, folder / OUTCOME)
+        file = folder / OUTCOME
+        return decode(Outcome, upgrade_line(load(dict, file.read_bytes(), str(file))), str(file))
     except FileNotFoundError:
         return _without_outcome(returncode, last_error(folder / OUTPUT))
     except RecordError as error:
@@ -95,30 +94,13 @@ def results_of(folder: Path, mode: ModeConfig | type[ModeConfig]) -> Outcome:
 
 def trial_result(result: Prediction | Measurement) -> TrialResult:
     """Return the numbers that a line of `trials.jsonl` keeps of a prediction or measurement."""
-    plain = known_values(encode(replace(result, communication=None)))
+    sent = result.communication
+    plain = known_values(encode(replace(result, communication=sent and replace(sent, collectives=()))))
     plain.pop("hints", None)  # a trial keeps their text alone
     kept = decode(TrialResult, plain, "results")
     if isinstance(result, Prediction):
         kept = replace(kept, hints=tuple(hint.text for hint in result.hints))
-    trace = result.trace if isinstance(result, Measurement) else None
-    sent = result.communication
-    return kept if sent is None else replace(kept, communication=_traffic(sent, trace))
-
-
-def _traffic(sent: Communication, trace: CollectiveTrace | None) -> Traffic:
-    seconds: dict[str, dict[str, float]] = {}
-    for time in () if trace is None else trace.times or ():
-        seconds.setdefault(axes_text(time.mesh_axes), {})[time.kind] = time.seconds
-    return Traffic(
-        bytes=sent.bytes,
-        bytes_by_mesh_axes={axes_text(axes): size for axes, size in sent.by_mesh_axes.items()},
-        bytes_by_torus_axis=sent.bytes_by_torus_axis,
-        bytes_by_kind=sent.bytes_by_kind,
-        sending_s=sent.sending_s,
-        exposed_s=sent.exposed_s,
-        collective_s=None if trace is None or trace.times is None else seconds,
-        traced_step_s=None if trace is None else trace.step_s,
-    )
+    return kept
 
 
 def training_results(metrics: Path) -> TrialResult:
@@ -141,7 +123,7 @@ def training_results(metrics: Path) -> TrialResult:
     return TrialResult(
         step=decode(StepResult, known | {"p90_s": known.get("step_p90_s")}, str(metrics)),
         memory=MemoryResult(peak=None if peak is None else round(peak * GIB)),
-        communication=None if traffic is None else decode(Traffic, traffic, str(metrics)),
+        communication=None if traffic is None else decode(Communication, traffic, str(metrics)),
         compile=CompileResult(compile_s=summary["compile_s"]) if "compile_s" in summary else None,
         simulated=summary.get("simulated"),
         loss=last.get("loss"),

@@ -10,13 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from valkyrie.axes import read_axes
+from valkyrie.compiled.communication import measured_parts
 from valkyrie.hardware.chips import known_chips
 from valkyrie.parts import StepPart
 from valkyrie.runs.goodput import Goodput
 from valkyrie.runs.layout_record import LayoutRecord
-from valkyrie.runs.results import StepResult, Traffic
-from valkyrie.search.compile.prediction import CollectiveTime, CollectiveTrace, measured_parts
+from valkyrie.runs.results import StepResult
 from valkyrie.sweep.noise import places
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.sweep.varied import target_of, varied_settings
@@ -229,7 +228,7 @@ def row_of(trial: Trial, folder: Path, simulated: bool, devices: str | None, var
         layout=trial.name if trial.about is None else about.name,
         step_s=step_s,
         peak=memory.required or None,
-        parts=results.parts or _measured_parts(results.communication, step.step_s),
+        parts=results.parts or measured_parts(results.trace, step.step_s),
         exposed_s=results.communication.exposed_s if results.parts and results.communication else None,
         price=price,
         per_million=1e6 * price * about.chips / (3600 * rate) if price and about.chips and rate else None,
@@ -270,21 +269,6 @@ def _price(trial: Trial, simulated: bool) -> float | None:
         return step.tokens_per_second * 3600 / per_dollar / about.chips
     chip = known_chips().get(about.chip or "")
     return None if chip is None or simulated or step == StepResult() else chip.usd_per_hour
-
-
-def _measured_parts(traffic: Traffic | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Split a measured step by its traced collectives; empty without a trace or collectives.
-
-    Records without the seconds of the traced steps counted overlapping collectives twice, so they are not used.
-    """
-    if traffic is None or traffic.collective_s is None:
-        return ()
-    times = tuple(
-        CollectiveTime(kind, read_axes(axes), seconds)
-        for axes, kinds in traffic.collective_s.items()
-        for kind, seconds in kinds.items()
-    )
-    return measured_parts(CollectiveTrace(times, step_s=traffic.traced_step_s), step_s)
 
 
 def _kind(trial: Trial) -> tuple[str, str]:

@@ -119,7 +119,7 @@ class Trial:
             newer = f"schema {values['schema']} is newer than this version of valkyrie, which reads {SCHEMA}"
             raise ValueError(f"{newer}. Update valkyrie.")
         try:
-            trial = decode(Trial, _upgraded(values) | {"about": values.get("about") or None}, TRIALS)
+            trial = decode(Trial, upgrade_line(values) | {"about": values.get("about") or None}, TRIALS)
         except RecordError as error:
             raise _damaged(f"{error.field.removeprefix('$.') or 'the line'}: {error.reason}") from error
         about = trial.about
@@ -173,7 +173,7 @@ class TrialLog:
         return list(trials.values())
 
 
-def _upgraded(line: dict[str, Any]) -> dict[str, Any]:
+def upgrade_line(line: dict[str, Any]) -> dict[str, Any]:
     """Convert the results of an older line. Raises RecordError if they are malformed."""
     if not isinstance(line.get("results"), dict):
         return line
@@ -181,6 +181,8 @@ def _upgraded(line: dict[str, Any]) -> dict[str, Any]:
         return line | {"results": upgrade_results(line["results"])}
     except ValueError as error:
         raise RecordError(TRIALS, "$.results.seconds", str(error)) from error
+    except (AttributeError, TypeError) as error:
+        raise RecordError(TRIALS, "$.results.communication", str(error)) from error
 
 
 def _damaged(why: str) -> ValueError:

@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from valkyrie.axes import axes_text
 from valkyrie.compiled.collectives import traffic
-from valkyrie.compiled.communication import sum_communication
+from valkyrie.compiled.communication import Communication, sum_communication
 from valkyrie.compiled.hlo import parse
 from valkyrie.config.run import Debug
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.sharding import AnyMesh
-from valkyrie.runs.results import Traffic
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.state import TrainState
 from valkyrie.units import GIB
@@ -29,15 +27,14 @@ class CompiledStep(NamedTuple):
     compile_s: float
     hbm_gib: float | None
 
-    def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Traffic | None:
+    def traffic(self, mesh: AnyMesh, say: Callable[[str], object]) -> Communication | None:
         """Return what one device sends in a step, read as `mode=compile` and `mode=measure` read it.
 
         None if the program cannot be read: `say` gets the reason, and the training goes on without it.
         """
         axes = {str(name): int(size) for name, size in mesh.shape.items()}
         try:
-            sent = sum_communication(traffic(parse(serialised_module(self.program)), axes))
-            return Traffic(sent.bytes, {axes_text(over): size for over, size in sent.by_mesh_axes.items()})
+            return sum_communication(traffic(parse(serialised_module(self.program)), axes))
         except Exception as error:  # the program is XLA's, of whatever version: a training does not end for it
             why = (str(error).splitlines() or [""])[0]
             say(f"the bytes that a step sends could not be read ({type(error).__name__}: {why})")

@@ -18,7 +18,7 @@ from valkyrie.optim import rises_if_extended
 from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
 from valkyrie.runs.folder import command_name, kept_text, run_folder
 from valkyrie.runs.goodput import read_goodput
-from valkyrie.runs.results import TRAFFIC
+from valkyrie.runs.wandb_writer import TRAFFIC
 from valkyrie.train.devices import configure_jax, prepare_devices
 from valkyrie.train.prepare import prepare_run, refuse_without_judge, restore, tokenizer_of, trained_folder
 from valkyrie.train.processes import Team, together

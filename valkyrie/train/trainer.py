@@ -26,9 +26,8 @@ from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
 from valkyrie.runs.folder import changed_settings, continuation, schedule_change, write_about
 from valkyrie.runs.goodput import FINISHED, PREEMPTED, STOPPED, Ledger
-from valkyrie.runs.results import TRAFFIC
 from valkyrie.runs.tracking import Tracker
-from valkyrie.runs.wandb_writer import config_of
+from valkyrie.runs.wandb_writer import TRAFFIC, config_of
 from valkyrie.train.callbacks import (
     Callback,
     Evaluate,
@@ -222,7 +221,7 @@ def _record_program(progress: Progress, compiled: CompiledStep) -> None:
         progress.facts |= {"compile_s": compiled.compile_s, "hbm_gib": compiled.hbm_gib}
         if progress.tracker.writes:
             if (traffic := compiled.traffic(progress.program.mesh, progress.warn)) is not None:
-                progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.bytes_by_mesh_axes}
+                progress.facts[TRAFFIC] = {"bytes": traffic.bytes, "bytes_by_mesh_axes": traffic.by_label}
             progress.tracker.summary(progress.facts)
 
 

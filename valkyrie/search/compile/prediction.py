@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from valkyrie.compiled.communication import Communication
+from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.foreign_errors import Allocation
 from valkyrie.hardware.position import Position
 from valkyrie.parallel.partition import Role
@@ -325,28 +325,6 @@ class Prediction(LayoutResult):
 
 
 @dataclass(frozen=True)
-class CollectiveTime:
-    """Seconds of a traced step in collectives of one kind over some mesh axes."""
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class CollectiveTrace:
-    """Time in collectives from a profiler's trace, waiting for other devices included, mean over devices.
-
-    `times` is None if there is no trace; `note` then says why, and otherwise what was measured. Tracing slows a step
-    down, so shares are of `step_s`, the median traced step.
-    """
-
-    times: tuple[CollectiveTime, ...] | None
-    note: str | None = None
-    step_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Measurement(LayoutResult):
     """A layout whose step was timed on devices.
 
@@ -365,23 +343,6 @@ class Measurement(LayoutResult):
     step: MeasuredStep | None = None
     trace: CollectiveTrace | None = None
     loss: float | None = None
-
-
-def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Split a measured step into collectives by mesh axes and the rest; empty without a trace or collectives.
-
-    The trace covers a few extra steps that it slows down, so their shares are applied to the timed step.
-    """
-    if trace is None or not trace.times or not trace.step_s or step_s is None:
-        return ()
-    seconds: dict[tuple[str, ...], float] = {}
-    for time in trace.times:
-        seconds[time.mesh_axes] = seconds.get(time.mesh_axes, 0.0) + time.seconds
-    shares = {axes: total / trace.step_s for axes, total in seconds.items()}
-    whole = max(1.0, sum(shares.values()))
-    taken = {axes: share / whole * step_s for axes, share in shares.items()}
-    rest = StepPart(PartKind.rest, (), max(0.0, step_s - sum(taken.values())))
-    return (*(StepPart(PartKind.collectives, axes, part) for axes, part in taken.items()), rest)
 
 
 @dataclass(frozen=True)

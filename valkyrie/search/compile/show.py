@@ -11,10 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from valkyrie.axes import axes_text
-from valkyrie.compiled.communication import Communication
+from valkyrie.compiled.communication import CollectiveTrace, Communication
 from valkyrie.parts import PartKind, describe_part
 from valkyrie.search.compile.prediction import (
-    CollectiveTrace,
     CompileStatus,
     MeasuredStep,
     Measurement,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from valkyrie.axes import read_axes
+from valkyrie.compiled.communication import upgrade_communication
 from valkyrie.hardware.position import Position
 from valkyrie.parts import upgrade_part
 from valkyrie.records import encode
@@ -27,24 +27,7 @@ def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
     if "larger" in new or "partitions" in new:
         partitions = [{"axis_roles": {}} | partition for partition in new.pop("partitions", [])]
         new["alternatives"] = {"remats": new.pop("larger", []), "partitions": partitions}
-    sent = new.get("communication")
-    if isinstance(sent, dict) and isinstance(sizes := sent.get("bytes_by_mesh_axes"), dict):
-        by_axes = [{"mesh_axes": read_axes(axes), "bytes": size} for axes, size in sizes.items()]
-        new["communication"] = sent | {"bytes_by_mesh_axes": by_axes, "collectives": sent.get("causes", [])}
-        if "collective_note" in sent or "collective_s" in sent:
-            # Without the seconds of the traced steps, overlapping collectives were counted twice.
-            times = (
-                None
-                if (by_kind := sent.get("collective_s")) is None
-                else [
-                    {"kind": kind, "mesh_axes": read_axes(axes), "seconds": value}
-                    for axes, kinds in by_kind.items()
-                    for kind, value in kinds.items()
-                ]
-            )
-            step_s = sent.get("traced_step_s")
-            new["trace"] = {"times": times, "note": sent.get("collective_note"), "step_s": step_s}
-    return new
+    return upgrade_communication(new)
 
 
 _CONVERT: dict[str, Callable[[Any], Any]] = {

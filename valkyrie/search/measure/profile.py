@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 
 from valkyrie.compiled.collectives import Collective, Collectives, fused_kind, inner_collectives, kind_of
+from valkyrie.compiled.communication import CollectiveTime, CollectiveTrace
 from valkyrie.compiled.hlo import Instruction, Module
-from valkyrie.search.compile.prediction import CollectiveTime, CollectiveTrace
 from valkyrie.train.profile import tracing
 
 STEPS = 3
