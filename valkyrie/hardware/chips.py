@@ -15,7 +15,7 @@ CHIPS = "target/chip"
 
 
 class _Shipped(Mapping[str, ChipConfig]):
-    """The chips in `conf/target/chip`; a file is read once, when its chip is first asked for."""
+    """The chips in `conf/target/chip`. A file is read when its chip is first needed."""
 
     def __getitem__(self, name: str) -> ChipConfig:
         return _chip(name)
@@ -33,7 +33,7 @@ def known_chips() -> Mapping[str, ChipConfig]:
 
 
 def chip_of(device_kind: str) -> ChipConfig | None:
-    """Return the chip that JAX reports under this `device_kind`, or None when it is not described."""
+    """Return the chip that JAX reports as this `device_kind`, or None if unknown."""
     for chip in known_chips().values():
         if device_kind in chip.device_kinds:
             return chip

@@ -1,4 +1,4 @@
-"""The target that a name stands for: `v4-64`, `v6e-4x4`, `h100-8`, `cpu8`; and what to write instead of what is none.
+"""Parse target names such as `v4-64`, `v6e-4x4`, `h100-8` or `cpu8`; suggest the nearest valid one.
 
 Source of the names: cloud.google.com/tpu/docs, the page of each generation; libtpu for `v4:2x4x4`.
 """
@@ -16,17 +16,20 @@ from valkyrie.hardware.slices import SliceShape, nearest_hint, parse_shape, says
 from valkyrie.hardware.target import ChipConfig, TargetConfig, simulated, slice_of
 
 MOST_SIMULATED = 4096
-"""How many CPU devices a process can reasonably pretend to have."""
+"""CPU devices that a process can simulate, at most."""
 _NAME = re.compile(r"(.+)([-:])([^-:]*)")
 
 
 def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), files: Sequence[str] = ()) -> TargetConfig:
-    """Return the target that a name stands for; ValueError says what to write instead.
+    """Return the target of a name, under its shortest name. Raises ValueError with the nearest valid names.
 
-    `CHIP-N` is what its cloud calls a slice: N counts `units_in_name` for each chip, and the shape is the default one
-    of this size. `CHIP-AxBxC`, or `CHIP:AxBxC` as libtpu writes it, has the chips along each axis. However it is
-    spelled, a slice is one target, under its shortest name. `chips` has the known ones by name, `files` the targets
-    that have a file.
+    `CHIP-N` is the cloud's name of a slice: N counts `units_in_name` for each chip, and the shape is the default of
+    this size. `CHIP-AxBxC`, or `CHIP:AxBxC` as libtpu writes it, has the chips along each axis.
+
+    Args:
+        name: The name.
+        chips: Known chips by name.
+        files: Names of targets that have a file.
     """
     if devices := re.fullmatch(r"cpu([1-9][0-9]*)", name):
         if len(devices[1]) > 4 or int(devices[1]) > MOST_SIMULATED:
@@ -53,13 +56,13 @@ def parse_target(name: str, chips: Mapping[str, ChipConfig] = known_chips(), fil
 
 
 def example_of(chip: ChipConfig) -> TargetConfig:
-    """Return a small slice of a chip: of 8, as its names count, where there is one."""
+    """Return a small slice of a chip: the one named `CHIP-8` if it exists."""
     shape = chip.slices.default(8 // chip.units_in_name) or chip.slices.nearest(Fraction(8, chip.units_in_name))[-1]
     return slice_of(chip, shape)
 
 
 def _shape_of_size(chip: ChipConfig, name: str, size: int) -> SliceShape:
-    """Return the shape of the slice whose name ends in this size; ValueError names the nearest that there are."""
+    """Return the shape of the slice named `CHIP-SIZE`. Raises ValueError with the nearest slices."""
     slices, (chips, rest) = chip.slices, divmod(size, chip.units_in_name)
     shape = None if rest else slices.default(chips)
     if shape is not None:
@@ -89,7 +92,7 @@ def _how_to_write(chip: ChipConfig) -> str:
 
 
 def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Sequence[str]) -> str:
-    """Return the refusal of a name whose chip is none, with the names nearest to it."""
+    """Return the refusal of an unknown chip, with the nearest names."""
     near = [f"{chip}{size}" for chip in difflib.get_close_matches(word.lower(), list(chips))] if size else []
     near = near or difflib.get_close_matches(name, files, n=1)
     if any(word.lower() in (platform.name, *platform.aliases) for platform in platforms()):

@@ -1,4 +1,4 @@
-"""The slices a chip comes in: which shapes there are, the shape of a size, its hosts and rings, and the nearest ones.
+"""Shapes of a chip's slices: which exist, the default of a size, their hosts and rings, and the nearest ones.
 
 Source of the shapes: cloud.google.com/tpu/docs/v4, /v5p and /tpu7x (`4i x 4j x 4k`, and the shapes below a cube), /v5e
 and /v6e (2-D). Source of the shape that a size alone stands for: cloud.google.com/tpu/docs/types-topologies, "the
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 TWISTED = "_twisted"
-"""What stands behind the shape of a twisted torus, as Google Cloud writes it."""
+"""Suffix of the shape of a twisted torus, as Google Cloud writes it."""
 
 SliceShape = tuple[int, ...]
 """Chips along each axis of a slice."""
@@ -22,7 +22,7 @@ SliceShape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Wrap:
-    """Which shapes a torus comes in, and which of its axes close into rings, as a chip's YAML names it.
+    """The shapes of a torus, and which of its axes close into rings. Named in a chip's YAML.
 
     `axes_of_16`: a square pod of that side, cut into n x n and n x 2n; an axis as long as the pod closes. `cubes_of_4`:
     built of cubes of that side; all axes close where all are whole cubes. `none`: any shape, without rings.
@@ -37,7 +37,7 @@ class Wrap:
 
     @staticmethod
     def parse(text: str) -> Wrap:
-        """Return what `none`, `axes_of_N` or `cubes_of_N` means; ValueError for other words."""
+        """Parse `none`, `axes_of_N` or `cubes_of_N`. Raises ValueError for other words."""
         if text == "none":
             return Wrap()
         match = re.fullmatch(r"(axes|cubes)_of_([1-9][0-9]{0,3})", text)
@@ -47,7 +47,7 @@ class Wrap:
 
     @property
     def axes(self) -> int | None:
-        """Axes of the torus that the rule is for, None for any number."""
+        """Number of torus axes that the rule applies to, or None for any."""
         return None if self.side is None else 3 if self.cubes else 2
 
     @property
@@ -57,19 +57,22 @@ class Wrap:
 
 
 _BELOW_A_CUBE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
-"""Slices smaller than a cube of 4x4x4, the only cubes that there are."""
+"""Slices smaller than a cube of 4x4x4, the only size of cubes."""
 _LONGEST_AXIS = 256
-"""Of whole cubes: from 1 to 96 cubes, AXLearn lists the v5p sizes that have a shape within it, and no other."""
+"""Longest axis in chips: up to 96 cubes, AXLearn lists exactly the v5p sizes that have a shape within it."""
 
 
 @dataclass(frozen=True)
 class Slices:
     """The slices of one chip.
 
-    `axes`: of its torus, None where chips are counted alone, as GPUs are. `largest`: chips of the largest slice, None
-    where no limit is known. `host_bounds`: chips of a host along each axis; one host has all where it is empty.
-    `single_host`: chips that one host may have where it is the only one (v5e: 8, not 4). `twists`: whether slices of
-    n x n x 2n and n x 2n x 2n chips come as twisted tori as well.
+    Args:
+        axes: Axes of its torus, or None if chips are only counted, as GPUs are.
+        wrap: Shapes and rings.
+        largest: Chips of the largest slice, or None if unlimited.
+        host_bounds: Chips of a host along each axis; empty if one host has all chips.
+        single_host: Chips that a host may have if it is the only one (v5e: 8, not 4).
+        twists: Slices of n x n x 2n and n x 2n x 2n chips also come as twisted tori.
     """
 
     axes: int | None
@@ -80,23 +83,23 @@ class Slices:
     twists: bool = False
 
     def default(self, chips: int) -> SliceShape | None:
-        """Return the shape of a slice of so many chips, of several the nearest to a cube; None where there is none."""
+        """Return the shape nearest to a cube of a slice with this number of chips, or None if none exists."""
         return next(iter(self.shapes(chips)), None)
 
     def shapes(self, chips: int) -> list[SliceShape]:
-        """Return every shape that a slice of so many chips comes in, the nearest to a cube first."""
+        """Return all shapes of slices with this number of chips, the nearest to a cube first."""
         shapes = [shape for shape in self._of_size(chips) if self._fits_hosts(shape)]
         return sorted(shapes, key=lambda shape: (sum(shape), max(shape)))
 
     def exists(self, shape: SliceShape) -> bool:
-        """Return whether there is a slice of this shape, its axes in this order."""
+        """Return whether a slice of this shape exists, with its axes in this order."""
         if len(shape) != (self.axes or 1) or not self._fits_hosts(shape):
             return False
         of_size = self._of_size(math.prod(shape))
         return bool(of_size) and (self.wrap.side is None or tuple(sorted(shape)) in {tuple(sorted(s)) for s in of_size})
 
     def rule(self, chips: int) -> str:
-        """Return what keeps a slice of so many chips, or some shape of them, from existing."""
+        """Return the rule that slices of this number of chips, or some shapes of them, break."""
         if self.largest is not None and chips > self.largest:
             return f"the largest has {self.largest} chips, this one would have {chips}"
         side = self.wrap.side
@@ -138,7 +141,7 @@ class Slices:
         )
 
     def nearest(self, chips: int | Fraction) -> list[SliceShape]:
-        """Return the next smaller slice than one of so many chips, and the next larger, as far as there are any."""
+        """Return the next smaller and the next larger slice than this number of chips, if they exist."""
         largest = self.largest or self.wrap.largest or math.ceil(chips) + math.prod(self.host_bounds)
         below = (self.default(n) for n in range(min(math.ceil(chips) - 1, largest), 0, -1))
         above = (self.default(n) for n in range(math.floor(chips) + 1, largest + 1))
@@ -164,7 +167,7 @@ class Slices:
         return tuple(min(bound, side) for bound, side in zip(self.host_bounds, shape, strict=True))
 
     def hosts(self, shape: SliceShape) -> int:
-        """Return how many hosts a slice has."""
+        """Return the number of hosts of a slice."""
         return -(-math.prod(shape) // math.prod(self.host(shape)))
 
     def rings(self, shape: SliceShape) -> tuple[bool, ...]:
@@ -174,12 +177,12 @@ class Slices:
         return tuple(length == self.wrap.side for length in shape)
 
     def is_twisted(self, shape: SliceShape) -> bool:
-        """Return whether a slice of this shape comes as a twisted torus as well."""
+        """Return whether a slice of this shape also comes as a twisted torus."""
         n = shape[0]
         return self.twists and n % 4 == 0 and shape in ((n, n, 2 * n), (n, 2 * n, 2 * n))
 
     def _of_size(self, chips: int) -> list[SliceShape]:
-        """Return the shapes of so many chips, as Cloud TPU writes them; the most even one where any is legal."""
+        """Return the shapes of this number of chips, as Cloud TPU writes them; the most even one if any is legal."""
         if chips < 1 or (self.largest is not None and chips > self.largest):
             return []
         if self.wrap.side is None:
@@ -187,7 +190,7 @@ class Slices:
         return _of_cubes(chips, self.wrap.side) if self.wrap.cubes else _of_squares(chips, self.wrap.side)
 
     def _of_hosts(self, chips: int) -> list[SliceShape]:
-        """Return the most even shape of whole hosts, or of a part of one, where any shape is legal."""
+        """Return the most even shape of whole hosts, or of a part of one."""
         axes, bounds = self.axes or 1, self.host_bounds or (1,) * (self.axes or 1)
         hosts, rest = divmod(chips, math.prod(bounds))
         if rest:
@@ -200,7 +203,7 @@ class Slices:
 
 
 def parse_shape(topology: str | None) -> SliceShape | None:
-    """Return the chips along each axis that a topology like `8x8x12` or `4x4x8_twisted` names; None: it names none."""
+    """Parse the chips along each axis from `8x8x12` or `4x4x8_twisted`. Returns None for other texts."""
     shape = (topology or "").removesuffix(TWISTED)
     if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", shape):
         return None
@@ -208,22 +211,22 @@ def parse_shape(topology: str | None) -> SliceShape | None:
 
 
 def says_twisted(topology: str | None) -> bool:
-    """Return whether a topology is that of a twisted torus."""
+    """Return whether a topology names a twisted torus."""
     return (topology or "").endswith(TWISTED)
 
 
 def shortened(text: str) -> str:
-    """Return a text, one of many letters by its first few and how many it has: a number of hundreds of digits."""
+    """Shorten a long text, such as a number of hundreds of digits, to its start and length."""
     return text if len(text) <= 40 else f"{text[:12]}... ({len(text)} characters)"
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """Return a shape as it is written: `8x8x12`."""
+    """Format a shape: `8x8x12`."""
     return "x".join(str(n) for n in shape)
 
 
 def even_shape(chips: int, axes: int) -> SliceShape:
-    """Return so many chips or devices along so many axes of nearly equal length, ascending."""
+    """Divide chips or devices over axes of nearly equal length, ascending."""
     if axes == 1:
         return (chips,)
     side = next(n for n in range(round(chips ** (1 / axes)), 0, -1) if chips % n == 0)
@@ -231,7 +234,7 @@ def even_shape(chips: int, axes: int) -> SliceShape:
 
 
 def nearest_hint(shapes: Iterable[SliceShape], written: Callable[[SliceShape], str]) -> str:
-    """Return the sentence that names slices that there are, with their chips."""
+    """Return the sentence that names the nearest slices with their chips."""
     named = [f"{written(shape)} ({math.prod(shape)} chip{'s' * (math.prod(shape) > 1)})" for shape in shapes]
     return f"Nearest: {', '.join(named)}."
 

@@ -1,4 +1,4 @@
-"""Whether the devices of a run have the memory for it, said before an array exists, and what would fit instead."""
+"""Refuses runs that do not fit into the memory of their devices, before any array exists, and suggests what fits."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ from valkyrie.parallel.partition import PartitionConfig
 from valkyrie.parallel.remat import remat_named
 from valkyrie.paths import config_files, defaults_of, read_config
 from valkyrie.train.host import free_memory
+from valkyrie.train.memory import ExpectedMemory, expected_memory
 from valkyrie.units import gib, memory
 
 if TYPE_CHECKING:
     from valkyrie.train.devices import Devices
-    from valkyrie.train.memory import ExpectedMemory
     from valkyrie.train.program import StepProgram
 
 _CPU_ERROR = 2.0
-"""By how much a step on simulated devices may exceed the estimate: seq=4096 of valkyrie_tiny took 18 GiB for 9."""
+"""Factor by which a step on simulated devices may exceed the estimate: valkyrie_tiny at seq=4096 took 18 GiB, not 9."""
 
 _ON_A_SLICE = "mode=compile target=v5p-64 says whether a slice has the room"
 
 
 class DoesNotFit(ValueError):
-    """The memory of the devices is too small for a run: by the bytes of its arrays, or because an allocation failed."""
+    """A run needs more memory than its devices have, judging by its arrays or by a failed allocation."""
 
 
 def check_room(
     program: StepProgram, devices: Devices, *, training: bool = True, say: Callable[[str], Any] | None = None
 ) -> None:
-    """Raise where a run cannot fit into the memory of its devices; with `say`, give it a line where it may not fit.
+    """Refuse a run whose arrays cannot fit into the memory of its devices; warn through `say` if it may not fit.
 
-    What cannot fit are the arrays that follow from shapes: parameters, optimizer state, the average, and gradients if
-    it is `training`. ValueError for simulated devices, which share the host's memory, DoesNotFit for others. Nothing
-    is refused with `force=true`, nor where the memory is not known.
+    A refusal counts only arrays whose sizes follow from shapes: parameters, optimizer state, the average, and gradients
+    when `training`. It is a ValueError for simulated devices, which share the host's memory, and DoesNotFit for others.
+    `force=true` and unknown memory sizes refuse nothing.
     """
-    from valkyrie.train.memory import expected_memory
-
     run = program.run
     available = _available(devices)
     if available is None:
@@ -65,7 +63,7 @@ def check_room(
 
 @contextlib.contextmanager
 def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
-    """Around everything that allocates: DoesNotFit with what helps, in place of XLA's error about memory."""
+    """Turn XLA's out-of-memory errors into DoesNotFit with suggestions."""
     import jax
 
     try:
@@ -87,7 +85,7 @@ def explain_oom(run: Run, devices: Devices) -> Iterator[None]:
 
 
 def _available(devices: Devices) -> int | None:
-    """Return the bytes of memory for a run: all that is free for simulated devices, that of one device for others."""
+    """Return the memory of one device in bytes; for simulated devices the free memory of the host that they share."""
     if devices.simulated:
         return free_memory()
     stats = devices.devices[0].memory_stats() or {}
@@ -106,13 +104,12 @@ def _where(devices: Devices, available: int) -> str:
 
 
 def _certain(expected: ExpectedMemory[int], training: bool) -> int:
-    """Return the bytes of what follows from shapes; gradients only of a training."""
+    """Return the bytes of arrays whose sizes follow from shapes; gradients only for a training."""
     return expected.at_rest + (expected.gradients if training else 0)
 
 
 def _smaller(run: Run, available: int, count: int, training: bool) -> str:
-    """Return what to write in place of a run whose arrays are too large: another partition, another model."""
-    from valkyrie.train.memory import expected_memory
+    """Suggest a partition or a model whose arrays fit."""
     from valkyrie.train.program import StepProgram
 
     def size(other: Run) -> int:
@@ -135,16 +132,14 @@ def _smaller(run: Run, available: int, count: int, training: bool) -> str:
 
 
 def _family(run: Run) -> dict[str, int]:
-    """Return the parameter count of each model of the run's family, by name."""
+    """Return the parameter counts of the models of the run's family, by name."""
     schema = f"{run.model.family}_schema"
     names = [name for name, path in sorted(config_files("model").items()) if schema in defaults_of(path)]
     return {name: read_config("model", name, type(run.model)).parameter_count() for name in names}
 
 
 def _lighter(program: StepProgram, available: int, count: int) -> str:
-    """Return the changes of batch and rematerialisation by which the estimate fits, else that it fits with none."""
-    from valkyrie.train.memory import expected_memory
-
+    """Suggest changes of remat, microbatches and batch under which the estimate fits."""
     run, config = program.run, program.run.config
     halves = [config.microbatches * 2**n for n in range(1, 8)]
     full = remat_named("full")
