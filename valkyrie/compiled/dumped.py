@@ -1,7 +1,7 @@
-"""Reads a module that somebody else's program left: HLO text or a proto, refused in plain words where it cannot serve.
+"""Reads dumped modules of any program, as HLO text or as a proto, and refuses those that cannot be replayed.
 
-What XLA writes under `--xla_dump_to` is read as it is: `*.after_optimizations.txt`, and with `--xla_dump_hlo_as_proto`
-`*.after_optimizations.hlo.pb`, which holds the memory too; so is what `compiled.as_text()` returns.
+Reads what XLA writes under `--xla_dump_to`: `*.after_optimizations.txt`, and with `--xla_dump_hlo_as_proto`
+`*.after_optimizations.hlo.pb`, which holds the memory too. Also reads the text of `compiled.as_text()`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,26 @@ HOW_TO_DUMP = (
     "Run the program with XLA_FLAGS='--xla_dump_to=FOLDER --xla_dump_hlo_as_proto' and take "
     "FOLDER/*.after_optimizations.hlo.pb, or save compiled.as_text()"
 )
-"""How a scheduled module is had from any JAX program."""
+"""How to dump the scheduled module of any JAX program."""
 _REPLICAS = re.compile(r"replica_count=(\d+)")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _OF_GPUS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _ORDER = {"while", "conditional", "call", "fusion", "dot", "convolution", "all-reduce", "all-gather", "custom-call"}
 _CMEM = 3
-"""The memory space that libtpu numbers 3: it is on v4 chips alone."""
+"""libtpu's number of a memory space that only v4 chips have."""
 _LARGE = 1e9
-"""FLOPs from which a product tells the speed of its chip."""
+"""Smallest product, in FLOPs, used to check which chip a module is for."""
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """A module as it was dumped. `devices`: those it was compiled for, None where it does not say.
+    """A dumped module.
 
-    `memory` is None where it does not say; `arguments` alone are then `argument_bytes`.
+    Args:
+        module: The module.
+        devices: Number of devices that it was compiled for, or None if unknown.
+        memory: Its memory, or None if unknown.
+        argument_bytes: Bytes of its arguments.
     """
 
     module: Module
@@ -50,7 +54,7 @@ class Dumped:
 
 
 def read_dumped(path: Path) -> Dumped:
-    """Return the scheduled TPU module in a file; ValueError says in one line what else it is, and what to give."""
+    """Read the scheduled TPU module in a file. Raises ValueError, in one line, for anything else."""
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
     if path.is_dir():
@@ -70,11 +74,17 @@ def read_dumped(path: Path) -> Dumped:
 
 
 def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, where: str) -> None:
-    """Raise ValueError where a module shows that it was compiled for another chip.
+    """Raise ValueError if a module was evidently compiled for another chip.
 
-    `megacore`: whether a device of the chip is two cores; `flops_per_cycle`: the most that a device does in a cycle;
-    `where` names the module. A module does not name its chip: two cores, the memory that v4 alone has and
-    products faster than the chip are what can be seen.
+    A module does not name its chip. What shows it are operations split over two cores, memory that only v4 has, and
+    products faster than the chip.
+
+    Args:
+        module: The module.
+        chip: Name of the chip.
+        megacore: Whether a device of the chip is two cores.
+        flops_per_cycle: Peak FLOPs of a device in a cycle.
+        where: Name of the module in the message.
     """
     instructions = [i for i in module.instructions.values() if i.cycles is not None]
     products = [(product_flops(i) / i.cycles, i) for i in instructions if i.cycles and product_flops(i) >= _LARGE]
@@ -95,7 +105,7 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
 
 
 def slow_products(module: Module, flops_per_cycle: float) -> float | None:
-    """Return the share of peak that the fastest large product reaches, None where there is none."""
+    """Return the share of peak that the fastest large product reaches, or None if there is no large product."""
     costed = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
     rates = [flops / cycles for flops, cycles in costed if flops >= _LARGE]
     return max(rates) / flops_per_cycle if rates else None
@@ -122,22 +132,20 @@ def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory
             memory = _memory(message.memory.allocations)
             raw = message.module.SerializeToString()
     except DecodeError:
-        pass  # a module by itself, or no module: the next reading says which
+        pass  # not a HloProto: perhaps a module by itself, which is read next
     try:
         module = parse(raw)
-        stated = module.assigned
-        if module.replicas > 1:
-            raise ValueError(_of_replicas(path, module.replicas))
-    except (DecodeError, KeyError, IndexError, ValueError) as error:
-        if "replicas" in str(error):
-            raise
+    except (DecodeError, KeyError, IndexError, ValueError):
         raise ValueError(
             f"{path} is neither HLO text nor a serialised HloProto or HloModuleProto, or only a part of one. "
             f"{HOW_TO_DUMP}."
         ) from None
-    if stated is None:
-        module.partitions = max(_highest_device(module) + 1, 1)
-    return module, stated, memory
+    if module.replicas > 1:
+        raise ValueError(_of_replicas(path, module.replicas))
+    if module.assigned is None:
+        groups = (group for i in module.instructions.values() for group in _groups(i) if group.size)
+        module.partitions = max((int(group.max()) + 1 for group in groups), default=1)
+    return module, module.assigned, memory
 
 
 def _of_replicas(path: Path, replicas: int) -> str:
@@ -156,12 +164,6 @@ def _memory(allocations: Sequence[Any]) -> ProgramMemory | None:
 
 def _in_hbm(instruction: Instruction) -> bool:
     return all(leaf.memory == HBM for leaf in instruction.shape.leaves)
-
-
-def _highest_device(module: Module) -> int:
-    return max(
-        (int(group.max()) for i in module.instructions.values() for group in _groups(i) if group.size), default=0
-    )
 
 
 def _groups(instruction: Instruction) -> Iterator[np.ndarray]:
