@@ -144,7 +144,7 @@ def test_the_texts_of_all_codes():
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"mode.repeats": 0, "mode.time_limit_s": "inf"},
+        {"steps": 0, "trial.limit_s": "inf"},
         {"distributed.heartbeat_s": 0, "distributed.timeout_s": "inf"},
         {"optimizer.momentum": 1, "optimizer.momentum_start": "nan"},
     ],
