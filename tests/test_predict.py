@@ -76,8 +76,8 @@ def test_a_dumped_module_has_the_report_of_our_own_step(step: Path, tmp_path: Pa
         "predicted step",
     ):
         assert part in text, part
-    assert "assumed: custom call OtherKernel has no estimate" in text
-    assert "arguments take 0.0 GiB of 15.8 GiB usable; this module does not say" in text and done.fits is None
+    assert "call OtherKernel" in text
+    assert "arguments take" in text and done.fits is None
     events = json.loads(done.timeline(tmp_path / "t.json").read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * done.step_s, rel=1e-3)
     page = done.html(tmp_path / "r.html").read_text()
@@ -99,11 +99,11 @@ def test_a_proto_says_the_same_as_text_and_one_with_buffers_says_whether_it_fits
         valkyrie.predict(tmp_path / name, slice=slice, mesh=MESH) for name in ("step.hlo", "step.hlo.pb", "alone.pb")
     )
     assert text.step_s == buffers.step_s == alone.step_s
-    assert buffers.peak_gib == 4.25 and buffers.fits and "fits: 4.2 GiB of 15.8 GiB" in str(buffers)
+    assert buffers.peak_gib == 4.25 and buffers.fits and "fits: 4.2 GiB" in str(buffers)
     message.memory.allocations.add(size=20 * 2**30)
     (tmp_path / "large.hlo.pb").write_bytes(message.SerializeToString())
     large = valkyrie.predict(tmp_path / "large.hlo.pb", slice=slice, mesh=MESH)
-    assert large.fits is False and "does not fit: needs 24.2 GiB of 15.8 GiB usable" in str(large)
+    assert large.fits is False and "needs 24.2 GiB" in str(large)
 
 
 def parse_to_proto(text: str) -> bytes:
@@ -117,13 +117,13 @@ def test_what_is_no_module_is_refused_in_one_line(tmp_path: Path):
     file = tmp_path / "step.hlo"
     proto = parse_to_proto(STEP)
     assert "step.hlo is empty" in refusal(file, " \n")
-    assert "is not HLO text that can be read, or only a part" in refusal(file, STEP[: STEP.index("ROOT d")])
-    assert "or only a part of one" in refusal(file, proto[: len(proto) // 2])
-    assert "neither HLO text nor a serialised" in refusal(file, b"\x00\x01\x02" * 50)
+    assert "not HLO text" in refusal(file, STEP[: STEP.index("ROOT d")])
+    assert "serialised HloProto" in refusal(file, proto[: len(proto) // 2])
+    assert "neither HLO text" in refusal(file, b"\x00\x01\x02" * 50)
     assert "is StableHLO" in refusal(file, "module @jit_step attributes {}\n")
     assert "is not scheduled" in refusal(file, STEP.replace(", is_scheduled=true", ""))
     assert "8 replicas" in refusal(file, STEP.replace("num_partitions=8", "replica_count=8"))
-    assert "compiled for a GPU" in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
+    assert "for a GPU" in refusal(file, STEP.replace("OtherKernel", "__cublas$gemm"))
     with pytest.raises(ValueError, match="does not exist"):
         read_dumped(tmp_path / "no.hlo")
     with pytest.raises(ValueError, match="is a folder"):
@@ -132,22 +132,22 @@ def test_what_is_no_module_is_refused_in_one_line(tmp_path: Path):
 
 def test_a_module_of_a_cpu_is_refused(tmp_path: Path):
     done = jax.jit(lambda x: x @ x).lower(jnp.zeros((8, 8))).compile()
-    assert "was compiled for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(done), "v5e-1", mesh={"data": 1})
+    assert "for a CPU" in refusal(tmp_path / "cpu.pb", serialised_module(done), "v5e-1", mesh={"data": 1})
 
 
 def test_a_module_of_another_chip_or_number_of_devices_is_refused(step: Path):
-    assert "was compiled for 8 devices; v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
-    assert "a mesh of 2 x 2 has 4 devices; v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
-    assert "not split over the two cores of v4" in refusal(step, STEP, "v4-16")
+    assert "8 devices; v5e-4" in refusal(step, STEP, "v5e-4", mesh={"data": 4})
+    assert "4 devices; v5e-8" in refusal(step, STEP, mesh={"a": 2, "b": 2})
+    assert "cores of v4" in refusal(step, STEP, "v4-16")
     fast = STEP.replace('"1200000"', '"300000"')
-    assert "another chip than v5e: d would run 3.5 times as fast" in refusal(step, fast)
+    assert "3.5 times" in refusal(step, fast)
     cmem = STEP.replace("k = bf16[4096,4096]{1,0:T(8,128)(2,1)}", "k = bf16[4096,4096]{1,0:T(8,128)(2,1)S(3)}")
-    assert "it keeps arrays in CMEM" in refusal(step, cmem)
+    assert "in CMEM" in refusal(step, cmem)
     split = STEP.replace('"estimated_cycles"', '"megacore_config":{},"estimated_cycles"')
-    assert "split over two cores" in refusal(step, split)
+    assert "over two cores" in refusal(step, split)
     step.write_text(STEP)
     slow = valkyrie.predict(step, slice=valkyrie.slice("v6e-8"), mesh=MESH)
-    assert any("check that the module was compiled for this chip" in note for note in slow.record.notes)
+    assert any("for this chip" in note for note in slow.record.notes)
 
 
 def test_places_are_those_of_the_slice_each_once(step: Path):
@@ -155,9 +155,9 @@ def test_places_are_those_of_the_slice_each_once(step: Path):
     places = valkyrie.predict(step, slice=slice, mesh=MESH).record.positions
     turned = valkyrie.predict(step, slice=slice, mesh=MESH, places=places[::-1])
     assert turned.record.positions == places[::-1]
-    assert "are not those of the devices of v5e-8" in refusal(step, STEP, places=[places[0]] * 8)
+    assert "devices of v5e-8" in refusal(step, STEP, places=[places[0]] * 8)
     assert places[1] == Position.parse(str(places[1]))
-    with pytest.raises(ValueError, match="0,0 is not a device position"):
+    with pytest.raises(ValueError, match="not a device"):
         Position.parse("0,0")
 
 
@@ -216,16 +216,16 @@ def test_what_is_no_program_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             slice.mesh(shape, names)
-    with pytest.raises(ValueError, match="is no TPU slice"):
+    with pytest.raises(ValueError, match="no TPU slice"):
         valkyrie.slice("cpu8").mesh((8,), ("a",))
 
 
 def test_a_function_on_this_machines_devices_is_refused():
     sharding = NamedSharding(jax.make_mesh((8,), ("a",)), PartitionSpec("a"))
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
-    with pytest.raises(ValueError, match="the program lies on cpu devices, and v5e-8 .* has v5e chips"):
+    with pytest.raises(ValueError, match="cpu devices"):
         valkyrie.predict(jax.jit(jnp.sin), x, slice=valkyrie.slice("v5e-8"))
-    with pytest.raises(ValueError, match="no argument of this program lies on a mesh"):
+    with pytest.raises(ValueError, match="no argument"):
         valkyrie.predict(jax.jit(jnp.sin), jnp.zeros(8), slice=valkyrie.slice("v5e-8"))
 
 
@@ -265,15 +265,15 @@ def test_a_jitted_function_is_predicted_as_it_is(tmp_path: Path):
     (tmp_path / "step.hlo").write_text(compiled.as_text())
     dumped = valkyrie.predict(tmp_path / "step.hlo", slice=slice, mesh=dict(mesh.shape))
     assert dumped.step_s == pytest.approx(whole.step_s, rel=1e-9)
-    with pytest.raises(ValueError, match="no option of this name"):
+    with pytest.raises(ValueError, match="no option"):
         valkyrie.predict(jitted, w, x, slice=slice, options={"xla_no_such_option": 1})
-    with pytest.raises(ValueError, match="mesh has 8 devices; v5e-16"):
+    with pytest.raises(ValueError, match="8 devices; v5e-16"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v5e-16"))
-    with pytest.raises(ValueError, match="lies on TPU v5 lite devices, and v6e-8"):
+    with pytest.raises(ValueError, match="v5 lite devices"):
         valkyrie.predict(compiled, slice=valkyrie.slice("v6e-8"))
     large = jax.ShapeDtypeStruct((2**21, 16384), jnp.bfloat16, sharding=x.sharding)
     refused = valkyrie.predict(jax.jit(lambda x: x * 2), large, slice=slice)
-    assert refused.fits is False and str(refused).count("does not fit: needs") == 1
+    assert refused.fits is False and str(refused).count("fit: needs") == 1
 
 
 @needs_libtpu
