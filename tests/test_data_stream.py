@@ -234,7 +234,7 @@ def test_a_worker_goes_to_a_place_of_before_and_reads_the_same_again(shards: Pat
     data = streamed(shards)
     loader = StreamLoader(data, "train", BatchPlan(4, 32, 0, True, np.arange(4)))
     start = stream_loader._Positions((None,) * len(loader._lanes))
-    iterator = iter(stream_loader._Rows(loader._lanes, start, 32, 1, data.bos_id))
+    iterator = iter(stream_loader._LaneRows(loader._lanes, start, 32, 1, data.bos_id))
     next(iterator)
     place = iterator.get_state()
     expected = [next(iterator) for _ in range(3)]
