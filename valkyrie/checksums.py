@@ -18,6 +18,17 @@ _THREADS = min(8, os.cpu_count() or 1)
 """Files hashed at a time: hashing and reading release the interpreter lock."""
 
 
+def digest(value: object) -> str:
+    """SHA-256 of a value, in hexadecimal: of bytes, of a text in UTF-8, else of its JSON with sorted keys.
+
+    Values that JSON does not have count as their text.
+    """
+    if isinstance(value, str):
+        value = value.encode()
+    body = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.sha256(body).hexdigest()
+
+
 def write_checksums(folder: Path, without: Container[str] = ()) -> None:
     """Write the checksums of the files in a folder into it, except for some names. OSError if one cannot be read."""
     files = [name for name in _files(folder) if name not in without]

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from valkyrie.problems import first_line
+
 Schema = TypeVar("Schema")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -168,7 +170,7 @@ def defaults_of(path: Path) -> list[Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from None
+        raise ValueError(f"{path} is not valid YAML: {first_line(error)}.") from None
     return list(values.get("defaults") or []) if isinstance(values, dict) else []
 
 

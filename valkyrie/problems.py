@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -213,6 +214,16 @@ def check_range(
     if value is None or value in allowed:
         return []
     return [Problem(ProblemCode.out_of_range, key, value, allowed=allowed, otherwise=otherwise)]
+
+
+def suggest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the choice most like a name, or None if none is: `cutoff` is the least similarity, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)), None)
+
+
+def first_line(error: object) -> str:
+    """Return the first line of an error's message, empty if it has none."""
+    return next(iter(str(error).splitlines()), "")
 
 
 def either(key: str | None, values: Iterable[object]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from valkyrie.checkpoint.place import FOLDER, in_bucket
 from valkyrie.checksums import folder_damage
-from valkyrie.problems import Problem
+from valkyrie.problems import Problem, first_line
 from valkyrie.trees import flat, names_of
 
 
@@ -45,8 +45,8 @@ def read_about(path: Any) -> dict[str, Any]:
         return about
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"the checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)}). Delete that folder to "
-            "go on from an older one."
+            f"the checkpoint {path} is damaged ({type(error).__name__}: {first_line(error)[:200]}). Delete that folder "
+            "to go on from an older one."
         ) from error
 
 
@@ -152,8 +152,3 @@ def local_shards(tree: Any) -> dict[str, list[str]]:
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> str:
     slices = index or ()
     return ",".join("{}:{}".format(*part.indices(size)[:2]) for part, size in zip(slices, shape, strict=True))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, cut where it is long."""
-    return (str(error).splitlines() or [""])[0][:200]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import sys
@@ -17,7 +16,7 @@ from valkyrie.checkpoint.config import FastConfig
 from valkyrie.checkpoint.contents import local_shards, read_about
 from valkyrie.checkpoint.steps import newest_in, steps_in
 from valkyrie.checkpoint.tier import Tier
-from valkyrie.checksums import folder_damage
+from valkyrie.checksums import digest, folder_damage
 from valkyrie.paths import writing
 from valkyrie.problems import Problem
 
@@ -121,7 +120,7 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
     A run folder that was moved, or began anew under its name, has others.
     """
     base = Path(config.folder) if config.folder else Path(tempfile.gettempdir()) / f"valkyrie-{os.getuid()}"
-    known_by = hashlib.sha256(f"{run_folder.resolve()} {identity}".encode()).hexdigest()[:12]
+    known_by = digest(f"{run_folder.resolve()} {identity}")[:12]
     return base.expanduser().absolute() / f"{run_folder.name}-{known_by}"
 
 

@@ -13,11 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from valkyrie.checkpoint.contents import first_line, shapes_of, tree_of
+from valkyrie.checkpoint.contents import shapes_of, tree_of
 from valkyrie.checkpoint.place import in_bucket
 from valkyrie.checkpoint.steps import METADATA, newest_in
 from valkyrie.checksums import write_checksums
 from valkyrie.paths import is_full, why
+from valkyrie.problems import first_line
 
 _LOOK_S = 0.02
 """A save of several processes is looked at so often while it is waited for."""
@@ -108,7 +109,7 @@ class Tier(ABC):
         except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
             raise ValueError(
                 f"the {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
-                f"{first_line(error)}). Delete {self.folder_of(step)} to go on from an older one."
+                f"{first_line(error)[:200]}). Delete {self.folder_of(step)} to go on from an older one."
             ) from error
         return restored["state"], dict(restored["data"])
 

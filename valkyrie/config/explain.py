@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from valkyrie.config.compose import GROUPS
 from valkyrie.config.refusals import refusal_of
 from valkyrie.config.run import FAMILIES
 from valkyrie.foreign_errors import ambiguous_argument, missing_group, needs_quotes, scalar_for_group
-from valkyrie.problems import Problem, ProblemError
+from valkyrie.problems import Problem, ProblemError, first_line, suggest
 
 _OVERLAYS = ("experiment", "sweep")
 """Groups of YAMLs with settings of other groups."""
@@ -88,9 +87,9 @@ def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> st
     other = next((f for folder in folders if (f := Path(folder) / group / f"{name}.yml").is_file()), None)
     if other is not None:
         return f"{group}={name}: {other} is not looked at, for its name ends in .yml. Rename it to {name}.yaml."
-    begun = [option for option in options if name and option.startswith(name)]
-    near = difflib.get_close_matches(name, options, n=1) or begun
-    hint = f" Did you mean {group}={near[0]}?" if near else ""
+    begun = next((option for option in options if name and option.startswith(name)), None)
+    near = suggest(name, options) or begun
+    hint = f" Did you mean {group}={near}?" if near else ""
     form = " A mesh is written as its sizes, such as mesh=4x4x2 or mesh=2s4x4x2." if group == "mesh" else ""
     return f"{group}={name} is not a choice.{hint}{form} Choices: {', '.join(options) or 'none'}."
 
@@ -111,8 +110,8 @@ def _wrong_file(message: str) -> str | None:
         file, group = missing
         if (overlay := group.partition(".")[0]) in _OVERLAYS and overlay != group:
             return _no_package(file)
-        near = difflib.get_close_matches(group, _GROUPS, n=1)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != group else ""
+        near = suggest(group, _GROUPS)
+        hint = f" Did you mean {near}?" if near and near != group else ""
         groups = ", ".join(_GROUPS)
         return f"{file}.yaml: its defaults list overrides {group}, which is no group.{hint} Groups: {groups}."
     if scalar := scalar_for_group(message):
@@ -127,7 +126,7 @@ def _wrong_file(message: str) -> str | None:
 def _unreadable(error: OverrideParseException) -> str:
     """Return what Hydra's grammar made of an argument, and how a value of any text is written."""
     key, sign, value = error.override.partition("=")
-    reason = str(error).splitlines()[0]
+    reason = first_line(error)
     why = "some of its signs stand only in quotes" if needs_quotes(reason) else reason
     if not sign:
         return f"{key} cannot be read as KEY=VALUE."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from valkyrie.data.config import sources_with
 from valkyrie.foreign_errors import WrongValue, wrong_value
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.slices import shortened
-from valkyrie.problems import Problem, ProblemCode
+from valkyrie.problems import Problem, ProblemCode, first_line, suggest
 from valkyrie.trees import flat
 
 _ELSEWHERE = {
@@ -79,7 +78,7 @@ def refusal_of(error: OmegaConfBaseException) -> Problem:
     cause = error.__cause__ or error.__context__
     if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:
         return Problem(ProblemCode.malformed, error.full_key, text=str(cause))  # a resolver's message
-    text = _wrong_value(error.full_key, str(error).splitlines()[0].rstrip("."))
+    text = _wrong_value(error.full_key, first_line(error).rstrip("."))
     return Problem(ProblemCode.malformed, error.full_key, text=text)
 
 
@@ -91,7 +90,8 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
     near = [key for key in known if sorted(key) == sorted(last)]
     near = near or [key for key in known if key.lower() == last.lower()]
     near = [f"{inside}{key}" for key in near] or _elsewhere(last, parent, prefix)
-    near = near or [f"{inside}{key}" for key in difflib.get_close_matches(last, known, n=1)]
+    nearest = suggest(last, known)
+    near = near or ([f"{inside}{nearest}"] if nearest else [])
     hint = f" Did you mean {near[0]}?" if near else ""
     group, families = prefix.partition(".")[0], {"data": ("source", sources_with), "mode": ("name", modes_with)}
     what = "a key"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from valkyrie.buckets import scheme_of
+from valkyrie.checksums import digest
 from valkyrie.data.readers import SUFFIXES, Document, File, ReadOptions, SourceFile, read
 from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
 
@@ -30,7 +29,7 @@ class Listing:
     @property
     def signature(self) -> str:
         """Hash of every name, size and modification time; of remote files their checksum or tag."""
-        return hashlib.sha256(json.dumps([file.stamp for file in self.files]).encode()).hexdigest()
+        return digest([file.stamp for file in self.files])
 
 
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:

@@ -7,7 +7,6 @@ all again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from valkyrie.checksums import file_damages
+from valkyrie.checksums import digest, file_damages
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.paths import write_whole
 from valkyrie.problems import Problem
@@ -113,7 +112,7 @@ class Prepared(Manifest):
 def content_hash(shards: dict[str, list[TokenShard]], dtype: str, bos_id: int) -> str:
     """Return the hash of all tokens, from the checksums of their shards."""
     contents = [dtype, bos_id, [[shard.sha256 for shard in shards[name]] for name in SPLITS]]
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
+    return digest(contents)[:32]
 
 
 def write_manifest(prepared: Prepared) -> None:

@@ -6,8 +6,6 @@ start at once and cannot inherit a half-forked JAX. The result does not depend o
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from valkyrie.checksums import digest
 from valkyrie.data import manifest
 from valkyrie.data.cached import cached_folder
 from valkyrie.data.cut import Census, cut, first_threshold, second_threshold
@@ -87,7 +86,7 @@ def _cache_key(config: DocumentConfig, listing: Listing, tokenizer: str) -> str:
         "split": [config.validation_fraction, config.shard_tokens, config.byte_limit],
         **config.cache_identity(),
     }
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    return digest(inputs)
 
 
 def _write(

@@ -6,6 +6,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from valkyrie.problems import first_line
+
 _MASK = 0xFFFFFFFF
 _AT_ONCE = 256
 
@@ -49,7 +51,7 @@ def array_records(path: str, name: str) -> Iterator[bytes]:
         for start in range(0, count, _AT_ONCE):
             yield from reader.read([*range(start, min(start + _AT_ONCE, count))])
     except (RuntimeError, IndexError, ValueError) as error:
-        raise ValueError(f"{name} is not a readable ArrayRecord file: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{name} is not a readable ArrayRecord file: {first_line(error)}") from None
     finally:
         if reader is not None:
             reader.close()

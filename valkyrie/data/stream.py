@@ -12,8 +12,6 @@ order of the files, which every process reads whole.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from valkyrie.checksums import digest
 from valkyrie.data.batches import BatchPlan, Loader
 from valkyrie.data.cut import pieces
 from valkyrie.data.files import list_paths
@@ -150,7 +149,7 @@ def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
     follows = [described, len(train), config.column, config.field, *cuts, fingerprint_of(tokenizer)]
     return Streamed(
         config.name,
-        hashlib.sha256(json.dumps(follows).encode()).hexdigest()[:32],
+        digest(follows)[:32],
         config,
         tokenizer,
         fingerprint_of(tokenizer),

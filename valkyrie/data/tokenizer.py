@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import lzma
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from valkyrie.checksums import digest
 from valkyrie.data.config import BYTES_VOCAB, NO_TOKENIZER, VOCAB_SIZES
 from valkyrie.data.tokenizer_json import json_path, json_vocab_size, load_json, trained_names
 from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer, checked_ids
@@ -55,8 +55,8 @@ class _TokenizerFile:
     @property
     def identity(self) -> str:
         """Text that changes with the content."""
-        digest = hashlib.sha256(self.path.read_bytes()).hexdigest()
-        return f"tokenizer.json {digest}" if self.pattern is None else f"file {digest} {PATTERNS[self.pattern]}"
+        content = digest(self.path.read_bytes())
+        return f"tokenizer.json {content}" if self.pattern is None else f"file {content} {PATTERNS[self.pattern]}"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -91,7 +91,7 @@ def fingerprint_of(name: str) -> str:
     """Fingerprint of a tokenizer, without loading it: tiktoken pins the content of its names, a file is hashed."""
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
-    return hashlib.sha256(f"tokenizer {identity}".encode()).hexdigest()[:16]
+    return digest(f"tokenizer {identity}")[:16]
 
 
 def identity_of(name: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.platforms import platforms
 from valkyrie.hardware.slices import SliceShape, nearest_hint, parse_shape, says_twisted, shortened
 from valkyrie.hardware.target import ChipConfig, TargetConfig, simulated, slice_of
+from valkyrie.problems import suggest
 
 MOST_SIMULATED = 4096
 """CPU devices that a process can simulate, at most."""
@@ -94,7 +95,7 @@ def _how_to_write(chip: ChipConfig) -> str:
 def _unknown(name: str, word: str, size: str, chips: Iterable[str], files: Sequence[str]) -> str:
     """Return the refusal of an unknown chip, with the nearest names."""
     near = [f"{chip}{size}" for chip in difflib.get_close_matches(word.lower(), list(chips))] if size else []
-    near = near or difflib.get_close_matches(name, files, n=1)
+    near = near or [*filter(None, [suggest(name, files)])]
     if any(word.lower() in (platform.name, *platform.aliases) for platform in platforms()):
         near = ["auto"]
     if word.startswith("cpu"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,6 +12,7 @@ from valkyrie.extensions import Families
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.launch.engine import EngineConfig
+from valkyrie.problems import suggest
 
 ENGINES = Families("target", "valkyrie.launch.engines", EngineConfig)
 TPU_ENGINE = "tpu_vm"
@@ -58,8 +58,8 @@ def _engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
     try:
         hardware = parse_target(target)
     except ValueError as error:
-        near = difflib.get_close_matches(target, ENGINES.names(), n=1)
-        wrong = f"target={target} is no place to run. Did you mean target={near[0]}?" if near else error
+        near = suggest(target, ENGINES.names())
+        wrong = f"target={target} is no place to run. Did you mean target={near}?" if near else error
         raise ValueError(f"{wrong} {_how_to_write()}") from None
     if not platform_of(hardware.platform).rented_as_slices:
         raise ValueError(f"target={target}: only slices of TPUs are rented by name. {_how_to_write()}")

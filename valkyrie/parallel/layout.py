@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
+from valkyrie.checksums import digest
 from valkyrie.parallel.mesh import MeshConfig, resized
 from valkyrie.parallel.partition import (
     Memory,
@@ -91,7 +91,7 @@ class Layout:
 
         The order of the devices, ZeRO-1 and host memory are not part of it.
         """
-        return hashlib.sha256(repr(self.fused_rules[1]).encode()).hexdigest()[:8]
+        return digest(repr(self.fused_rules[1]))[:8]
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,7 +9,7 @@ from typing import Any
 
 from valkyrie.axes import BATCH, LAYERS, SEQ
 from valkyrie.parallel.mesh import MeshConfig
-from valkyrie.problems import Problem, ProblemCode
+from valkyrie.problems import Problem, ProblemCode, suggest
 from valkyrie.records import decode
 
 Rules = dict[str, tuple[str, ...]]
@@ -124,7 +123,7 @@ def _unknown_axes(
     for logical in rules:
         if logical.endswith("?") or logical in legal:
             continue
-        near = next(iter(difflib.get_close_matches(logical, legal, n=1)), None)
+        near = suggest(logical, legal)
         yield Problem(
             ProblemCode.unknown_logical_axis,
             f"partition.{kind}.{logical}",

@@ -5,12 +5,12 @@ What is in neither list is computed again. Each kind of block names its own acti
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 
+from valkyrie.checksums import digest
 from valkyrie.paths import config_names, read_config
 from valkyrie.problems import Problem, ProblemCode
 
@@ -50,7 +50,7 @@ class RematConfig:
             return next(name for name, lists in shipped.items() if lists == own)
         lists = zip(("save", "offload"), own, strict=True)
         text = "_".join(f"{word}_{'+'.join(sorted(names))}" for word, names in lists if names)
-        return text if len(text) <= _LONGEST else f"custom_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        return text if len(text) <= _LONGEST else f"custom_{digest(text)[:6]}"
 
     @property
     def keeps_everything(self) -> bool:

@@ -9,8 +9,6 @@ the others at once that a process died. A host that is cut off is noticed by its
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import socket
 import sys
 import threading
@@ -18,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from valkyrie.checksums import digest
 from valkyrie.processes.ending import end_process
 from valkyrie.processes.hub import Hub, Wire, address_of
 
@@ -92,7 +91,7 @@ class Team:
 
     def agree(self, what: str, values: Mapping[str, Any]) -> None:
         """Check that all processes have the same flat values; ValueError names the key, and who has which value."""
-        theirs = self.exchange(f"agree on {what}", _digest(values))
+        theirs = self.exchange(f"agree on {what}", digest(values))
         if len(set(theirs)) == 1:
             return
         full = self.exchange(f"compare {what}", dict(values))
@@ -235,10 +234,6 @@ def _connect(place: Place, deadline: float, timeout_s: float) -> Wire:
                     "distributed.coordinator)."
                 ) from None
             time.sleep(0.05)
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _disagreement(what: str, full: list[dict[str, Any]]) -> str:

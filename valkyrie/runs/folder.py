@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shlex
@@ -25,6 +24,7 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.chips import with_shipped_figures
 from valkyrie.optim import OptimizerConfig, learning_rate, with_family
 from valkyrie.paths import unused, write_whole, writing
+from valkyrie.problems import first_line, suggest
 from valkyrie.trees import as_written
 
 RUN = "run.yaml"
@@ -69,8 +69,8 @@ def find_run(runs: Path, resume: str) -> Path:
             raise ValueError(f"resume={resume} lies in a run folder. Write resume={folder}.")
     known = ", ".join(f.name for f in reversed(candidates[-5:])) or "none"
     names = {f.name.lower(): f.name for f in candidates}
-    near = difflib.get_close_matches(resume.lower(), names, n=1, cutoff=0.75)
-    hint = f" Did you mean resume={names[near[0]]}?" if near else ""
+    near = suggest(resume.lower(), names, cutoff=0.75)
+    hint = f" Did you mean resume={names[near]}?" if near else ""
     raise ValueError(f"resume={resume} is no run with a checkpoint under runs={runs}.{hint} Newest there: {known}.")
 
 
@@ -148,7 +148,7 @@ def read_settings(file: Path, *, whole: bool = True) -> DictConfig:
     try:
         config = OmegaConf.load(file)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, YAMLError) as error:
-        raise ValueError(f"{file} is damaged ({str(error).splitlines()[0]}). {remedy}") from error
+        raise ValueError(f"{file} is damaged ({first_line(error)}). {remedy}") from error
     last = OmegaConf.select(config, "hydra.hydra_logging") if isinstance(config, DictConfig) else None
     ends_well = isinstance(last, DictConfig) and "root" in last and not isinstance(last.root, str)
     if not isinstance(config, DictConfig) or not (ends_well or not whole):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from valkyrie.checksums import digest
 from valkyrie.paths import writing
 from valkyrie.records import RecordError, read_record, write_record
 from valkyrie.runs.folder import RUN
@@ -29,7 +29,7 @@ def digest_of(request: SearchRequest) -> str:
     slices = [(target.name, target.slices) for target in request.targets]
     asked = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
     asked += [config.batch, config.seq, request.microbatches, request.partitions, request.remats, config.remat]
-    return hashlib.sha256(repr(asked).encode()).hexdigest()[:8]
+    return digest(repr(asked))[:8]
 
 
 def create_folder(folder: Path, request: SearchRequest) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from valkyrie.checksums import digest
 from valkyrie.config.modes import MEASURED, MODULE, SUMMARY, TEXT, TIMELINE, TRACE, settings_for
 from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
@@ -124,7 +123,7 @@ def work_key(run: Run) -> str:
     """Return a digest of the work, whatever the layout: model, batch, length, precision, target and source code."""
     config = run.config
     work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), package_digest(run)]
-    return hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
+    return digest(work)[:16]
 
 
 def _others(run: Run, compiled: Compiled) -> list[Prediction]:

@@ -5,12 +5,11 @@ A sweep is a multirun; its folder is `<runs>/<sweep name>`, with one run folder 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from valkyrie.checksums import digest
 from valkyrie.config.modes import reads_run
 from valkyrie.config.run import Run
 from valkyrie.runs.folder import key_value, parts_of
@@ -106,8 +105,3 @@ def _is_of_the_sweep(key: str) -> bool:
     if key.startswith(_OF_THE_SPACE):
         return key not in _NOT_OF_THE_SPACE
     return re.split(r"[./@]", key)[0] not in _NOT_OF_THE_SWEEP
-
-
-def digest(value: object) -> str:
-    """Return the SHA-256 of a value's JSON text, with sorted keys."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from valkyrie.checksums import digest
 from valkyrie.config.modes import MODES, ModeConfig, Needs
 from valkyrie.config.run import Run
 from valkyrie.config.saved import SAVED_RUN, SETTINGS
@@ -19,7 +20,7 @@ from valkyrie.runs.layout_record import LayoutRecord
 from valkyrie.runs.results import TrialResult
 from valkyrie.search.compile.cache import package_digest
 from valkyrie.sweep.composer import search_path
-from valkyrie.sweep.names import digest, folder_name, trial_key, trial_name
+from valkyrie.sweep.names import folder_name, trial_key, trial_name
 from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial

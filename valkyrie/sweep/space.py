@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from valkyrie.config.refusals import refusal_of, unknown_key
 from valkyrie.config.run import Run
-from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range
+from valkyrie.problems import Problem, ProblemCode, ProblemError, check_range, first_line
 from valkyrie.sweep.composer import Composer
 from valkyrie.trees import as_written
 
@@ -179,7 +179,7 @@ def _set(space: Any, key: str, values: Sequence[str]) -> None:
     try:
         OmegaConf.update(space, name, plain, merge=False)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{key}={','.join(values)}: {str(error).splitlines()[0].rstrip('.')}.") from error
+        raise ValueError(f"{key}={','.join(values)}: {first_line(error).rstrip('.')}.") from error
 
 
 def _choices(key: str, values: Any, composer: Composer) -> list[tuple[str, ...]]:

@@ -6,7 +6,6 @@ What was reported of a run lies in the folder that W&B keeps of it, and is not r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from valkyrie.checksums import digest
 from valkyrie.config.modes import mode_named
 from valkyrie.paths import write_whole
 from valkyrie.processes.locks import lock
@@ -167,7 +167,7 @@ class SweepTracker:
 def trial_id(config: TrackingConfig, folder: Path, key: str) -> str:
     """Return W&B's id of a trial in a sweep's folder, the same each time."""
     where = (config.entity, config.project, folder.resolve().name, folder.stat().st_ino, key)
-    return hashlib.sha256(repr(where).encode()).hexdigest()[:16]
+    return digest(repr(where))[:16]
 
 
 def summary_of(row: Row) -> dict[str, Any]:

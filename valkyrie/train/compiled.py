@@ -14,6 +14,7 @@ from valkyrie.compiled.hlo import parse
 from valkyrie.config.run import Debug
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.sharding import AnyMesh
+from valkyrie.problems import first_line
 from valkyrie.train.program import StepProgram, serialised_module
 from valkyrie.train.state import TrainState
 from valkyrie.units import GIB
@@ -36,7 +37,7 @@ class CompiledStep(NamedTuple):
         try:
             return sum_communication(traffic(parse(serialised_module(self.program)), axes))
         except Exception as error:  # the program is XLA's, of whatever version: a training does not end for it
-            why = (str(error).splitlines() or [""])[0]
+            why = first_line(error)
             say(f"the bytes that a step sends could not be read ({type(error).__name__}: {why})")
             return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from importlib import metadata
 from valkyrie.foreign_errors import unknown_option, unreadable_option
 from valkyrie.hardware.chips import known_chips
 from valkyrie.hardware.target import ChipConfig
+from valkyrie.problems import suggest
 
 KEY = "target.chip.xla_options"
 CHIP, YOU, VALKYRIE = "chip default", "you", "Valkyrie"
@@ -87,8 +87,8 @@ def refusal(message: str) -> str | None:
     """Return what an error of the compiler means that is about an option, None for other errors."""
     if name := unknown_option(message):
         names = {option for chip in known_chips().values() for option in chip.xla_options}
-        near = difflib.get_close_matches(name, sorted(names), n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        near = suggest(name, sorted(names))
+        hint = f" Did you mean {near}?" if near else ""
         remedy = f"Leave it out, or write {KEY}.{name}=null."
         return f"{KEY}.{name}: {_compiler()} has no option of this name.{hint} {remedy}"
     if unreadable := unreadable_option(message):

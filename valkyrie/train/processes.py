@@ -16,6 +16,7 @@ from valkyrie.config.compose import accelerators
 from valkyrie.config.explain import explain
 from valkyrie.config.run import Run
 from valkyrie.paths import source_digest
+from valkyrie.problems import first_line
 from valkyrie.processes.distributed import join, start_jax
 from valkyrie.processes.ending import end_process
 from valkyrie.processes.team import ALONE, Team
@@ -122,7 +123,7 @@ def ends_all(team: Team, command: str = "valkyrie-train") -> Iterator[None]:
     except BaseException as error:
         time.sleep(_NEWS_S)
         traceback.print_exc()
-        _end(team, 1, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+        _end(team, 1, f"{type(error).__name__}: {first_line(error)[:300]}")
 
 
 def _end(team: Team, status: int, reason: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from valkyrie.problems import first_line
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import profile_window
 
@@ -113,4 +114,4 @@ class Window:
 
 
 def _failed(error: Exception) -> str:
-    return f"the profile could not be taken ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    return f"the profile could not be taken ({type(error).__name__}: {first_line(error)})"

@@ -109,7 +109,9 @@ def _saved_run(row: Row) -> Run | None:
     """
     if row.folder is None or not (row.folder / RUN).is_file():
         return None
-    return Run.from_config(saved_config(row.folder))
+    saved = saved_config(row.folder)
+    saved.mode = {"name": "train"}  # its mode decides nothing here, and may have keys that it no longer has
+    return Run.from_config(saved)
 
 
 def _check(path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from valkyrie.checksums import digest
 from valkyrie.compiled.memory import ProgramMemory
 from valkyrie.config.modes import MODULE, SHAPING_KEYS, TEXT
 from valkyrie.config.run import Run
@@ -75,7 +75,7 @@ def programs_folder() -> Path:
 
 def request_key(run: Run) -> str:
     """Return a digest of everything that may decide a compile: settings, flags, versions and all source code."""
-    return _digest([program_settings(run), compiler_flags(), versions(), package_digest(run)])
+    return digest([program_settings(run), compiler_flags(), versions(), package_digest(run)])[:32]
 
 
 def program_key(
@@ -90,9 +90,9 @@ def program_key(
     the compiled module; places in source files do not, so a report of a cached program may name lines that moved since.
     """
     compilers = {name: version for name, version in versions().items() if name in _COMPILERS}
-    program = hashlib.sha256(_SOURCE_PLACE.sub("", stablehlo).encode()).hexdigest()
+    program = digest(_SOURCE_PLACE.sub("", stablehlo))
     devices = [device_kind, *map(str, positions)]
-    return _digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices])
+    return digest([program, sorted(dict(options).items()), compiler_flags(), compilers, devices])[:32]
 
 
 def package_digest(run: Run) -> str:
@@ -174,7 +174,3 @@ def keep_program(scratch: Path, folder: Path, replace: bool) -> None:
         publish_folder(scratch, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:32]

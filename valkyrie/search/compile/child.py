@@ -7,7 +7,6 @@ compiler of another chip may abort or never return. It exits, and removes its fo
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valkyrie.checksums import digest
 from valkyrie.config.modes import MODULE, TEXT, settings_for
 from valkyrie.config.run import Run
 from valkyrie.foreign_errors import (
@@ -151,8 +151,8 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
     write_whole(folder / MODULE, module)
     if settings_for(CompileMode, run.config.mode).hlo:
         write_whole(folder / TEXT, compiled.as_text() or "")
-    memory, digest = program_memory(compiled, program.backend, peak), hashlib.sha256(module).hexdigest()
-    return ProgramRecord(seconds, tuple(options), memory, digest)
+    memory = program_memory(compiled, program.backend, peak)
+    return ProgramRecord(seconds, tuple(options), memory, digest(module))
 
 
 def within_memory(options: list[Option], compile: Callable[..., Any], platform: Platform) -> tuple[Any, list[Option]]:

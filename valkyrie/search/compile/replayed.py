@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from valkyrie.checksums import digest
 from valkyrie.compiled.collectives import CollectiveUse, traffic
 from valkyrie.compiled.hlo import Module, parse
 from valkyrie.config.run import Run
@@ -90,4 +90,4 @@ def _digest(target: TargetConfig) -> str:
     """Return a digest of what decides a replay besides the module: the source of the replay, the target's figures."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware")
-    return hashlib.sha256((figures + source).encode()).hexdigest()[:16]
+    return digest(figures + source)[:16]

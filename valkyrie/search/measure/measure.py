@@ -23,6 +23,7 @@ from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.modes.measure import MeasuredData
 from valkyrie.parallel.mesh import build_mesh
+from valkyrie.problems import first_line
 from valkyrie.records import encode
 from valkyrie.runs.folder import versions
 from valkyrie.search.compile.executable import program_memory, step_memory
@@ -60,7 +61,7 @@ def measure(
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(str(error)):
             raise
-        return replace(blank, reason=str(error).splitlines()[0])
+        return replace(blank, reason=first_line(error))
 
 
 def _measured(

@@ -16,6 +16,7 @@ import jax
 from valkyrie.compiled.collectives import Collective, Collectives, fused_kind, inner_collectives, kind_of
 from valkyrie.compiled.communication import CollectiveTime, CollectiveTrace
 from valkyrie.compiled.hlo import Instruction, Module
+from valkyrie.problems import first_line
 from valkyrie.train.profile import tracing
 
 STEPS = 3
@@ -53,7 +54,7 @@ def collective_times(
             files, step_s = _trace(step, Path(folder))
             events = [event for file in files for event in read_events(file, module)]
     except (RuntimeError, OSError) as error:  # the profiler is no part of the measurement
-        return _none(str(error).splitlines()[0])
+        return _none(first_line(error))
     if not events:
         return _none("the profiler recorded no operation of the step")
     if collectives and not any(event.op in collectives for event in events):
