@@ -32,7 +32,7 @@ Repeated = Callable[[Any, Any, Any, "Shard"], Any]
 """One step of a stack: (stream, one layer, per-row arrays such as document boundaries, Shard) -> stream."""
 
 
-class Head(NamedTuple):
+class LossHead(NamedTuple):
     """The loss head, applied to the last stream: `f(parameters, stream, rows, shard)` -> (sums, per-row values).
 
     The first leaf of `sums` is the objective. `rows` is a tree of arrays whose first dimension is the batch.
@@ -184,7 +184,7 @@ class Shard(Protocol):
         """Return the number of shards of a logical axis of activations."""
         ...
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: Head | None = None) -> Any:
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` to the stream `x` once per layer, then `head`, if any.
 
         `layers` is stacked on a leading axis. `x`, `rows` and the stream are trees of arrays whose first dimension is
@@ -250,7 +250,7 @@ class Unsharded:
         """Return 1: nothing is split."""
         return 1
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: Head | None = None) -> Any:
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Apply `f` once per layer in one scan, then `head`, if any."""
         return apply_head(head, scan_layers(f, layers, x, rows, self), self)
 
@@ -279,6 +279,6 @@ def scan_layers(f: Repeated, layers: Any, x: Any, rows: Any, shard: Shard) -> An
     return jax.lax.scan(body, x, layers)[0]
 
 
-def apply_head(head: Head | None, x: Any, shard: Shard) -> Any:
+def apply_head(head: LossHead | None, x: Any, shard: Shard) -> Any:
     """Apply the loss head, if any, to the stream."""
     return x if head is None else head.f(head.parameters, x, head.rows, shard)

@@ -62,7 +62,6 @@ class Attention(Block):
         return self.causal
 
     def problems(self, key: str) -> list[Problem]:
-        """Return every reason why it cannot be built."""
         problems = [
             problem
             for name in ("heads", "kv_heads", "head_dim")
@@ -92,7 +91,6 @@ class Attention(Block):
         return problems + check_range(f"{key}.soft_cap", self.soft_cap, above=0, otherwise="null for none")
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
-        """Return how many heads there are, and how wide they are."""
         return {name: Size(getattr(self, name), f"{site.key}.{name}") for name in self.axes}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
@@ -114,7 +112,6 @@ class Attention(Block):
         return weights
 
     def variant(self, site: BlockContext) -> Hashable:
-        """Return this layer's window and dilation."""
         return self.window(site), self.dilation(site)
 
     def window(self, site: BlockContext) -> int | None:
@@ -159,7 +156,6 @@ class Attention(Block):
         return [(kept, positions) for kept in self.kept(site) if kept.name in ("key", "value")]
 
     def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
-        """Return the module."""
         return attention_layer()(self, site, numerics=numerics, key=key)
 
     def _mean_keys(self, site: BlockContext, seq: int) -> float:
@@ -220,7 +216,6 @@ def attention_layer() -> Any:
         def queries(
             self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
         ) -> Float[Array, "batch seq heads head_dim"]:
-            """Return rotated queries."""
             with jax.named_scope("query"):
                 q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
                 q = biased(q, self.query_bias, shard) if self.biased else q

@@ -49,11 +49,9 @@ class FeedForward(Block):
     pointwise = True
 
     def problems(self, key: str) -> list[Problem]:
-        """Return every reason why it cannot be built."""
         return check_range(f"{key}.mlp", self.mlp, least=1)
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
-        """Return the length of the hidden side."""
         return {"mlp": Size(self.mlp, f"{site.key}.mlp")}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
@@ -66,7 +64,6 @@ class FeedForward(Block):
         return weights
 
     def flops(self, site: BlockContext, seq: int) -> float:
-        """Return forward FLOPs per token."""
         return 2.0 * site.embed * self.mlp * (3 if self.kind.gated else 2)
 
     def saves(self, site: BlockContext) -> list[Saved]:
@@ -81,7 +78,6 @@ class FeedForward(Block):
         ]
 
     def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
-        """Return the module."""
         return feed_forward_layer()(self, site, numerics=numerics, key=key)
 
 

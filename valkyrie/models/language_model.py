@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from valkyrie.axes import UNSHARDED, Axis, Head, Shard
+from valkyrie.axes import UNSHARDED, Axis, LossHead, Shard
 from valkyrie.models.block import BLOCK_INPUT, AuxiliaryTerm, Boundary, Layer, Residual
 from valkyrie.models.layers import (
     Boundaries,
@@ -51,14 +51,14 @@ class Losses(NamedTuple):
     auxiliary: dict[str, Float[Array, ""]] = {}
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """What layers pass on: the residual stream, sums of the values that they return, and more if a family needs it."""
 
     x: Float[Array, "batch seq embed"]
     auxiliary: Values
     middle: Float[Array, "batch seq embed"] | None = None
 
-    def plus(self, x: Float[Array, "batch seq embed"], values: Values) -> Stream:
+    def plus(self, x: Float[Array, "batch seq embed"], values: Values) -> ResidualStream:
         """Return the stream after a block that returns these values."""
         added = {name: self.auxiliary[name] + value for name, value in values.items()}
         return self._replace(x=x, auxiliary=self.auxiliary | added)
@@ -124,7 +124,6 @@ class ResidualBlock(nnx.Module):
         return values
 
     def init_state(self, batch: int, max_len: int) -> Any:
-        """Return the mixer's state before the first token."""
         return self.mixer.init_state(batch, max_len)
 
     def step(self, x: Float[Array, "batch embed"], state: Any) -> tuple[Float[Array, "batch embed"], Any]:
@@ -211,7 +210,7 @@ class LanguageModel(nnx.Module):
         shard: Shard = UNSHARDED,
         checkpoint: Checkpoint = lambda block: block,
         key: Array | None = None,
-        head: Head | None = None,
+        head: LossHead | None = None,
     ) -> Any:
         """Return the residual stream after the last block, or the result of `head`; `key` turns dropout on."""
 
@@ -224,7 +223,7 @@ class LanguageModel(nnx.Module):
 
             return checkpoint(blocks)(stream, layer[0], boundaries, layer[1])
 
-        stream: Any = Stream(x, self.no_values(x, shard))
+        stream: Any = ResidualStream(x, self.no_values(x, shard))
         for i, group in enumerate(self.segments):
             last = head if i == self.count - 1 else None
             stream = shard.repeat(run, (group, repeat_keys(key, i, group)), stream, boundaries, last)
@@ -254,12 +253,12 @@ class LanguageModel(nnx.Module):
             losses = _with_auxiliary(losses, stream.auxiliary, rows[1], self.config.auxiliary)
             return (losses.objective_sum, losses.loss_sum, losses.weight_sum, losses.auxiliary), losses.per_token
 
-        head = Head(f, own, (targets, weights))
+        head = LossHead(f, own, (targets, weights))
         sums, per_token = self.blocks(x, boundaries, shard=shard, checkpoint=checkpoint, key=key, head=head)
         objective, loss, weight, auxiliary = sums
         return Losses(objective, loss, weight, per_token, auxiliary)
 
-    def leaving(self, stream: Stream) -> Float[Array, "batch seq embed"]:
+    def leaving(self, stream: ResidualStream) -> Float[Array, "batch seq embed"]:
         """Return what the head reads of the last stream."""
         return stream.x
 

@@ -38,7 +38,6 @@ class NanochatAttention(Attention):
     value_embeddings: bool = True
 
     def problems(self, key: str) -> list[Problem]:
-        """Return every reason why it cannot be built."""
         problems = super().problems(key)
         if self.qk_norm:
             text = f"{key}.qk_norm=true: nanochat's norm of queries and keys is another, and always there."
@@ -54,11 +53,9 @@ class NanochatAttention(Attention):
         return self.value_embeddings and site.number % 2 == (site.layers - 1) % 2
 
     def variant(self, site: BlockContext) -> Hashable:
-        """Return this layer's window and dilation, and whether it has a table of values."""
         return super().variant(site), self.has_value_embedding(site)
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
-        """Return those of attention, and the gate of the value embedding."""
         gate = {"value_gate": weight("kv_heads", gate_channels(site), output_first=True)}
         return super().weights(site) | (gate if self.has_value_embedding(site) else {})
 
@@ -71,11 +68,9 @@ class NanochatAttention(Attention):
         return super().parameters(site) | {"value_embedding": table}
 
     def flops(self, site: BlockContext, seq: int) -> float:
-        """Return forward FLOPs per token: those of attention and of the gate."""
         return super().flops(site, seq) + 2.0 * gate_channels(site) * self.kv_heads * self.has_value_embedding(site)
 
     def saves(self, site: BlockContext) -> list[Saved]:
-        """Return what attention keeps, the inputs of its norms, and the values added with their gate."""
         return [
             *super().saves(site),
             saved("heads", "head_dim", float32=True),
@@ -84,7 +79,6 @@ class NanochatAttention(Attention):
         ]
 
     def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
-        """Return the module."""
         return nanochat_attention_layer()(self, site, numerics=numerics, key=key)
 
 
@@ -122,13 +116,11 @@ def nanochat_attention_layer() -> Any:
         def queries(
             self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
         ) -> Float[Array, "batch seq heads head_dim"]:
-            """Return rotated, normalised queries."""
             return self._normed(super().queries(x, -positions, shard))
 
         def keys_values(
             self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
         ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
-            """Return rotated, normalised keys, and values."""
             k, v = super().keys_values(x, -positions, shard)
             return self._normed(k), v
 

@@ -81,7 +81,6 @@ class S5(Block):
         return not self.bidirectional
 
     def problems(self, key: str) -> list[Problem]:
-        """Return every reason why it cannot be built."""
         problems = []
         per_block, pairs = self.state_size // max(self.blocks, 1), 2 * max(self.blocks, 1)
         uneven = self.blocks < 1 or self.state_size < 1 or self.state_size % self.blocks
@@ -100,7 +99,6 @@ class S5(Block):
         return problems + check_range(f"{key}.scan_block", self.scan_block, least=1)
 
     def sizes(self, site: BlockContext) -> dict[str, Size]:
-        """Return how many states it keeps, and the width of its gate."""
         return {"state": Size(self.states, f"{site.key}.state_size"), "mlp": Size(site.embed, "model.embed")}
 
     def weights(self, site: BlockContext) -> dict[str, Weight]:
@@ -134,11 +132,9 @@ class S5(Block):
         ]
 
     def neighbours(self, site: BlockContext) -> list[tuple[SavedActivation, int | None]]:
-        """Return the state after the positions before."""
         return [(kept, 1) for kept in self.kept(site) if kept.name == STATES]
 
     def build(self, site: BlockContext, *, numerics: "Numerics", key: "Array") -> Any:
-        """Return the module."""
         return s5_layer()(self, site, numerics=numerics, key=key)
 
 

@@ -100,7 +100,7 @@ def init_Lambda(hippo: BlockHippo) -> Eigenvalues:
 
 def init_B_tilde(key: Array, hippo: BlockHippo, embed: int) -> Float32[Array, "state embed 2"]:
     """Return V^-1 B as (real, imaginary) on the last axis, for a real LeCun-normal B of variance 1 / state_size."""
-    B = _truncated_normal(key, (hippo.state_size, embed), hippo.state_size)
+    B = truncated_normal(key, (hippo.state_size, embed), math.sqrt(1 / hippo.state_size))
     B = B.reshape(hippo.blocks, -1, embed)
     rotated = [_exact("kn,bnh->bkh", part, B) for part in (np.real(hippo.Vinv), np.imag(hippo.Vinv))]
     return jnp.stack(rotated, axis=-1).reshape(hippo.state, embed, 2)
@@ -116,7 +116,7 @@ def init_C_tilde(key: Array, hippo: BlockHippo, embed: int, method: CInit) -> Fl
     if method is CInit.complex_normal:
         return jax.random.normal(key, (embed, hippo.state, 2), jnp.float32) * math.sqrt(0.5)
     fan_in = hippo.state_size * (embed if method is CInit.lecun_normal else 1)
-    C = _truncated_normal(key, (embed, hippo.state_size, 2), fan_in).reshape(embed, hippo.blocks, -1, 2)
+    C = truncated_normal(key, (embed, hippo.state_size, 2), math.sqrt(1 / fan_in)).reshape(embed, hippo.blocks, -1, 2)
     re, im = C[..., 0], C[..., 1]
 
     def rotated(part: np.ndarray, by: Array) -> Array:
@@ -237,10 +237,13 @@ def _halves(x: Float32[Array, " state"]) -> tuple[Array, Array]:
     return upper, x - upper
 
 
-def _truncated_normal(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
-    """Return normal numbers of variance 1 / fan_in before they are cut off at two (untruncated) deviations: LeCun's."""
-    deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
-    return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * deviation
+_TRUNCATED = 0.87962566103423978
+"""Standard deviation of a unit normal number that is cut at -2 and 2."""
+
+
+def truncated_normal(key: Array, shape: tuple[int, ...], deviation: float) -> Float32[Array, "..."]:
+    """Return normal numbers cut at two deviations, of this deviation after the cut."""
+    return deviation / _TRUNCATED * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
 
 
 def _exact(subscripts: str, *operands: Array | np.ndarray) -> Array:

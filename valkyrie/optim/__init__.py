@@ -1,4 +1,4 @@
-"""Optimizers: what their families share, which is the schedule, clipping, and the rules for groups of parameters.
+"""Optimizers: the schedule, clipping, and rules for groups of parameters that all families share.
 
 A family is a module with a dataclass `Config` that derives from `OptimizerConfig`; see README.md in this folder.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from valkyrie.optim.muon import Spread
 
 NOT_AVERAGED = frozenset({"puzzle", "fixed"})
-"""The groups that `ema_decay` does not average: tables whose rows change seldom, and what never changes."""
+"""Groups that `ema_decay` does not average: tables whose rows change seldom, and parameters that never change."""
 
 
 class Schedule(Enum):
@@ -39,7 +39,7 @@ class Training:
     Args:
         steps: optimizer steps of the run.
         compute: dtype of the products of the model, by name.
-        spread: where Muon's stacks of matrices are placed on the mesh, or None for a single device.
+        spread: sharding of Muon's stacks of matrices, or None for a single device.
     """
 
     steps: int
@@ -98,14 +98,29 @@ class OptimizerConfig:
             training: the run it is for.
         """
         import jax
-        import optax
 
         rate = learning_rate(self, training.steps)
-        labels = jax.tree.map(_label, specs, is_leaf=is_parameter)
-        rules: dict[Hashable, optax.GradientTransformation] = {**self.rules(rate)}
+        return self.partition(self.rules(rate), jax.tree.map(_label, specs, is_leaf=is_parameter), rate)
+
+    def partition(
+        self, rules: Mapping[str, optax.GradientTransformation], labels: Any, rate: optax.Schedule
+    ) -> optax.GradientTransformation:
+        """Build the transformation that applies each rule to the parameters with its label.
+
+        Labels `puzzle` (steps by signs, decayed) and `fixed` (never changed) have rules of their own.
+        """
+        import jax
+        import optax
+
+        from valkyrie.ops.atan2 import signs_of_rows
+
+        all_rules: dict[Hashable, optax.GradientTransformation] = {**rules}
         if NOT_AVERAGED & set(jax.tree.leaves(labels)):
-            rules |= puzzle_rules(self, rate)
-        return optax.partition(rules, labels)
+            ratio = (self.puzzle_learning_rate or self.learning_rate) / self.learning_rate
+            steps = optax.scale_by_learning_rate(scaled(rate, ratio))
+            all_rules["puzzle"] = optax.chain(signs_of_rows(self.weight_decay), steps)
+            all_rules["fixed"] = optax.set_to_zero()
+        return optax.partition(all_rules, labels)
 
     def state_bytes(self, parameter: Parameter) -> float:
         """Bytes of optimizer state per number of a parameter. Two float32 moments, unless a family overrides it."""
@@ -140,10 +155,44 @@ class OptimizerConfig:
         ]
 
     def check(self, *names: str, otherwise: str = "", **bounds: int | float) -> list[Problem]:
-        """Return the problem of each of these settings that is out of bounds, which are those of `check_range`."""
-        values = {name: getattr(self, name) for name in names}
-        found = (check_range(f"optimizer.{k}", v, otherwise=otherwise, **bounds) for k, v in values.items())
-        return [problem for problems in found for problem in problems]
+        """Return the problems of settings that are out of bounds. The bounds are those of `check_range`."""
+        return [
+            problem
+            for name in names
+            for problem in check_range(f"optimizer.{name}", getattr(self, name), otherwise=otherwise, **bounds)
+        ]
+
+
+class AdamLike(OptimizerConfig):
+    """Base of optimizers that differ in their directions: decoupled decay of matrices, a rate for state spaces.
+
+    `ssm_learning_rate_ratio` scales the rate of S5's own parameters (B, Lambda, log_step, norm), which are never
+    decayed, as in lindermanlab/S5 `train_helpers.py`.
+    """
+
+    beta1: float
+    beta2: float
+    ssm_learning_rate_ratio: float
+
+    def directions(self) -> optax.GradientTransformation:
+        """Build the directions of a group, before decay and learning rate."""
+        raise NotImplementedError
+
+    def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
+        """Directions, decay and learning rate of each group."""
+        import optax
+
+        def rule(ratio: float, decay: float) -> optax.GradientTransformation:
+            steps = optax.scale_by_learning_rate(scaled(rate, ratio))
+            return optax.chain(self.directions(), optax.add_decayed_weights(decay), steps)
+
+        ssm = rule(self.ssm_learning_rate_ratio, 0.0)
+        return {"matrix": rule(1.0, self.weight_decay), "vector": rule(1.0, 0.0), "ssm": ssm}
+
+    def problems(self) -> list[Problem]:
+        """Return everything that is wrong with these settings."""
+        problems = [*super().problems(), *self.check("beta1", "beta2", least=0, below=1)]
+        return [*problems, *self.check("ssm_learning_rate_ratio", least=0)]
 
 
 FAMILIES = Families("optimizer.family", "valkyrie.optim.families", OptimizerConfig)
@@ -233,18 +282,6 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
         return inner.update(wide(updates), state, wide(params))
 
     return optax.GradientTransformation(lambda params: inner.init(wide(params)), update)
-
-
-def puzzle_rules(config: OptimizerConfig, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
-    """Transformations of the groups `puzzle` (steps by signs, decayed) and `fixed` (never changed)."""
-    import optax
-
-    from valkyrie.ops.atan2 import signs_of_rows
-
-    ratio = (config.puzzle_learning_rate or config.learning_rate) / config.learning_rate
-    signs = signs_of_rows(config.weight_decay)
-    puzzle = optax.chain(signs, optax.scale_by_learning_rate(scaled(rate, ratio)))
-    return {"puzzle": puzzle, "fixed": optax.set_to_zero()}
 
 
 def is_parameter(node: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,48 +31,27 @@ POLAR_EXPRESS = (
 )
 """Five steps of the Polar Express (arXiv 2505.16932) for a safety factor of 2e-2 and a cushion of 2."""
 MARGIN = 1.01
-"""A matrix is divided by its norm times this before the first step."""
+"""A matrix is divided by its norm times this margin before the first step."""
 
 
-@runtime_checkable
-class Spread(Protocol):
-    """Where stacks of matrices lie; implemented by `valkyrie.train` for a mesh, by `Together` without one."""
+class Spread(NamedTuple):
+    """Sharding of stacks of matrices; by default that of a single device.
 
-    devices: int
+    Args:
+        devices: Number of devices that a stack is split over.
+        sharding_key: Key of a parameter, equal for those whose matrices are sharded alike.
+        as_stored: Shards a stack (matrices, rows, columns) like this parameter between steps.
+        by_matrix: Shards a stack over all devices, by whole matrices.
+    """
 
-    def lies(self, spec: Parameter) -> Hashable:
-        """Return what splits a parameter's matrices: equal where they may be stacked as they lie."""
-        ...
-
-    def at_rest(self, stack: Array, spec: Parameter) -> Array:
-        """Return a stack (matrices, rows, columns) that lies as this parameter does."""
-        ...
-
-    def spread(self, stack: Array) -> Array:
-        """Return a stack of whole matrices, split over all devices."""
-        ...
-
-
-class Together:
-    """The `Spread` of a single device."""
-
-    devices = 1
-
-    def lies(self, spec: Parameter) -> Hashable:
-        """Return the same for all."""
-        return None
-
-    def at_rest(self, stack: Array, spec: Parameter) -> Array:
-        """Return the stack itself."""
-        return stack
-
-    def spread(self, stack: Array) -> Array:
-        """Return the stack itself."""
-        return stack
+    devices: int = 1
+    sharding_key: Callable[[Parameter], Hashable] = lambda spec: None
+    as_stored: Callable[[Array, Parameter], Array] = lambda stack, spec: stack
+    by_matrix: Callable[[Array], Array] = lambda stack: stack
 
 
 class Recipe(NamedTuple):
-    """What an update of matrices goes by; the schedules are functions of the step, 0 for the first."""
+    """Settings of an update. The schedules are functions of the step, 0 for the first."""
 
     rate: Callable[[Any], Any]
     momentum: Callable[[Any], Any]
@@ -89,12 +68,11 @@ class MuonState(NamedTuple):
     second: Any
 
 
-def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.GradientTransformation:
-    """Return the transformation for a tree of matrices that `specs` describes, with masked nodes elsewhere.
+def muon(recipe: Recipe, specs: Any, spread: Spread = Spread()) -> optax.GradientTransformation:
+    """Build the transformation of a tree of matrices that `specs` describes, with masked nodes elsewhere.
 
-    A parameter's dimensions after `layers` are a matrix: the first, and the others together.
+    Rows of a matrix are a parameter's first dimension after `layers`, columns all others together.
     """
-    placed = spread or Together()
 
     def init(params: Any) -> MuonState:
         second = None
@@ -111,10 +89,9 @@ def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.Grad
         values = jax.tree.leaves(params)
         second = [None] * len(leaves) if state.second is None else jax.tree.leaves(state.second)
         directions: list[Any] = [None] * len(leaves)
-        for members in _alike(of_leaves, placed):
-            chosen = [of_leaves[i] for i in members]
-            made, kept = _directions([leaves[i] for i in members], [second[i] for i in members], chosen, recipe, placed)
-            for i, direction, new in zip(members, made, kept, strict=True):
+        for members in _stacks(of_leaves, spread):
+            stacked = [leaves[i] for i in members], [second[i] for i in members], [of_leaves[i] for i in members]
+            for i, direction, new in zip(members, *_directions(*stacked, recipe, spread), strict=True):
                 directions[i], second[i] = direction, new
         rate, decay = recipe.rate(state.count), recipe.decay(state.count)
         steps = [_step(o, p, rate * _scale(s), decay) for o, p, s in zip(directions, values, of_leaves, strict=True)]
@@ -124,38 +101,38 @@ def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.Grad
     return optax.GradientTransformation(init, update)
 
 
-def _alike(specs: list[Parameter], placed: Spread) -> list[list[int]]:
-    """Return the numbers of the parameters whose matrices may stand in one stack."""
+def _stacks(specs: list[Parameter], spread: Spread) -> list[list[int]]:
+    """Return the indices of the parameters of each stack: their matrices have one shape and one sharding."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, spec in enumerate(specs):
-        groups[(*matrix_shape(spec)[1:], spec.output_first, placed.lies(spec))].append(i)
+        groups[(*matrix_shape(spec)[1:], spec.output_first, spread.sharding_key(spec))].append(i)
     return list(groups.values())
 
 
 def _directions(
-    leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, placed: Spread
+    leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, spread: Spread
 ) -> tuple[list[Array], list[Any]]:
-    """Return the orthogonal directions of parameters alike, and the mean squares of their rows or columns."""
+    """Return the orthogonal directions of one stack's parameters, and the mean squares of their rows or columns."""
     spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
     _, rows, columns = matrix_shape(spec)
     stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
-    padding = -len(stack) % placed.devices
-    stack = jnp.pad(placed.at_rest(stack, spec), ((0, padding), (0, 0), (0, 0)))
-    made = orthogonal(placed.spread(stack), spec.output_first)
+    padding = -len(stack) % spread.devices
+    stack = jnp.pad(spread.as_stored(stack, spec), ((0, padding), (0, 0), (0, 0)))
+    made = orthogonal(spread.by_matrix(stack), spec.output_first)
     if recipe.beta2 is not None:
         before = jnp.pad(jnp.concatenate([s.reshape(-1, s.shape[-1]) for s in second]), ((0, padding), (0, 0)))
         made, after = _evened(made, before, recipe.beta2, _kept_axis(spec))
         after = jnp.split(after[: len(after) - padding], _ends(counts))
         second = [new.reshape(_kept_shape(s)) for new, s in zip(after, specs, strict=True)]
-    made = placed.at_rest(placed.spread(made), spec)
+    made = spread.as_stored(spread.by_matrix(made), spec)
     parts = jnp.split(made[: len(made) - padding], _ends(counts))
     return [part.reshape(s.shape).astype(jnp.float32) for part, s in zip(parts, specs, strict=True)], second
 
 
 def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
-    """Return the nearest orthogonal matrices, of norm sqrt(min(rows, columns)), in the dtype they came in.
+    """Return the nearest orthogonal matrices, of norm sqrt(min(rows, columns)), in the dtype of the stack.
 
-    Rows of what they make (columns unless `output_first`) are first put to one norm (MuonEq, arXiv 2603.28254).
+    The rows of outputs (columns unless `output_first`) are first scaled to one norm (MuonEq, arXiv 2603.28254).
     """
     wide, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
     norms = jnp.linalg.norm(wide, axis=-1 if output_first else -2, keepdims=True)
@@ -167,7 +144,7 @@ def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Flo
 
 
 _COEFFICIENTS = np.array([[c / MARGIN ** (2 * i + 1) for i, c in enumerate(POLAR_EXPRESS[0])], *POLAR_EXPRESS[1:]])
-"""Those of the Polar Express, the first step's for a matrix that is not divided by the margin yet."""
+"""The Polar Express, with the division by the margin in the first step."""
 
 
 def _evened(
@@ -187,7 +164,7 @@ def _evened(
 
 
 def _kept_axis(spec: Parameter) -> int:
-    """Return of which dimension mean squares are kept: that of the outputs, unless there are more inputs."""
+    """Dimension over which NorMuon keeps second moments: that of the outputs, unless there are more inputs."""
     _, first, rest = matrix_shape(spec)
     outputs, inputs = (first, rest) if spec.output_first else (rest, first)
     return 1 if spec.output_first == (outputs >= inputs) else 2

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from valkyrie.axes import BATCH, Head, Repeated, Shard
+from valkyrie.axes import BATCH, LossHead, Repeated, Shard
 from valkyrie.parallel.pipeline import (
     SENT_ON,
     InStage,
@@ -38,7 +38,7 @@ def alternating(
     layers: Any,
     x: Any,
     rows: Any,
-    head: Head,
+    head: LossHead,
 ) -> Any:
     """Return what `head` makes of the stream after `f` for each of `layers`, as `Shard.repeat` does.
 
@@ -101,7 +101,7 @@ class _Stage:
     nothing can go back and in the last as many nothing is left to go forward: those are half turns.
     """
 
-    def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, head: Head, moves: list[bool]) -> None:
+    def __init__(self, pipeline: Pipeline, in_stage: InStage, f: Repeated, head: LossHead, moves: list[bool]) -> None:
         """`moves` says which leaves of the rows have a gradient."""
         self._pipeline, self._in_stage, self._f, self._head, self._moves = pipeline, in_stage, f, head, moves
 

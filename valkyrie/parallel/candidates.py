@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Parameter
-from valkyrie.parallel.layout import gathered_axes
+from valkyrie.parallel.layout import gathered_axes, zero1_axes
 from valkyrie.parallel.partition import PartitionConfig, PipelineSchedule, Rules
 from valkyrie.parallel.problems import size_checks
 from valkyrie.problems import Problem
@@ -128,7 +128,7 @@ class Candidates:
         Outside of its stages, a pipeline's axis splits data as well.
         """
         data = dict.fromkeys([*self.parameters.get(LAYERS, ()), *self.activations[BATCH]])
-        return tuple(a for a in data if not any(a in self.stored(axis) for axis in axes))
+        return zero1_axes(data, map(self.stored, axes))
 
     def split(self, logical: str | None, kind: str, length: int) -> np.ndarray:
         """Return into how many parts a logical axis of this length is split: `stored`, `used` or `active`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from valkyrie.axes import BATCH, LAYERS, SEQ, Arrays, Axis
@@ -145,10 +145,7 @@ class Layout:
         """Return the mesh axes of optimizer state: its parameter's, and under ZeRO-1 the free data axes too."""
         entries = list(self.stored(axes))
         if self.partition.zero1:
-            used = {m for entry in entries for m in entry}
-            for data in self.activations[BATCH]:
-                if data in used:
-                    continue
+            for data in zero1_axes(self.activations[BATCH], entries):
                 for i, size in enumerate(shape):
                     split = math.prod(self.mesh.axes[m] for m in entries[i]) * self.mesh.axes[data]
                     if axes[i] != LAYERS and size % split == 0:
@@ -167,6 +164,12 @@ class Layout:
     def sizes(self, mesh_axes: Sequence[str]) -> str:
         """Return mesh axes with their sizes, as messages print them: `x=4·y=2`."""
         return "·".join(f"{axis}={self.mesh.axes[axis]}" for axis in mesh_axes)
+
+
+def zero1_axes(data: Iterable[str], stored: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the mesh axes over which ZeRO-1 splits a parameter's moments: those of the data that leave it whole."""
+    taken = {axis for entry in stored for axis in entry}
+    return tuple(axis for axis in data if axis not in taken)
 
 
 def gathered_axes(

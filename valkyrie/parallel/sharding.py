@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from valkyrie.axes import BATCH, SEQ, Axis, Head, Placed, Repeated, apply_head, scan_layers
+from valkyrie.axes import BATCH, SEQ, Axis, LossHead, Placed, Repeated, apply_head, scan_layers
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.parallel.alternating import alternating
 from valkyrie.parallel.layout import Layout
@@ -112,7 +112,7 @@ class MeshShard:
         """Return into how many shards a logical axis of activations is split."""
         return self.layout.shards(axis)
 
-    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: Head | None = None) -> Any:
+    def repeat(self, f: Repeated, layers: Any, x: Any, rows: Any, head: LossHead | None = None) -> Any:
         """Return the stream after `f` for each of `layers`: by one scan, or by a pipeline where they lie on an axis."""
         pipeline = self.layout.pipeline
         if pipeline is None:

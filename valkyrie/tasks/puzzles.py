@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from valkyrie.models.layers import Checkpoint
-    from valkyrie.models.recursive_model import Answers, RecursiveModel
 
     Batch = dict[str, jax.Array]
 
@@ -38,7 +37,7 @@ class PuzzleLosses(NamedTuple):
     labelled: jax.Array
 
 
-def puzzle_losses(answers: Answers, labels: jax.Array) -> PuzzleLosses:
+def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
     """Return the losses of each puzzle: the mean over its cells, and of halting just where all cells are right."""
     import jax
     import jax.numpy as jnp
@@ -121,7 +120,7 @@ class Config(Task):
 
     def loss(
         self,
-        module: RecursiveModel,
+        module: Any,
         batch: Batch,
         carry: Any,
         *,
@@ -132,8 +131,6 @@ class Config(Task):
         """Return the objective of one step of supervision, sums over the batch, and what its rows go on with."""
         import jax.numpy as jnp
 
-        from valkyrie.models.recursive_model import States
-
         assert key is not None, "a training step has a key"
         running, (count, cells) = carry["running"], batch["inputs"].shape
 
@@ -142,7 +139,7 @@ class Config(Task):
 
         current = {name: kept(carry[name], new) for name, new in batch.items()}
         initial = module.initial(count, cells, shard=shard)
-        states = States(kept(carry["high"], initial.high), kept(carry["low"], initial.low))
+        states = initial._replace(high=kept(carry["high"], initial.high), low=kept(carry["low"], initial.low))
         x = module.embed(current["inputs"], current["puzzles"], shard=shard)
         answers = module(states, x, shard=shard, checkpoint=checkpoint)
         steps = jnp.where(running, carry["steps"], 0) + 1
@@ -181,7 +178,7 @@ class Config(Task):
             "halting_steps": sums["last_steps"] / jnp.maximum(sums["finished"], 1.0),
         }
 
-    def evaluate(self, module: RecursiveModel, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
+    def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
         """Return sums over the puzzles of a batch after `max_steps` steps each; those without labels do not count."""
         import jax
         import jax.numpy as jnp

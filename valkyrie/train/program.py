@@ -28,7 +28,7 @@ from valkyrie.precision import DType
 from valkyrie.tasks import Array
 from valkyrie.train.options import Option, option_text, options_of, refusals_in_plain_words
 from valkyrie.train.rematerialise import checkpoint_of
-from valkyrie.train.spread import MatrixSpread
+from valkyrie.train.spread import matrix_spread
 from valkyrie.train.state import TrainState, init_state, state_shardings, state_with
 from valkyrie.train.step import eval_step, train_step
 
@@ -54,7 +54,7 @@ class StepProgram:
         structure = jax.tree.structure(self.assembly.abstract_parameters)
         specs = jax.tree.unflatten(structure, self.assembly.specs.values())
         self.groups = jax.tree.map(lambda spec: spec.group, specs, is_leaf=is_parameter)
-        training = Training(config.steps, config.precision.compute.value, MatrixSpread(self.shard))
+        training = Training(config.steps, config.precision.compute.value, matrix_spread(self.shard))
         self.optimizer = make_optimizer(config.optimizer, specs, training)
         self.schedule = learning_rate(config.optimizer, config.steps)
         self._keep_ema = config.optimizer.ema_decay is not None

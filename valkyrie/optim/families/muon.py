@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from valkyrie.axes import GROUPS, LAYERS, Parameter
-from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, puzzle_rules
+from valkyrie.optim import NOT_AVERAGED, OptimizerConfig, Training, is_parameter, learning_rate, scaled
 from valkyrie.problems import Problem, ProblemCode, check_range
 
 if TYPE_CHECKING:
@@ -71,12 +71,11 @@ class Config(OptimizerConfig):
     groups: dict[str, AdamGroup] = field(default_factory=_groups)
 
     def transformation(self, specs: Any, training: Training) -> optax.GradientTransformation:
-        """Muon for matrices, and AdamW for each other group that the model has."""
         import jax
         import jax.numpy as jnp
         import optax
 
-        from valkyrie.optim.muon import Recipe, muon
+        from valkyrie.optim.muon import Recipe, Spread, muon
 
         schedule = learning_rate(self, training.steps)
         length = self.decay_steps or training.steps
@@ -92,20 +91,17 @@ class Config(OptimizerConfig):
             return self.weight_decay * (1 + jnp.cos(jnp.pi * jnp.clip(step / length, 0, 1))) / 2
 
         def adamw(group: AdamGroup) -> optax.GradientTransformation:
-            def rate(step: Any) -> Any:
-                return group.learning_rate / self.learning_rate * schedule(step)
-
+            rate = scaled(schedule, group.learning_rate / self.learning_rate)
             return optax.adamw(rate, group.beta1, group.beta2, self.epsilon, weight_decay=group.weight_decay)
 
         labels = jax.tree.map(_label, specs, is_leaf=is_parameter)
         matrices = jax.tree.map(lambda s, of: s if of == "matrix" else optax.MaskedNode(), specs, labels)
         recipe = Recipe(schedule, momentum, decay, self.beta2, training.compute)
-        rules: dict[Hashable, optax.GradientTransformation] = {"matrix": muon(recipe, matrices, training.spread)}
         present = set(jax.tree.leaves(labels))
-        rules |= {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
-        if NOT_AVERAGED & present:
-            rules |= puzzle_rules(self, schedule)
-        return optax.partition(rules, labels)
+        rules = {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
+        return self.partition(
+            {"matrix": muon(recipe, matrices, training.spread or Spread()), **rules}, labels, schedule
+        )
 
     def state_bytes(self, parameter: Parameter) -> float:
         """Momentum of matrices in float32, two moments of other parameters.
@@ -130,7 +126,6 @@ class Config(OptimizerConfig):
         return flops
 
     def problems(self) -> list[Problem]:
-        """Return everything that is wrong with these settings."""
         problems = super().problems()
         problems += self.check("momentum_start", "momentum", "momentum_end", "beta2", least=0, below=1)
         problems += [*self.check("epsilon", above=0), *self.check("momentum_warmup", least=1)]

@@ -350,10 +350,9 @@ class Step:
 
     @cached_property
     def _optimizer(self) -> np.ndarray:
-        """The seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's.
-
-        What Muon sends to gather whole matrices is not counted.
-        """
+        """The seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's."""
+        # TODO: count Muon's two exchanges of matrices in the compute dtype. XLA makes an all-to-all, a gather or a
+        # slice of each, by how the matrix is stored, and no closed form of that choice has been checked.
         config = self.work.run.config.optimizer
         bytes_ = np.zeros(len(self.layouts))
         for spec in self.work.parameters.values():
