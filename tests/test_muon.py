@@ -32,7 +32,7 @@ from valkyrie.optim.families.muon import AdamGroup, Config
 from valkyrie.optim.muon import Recipe, muon, orthogonal
 from valkyrie.parallel.mesh import abstract_mesh
 from valkyrie.problems import ProblemCode
-from valkyrie.train.memory import MemoryEstimator, expected_memory
+from valkyrie.train.memory import MemoryEstimator, expected_memory, layouts_of
 from valkyrie.train.program import StepProgram
 
 GOLDEN = np.load(Path(__file__).parent / "goldens" / "nanochat.npz")

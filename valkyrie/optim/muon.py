@@ -68,11 +68,12 @@ class MuonState(NamedTuple):
     second: Any
 
 
-def muon(recipe: Recipe, specs: Any, spread: Spread = Spread()) -> optax.GradientTransformation:
+def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.GradientTransformation:
     """Build the transformation of a tree of matrices that `specs` describes, with masked nodes elsewhere.
 
     Rows of a matrix are a parameter's first dimension after `layers`, columns all others together.
     """
+    spread = spread or Spread()
 
     def init(params: Any) -> MuonState:
         second = None

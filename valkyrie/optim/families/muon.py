@@ -75,7 +75,7 @@ class Config(OptimizerConfig):
         import jax.numpy as jnp
         import optax
 
-        from valkyrie.optim.muon import Recipe, Spread, muon
+        from valkyrie.optim.muon import Recipe, muon
 
         schedule = learning_rate(self, training.steps)
         length = self.decay_steps or training.steps
@@ -99,9 +99,7 @@ class Config(OptimizerConfig):
         recipe = Recipe(schedule, momentum, decay, self.beta2, training.compute)
         present = set(jax.tree.leaves(labels))
         rules = {name: adamw(group) for name, group in sorted(self.groups.items()) if name in present}
-        return self.partition(
-            {"matrix": muon(recipe, matrices, training.spread or Spread()), **rules}, labels, schedule
-        )
+        return self.partition({"matrix": muon(recipe, matrices, training.spread), **rules}, labels, schedule)
 
     def state_bytes(self, parameter: Parameter) -> float:
         """Momentum of matrices in float32, two moments of other parameters.
