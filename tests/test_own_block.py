@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(body)
     assert sorted(str(f.relative_to(folder)) for f in folder.rglob("*.*")) == [
+        "count.py",
         "gated_conv.py",
+        "mode/count.yaml",
         "model/gated_conv_tiny.yaml",
         "partition/mine.yaml",
     ]
