@@ -30,8 +30,7 @@ from valkyrie.cli.parser import without_comment
 from valkyrie.cli.predict import _parser as predict_parser
 from valkyrie.cli.report import _parser as report_parser
 from valkyrie.config.compose import default_partition
-from valkyrie.config.modes import MODES
-from valkyrie.config.modes import modes_with
+from valkyrie.config.modes import MODES, modes_with
 from valkyrie.config.run import Run
 from valkyrie.hardware.names import parse_target
 from valkyrie.hardware.platforms.tpu import Tpu
