@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from helpers import MODELS, PARTITIONS, compose_config, compose_run
@@ -206,6 +206,7 @@ OF_A_MESH = {
 """The problems that arrays of layouts are searched for."""
 
 
+@example(shape=[1, 3, 1, 1], name="sp", model="trm_tiny", order=("gpipe", 1), microbatches=1, batch=1, seq=30)
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.sampled_from([1, 1, 2, 3, 4, 8]), min_size=4, max_size=4),
