@@ -23,9 +23,9 @@ from runs import TINY, needs_sandbox, start
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.problems import ProblemCode
 from valkyrie.processes.distributed import DistributedConfig, find_place
-from valkyrie.processes.interrupt import PREEMPTED
-from valkyrie.processes.locks import only_writer
-from valkyrie.processes.team import ALONE, LOST, Connected, Place, Team
+from valkyrie.processes.ending import LOST, PREEMPTED
+from valkyrie.processes.locks import write_lock
+from valkyrie.processes.team import ALONE, Connected, Place, Team
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train.processes import check_shared
 from valkyrie.train.program import StepProgram
@@ -240,7 +240,7 @@ def test_a_run_folder_that_only_process_0_sees_is_refused_by_all(tmp_path: Path)
     def look(team: Team) -> None:
         folder = tmp_path / str(team.index // 2)
         if team.leads:
-            with only_writer(folder):
+            with write_lock(folder):
                 check_shared(team, folder)
         else:
             check_shared(team, folder)

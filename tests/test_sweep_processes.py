@@ -11,7 +11,7 @@ import pytest
 
 from processes import ended, free_address, several
 from runs import TINY, start
-from valkyrie.processes.team import LOST
+from valkyrie.processes.ending import LOST
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 SWEEP = [*TINY, "-m", "mode=measure", "partition=dp", "batch=12", "mode.repeats=2", "name=many"]

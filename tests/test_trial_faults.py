@@ -15,9 +15,7 @@ import pytest
 from runs import command
 from sweeps import Stage
 from valkyrie.config.modes import MODES
-from valkyrie.processes.ending import end_process, records_ending
-from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
-from valkyrie.processes.team import LOST, REFUSED
+from valkyrie.processes.ending import INTERRUPTED, LOST, PREEMPTED, REFUSED, end_process, records_ending
 from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.sweep.results import ending, failure, last_error, outcome, results_of
 from valkyrie.sweep.trial import Status
@@ -206,7 +204,7 @@ def test_the_reason_is_the_line_that_tells(tmp_path: Path):
         (REFUSED, "batch=7 is not divisible by 2", Status.refused),
         (REFUSED, "gpt_tiny under 1x1x1-dp ran out of memory", Status.does_not_fit),
         (PREEMPTED, "stopped by a signal", Status.killed),
-        (EXIT_STATUS, "stopped by a signal", Status.killed),
+        (INTERRUPTED, "stopped by a signal", Status.killed),
     ],
 )
 def test_a_process_that_ends_itself_leaves_its_outcome(

@@ -18,8 +18,7 @@ import pytest
 from helpers import compose_run
 from runs import SINGLE, command
 from sweeps import Stage
-from valkyrie.processes.locks import Lock, lock, only_writer
-from valkyrie.processes.trial_lock import TrialLock
+from valkyrie.processes.locks import LockState, TrialLock, lock, write_lock
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess
 
@@ -69,10 +68,10 @@ def test_a_process_whose_number_cannot_be_noted_is_ended(tmp_path: Path, monkeyp
 
 def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path):
     with (tmp_path / "file").open("w") as one, (tmp_path / "file").open("w") as other:
-        assert lock(one) is Lock.ours
-        assert lock(other, wait=False) is Lock.another
+        assert lock(one) is LockState.ours
+        assert lock(other, wait=False) is LockState.another
         one.close()
-        assert lock(other, wait=False) is Lock.ours
+        assert lock(other, wait=False) is LockState.ours
 
 
 def test_a_file_system_without_locks_does_not_end_a_sweep(
@@ -92,9 +91,9 @@ def test_a_file_system_without_locks_does_not_end_a_sweep(
 
 def test_a_run_folder_has_one_writer_at_a_time(tmp_path: Path):
     refusal = rf"run is written by process {os.getpid()} on .*Wait for it, or use an"
-    with only_writer(tmp_path / "run"), pytest.raises(ValueError, match=refusal), only_writer(tmp_path / "run"):
+    with write_lock(tmp_path / "run"), pytest.raises(ValueError, match=refusal), write_lock(tmp_path / "run"):
         pass
-    with only_writer(tmp_path / "run"):
+    with write_lock(tmp_path / "run"):
         pass
 
 
@@ -117,5 +116,5 @@ def test_without_locks_the_writer_is_looked_up(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     if writer is not None:
         (tmp_path / ".writer").write_text(json.dumps(writer))
-    with nullcontext() if refused is None else pytest.raises(ValueError, match=refused), only_writer(tmp_path):
+    with nullcontext() if refused is None else pytest.raises(ValueError, match=refused), write_lock(tmp_path):
         assert json.loads((tmp_path / ".writer").read_text())["pid"] == os.getpid()

@@ -14,7 +14,8 @@ import pytest
 from helpers import compose_run
 from processes import ended, free_address, meet
 from runs import TINY
-from valkyrie.processes.team import ALONE, LOST, Team
+from valkyrie.processes.ending import LOST
+from valkyrie.processes.team import ALONE, Team
 from valkyrie.runs.tracking import read_metrics
 from valkyrie.train.watchdog import FIRST_S, STEPS, Watchdog, watchdog_of
 

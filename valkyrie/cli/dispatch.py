@@ -26,15 +26,14 @@ from valkyrie.config.saved import Primary, config_dirs, primary_of
 from valkyrie.config.shorthand import written_out
 from valkyrie.extensions import add_import_path
 from valkyrie.problems import Problem
-from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.processes.ending import INTERRUPTED, REFUSED
+from valkyrie.processes.interrupt import raises
 from valkyrie.sweep.end import SweepEndError, multirun_ends
 from valkyrie.sweep.members import over_processes
 from valkyrie.sweep.names import multirun_arguments, reads_one_run
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """What makes Hydra raise, which the command always wants, and shows the user tracebacks."""
-USER_ERROR = 2
-"""Exit status after a mistake of the user."""
 OUR_ERROR = 1
 """Exit status after a mistake of ours."""
 
@@ -80,7 +79,7 @@ def dispatch() -> None:
         fail(str(error), OUR_ERROR)
     except KeyboardInterrupt:
         print("valkyrie-train: stopped", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+        sys.exit(INTERRUPTED)
 
 
 def _compose(primary: Primary) -> DictConfig | None:
@@ -115,7 +114,7 @@ def _dispatch(run: Run) -> int:
     return run.config.mode.run(run)
 
 
-def fail(message: str, status: int = USER_ERROR) -> None:
+def fail(message: str, status: int = REFUSED) -> None:
     """Print a mistake to stderr and exit; `HYDRA_FULL_ERROR=1` shows the traceback instead."""
     lines = message.splitlines() or ["unknown error"]
     head = "valkyrie-train: " if len(lines) == 1 else f"valkyrie-train: {len(lines)} problems\n  - "

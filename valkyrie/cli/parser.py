@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NoReturn
 
-from valkyrie.processes.interrupt import EXIT_STATUS, usable_streams
+from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.interrupt import usable_streams
 
 NOBODY_READS = 141
 """Exit status when the reader of a pipe has gone, as shells have it for SIGPIPE."""
@@ -43,7 +44,7 @@ def ends_in_words(command: str) -> Iterator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
-        sys.exit(EXIT_STATUS)
+        sys.exit(INTERRUPTED)
 
 
 def leave_unread() -> NoReturn:

@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 
 from valkyrie.code_eval.sandbox_script import Isolation, SandboxStep, script
+from valkyrie.processes.child import signal_group
 
 TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
 """The programs that a sandbox is made of."""
@@ -174,8 +175,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
         try:
             return _Watch(process, hear, steps).ended()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
             assert process.stdout is not None
             process.stdout.close()
             process.wait()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from valkyrie.paths import DiskError, cache_root, cache_trouble, is_full, publish_folder, writing
-from valkyrie.processes.locks import Lock, lock
+from valkyrie.processes.locks import LockState, lock
 
 
 def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
@@ -49,4 +49,4 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
 def _lock(path: Path) -> Iterator[bool]:
     """Hold a lock until the process ends. Yields False if the file system has no locks."""
     with path.open("w") as file:
-        yield lock(file) is Lock.ours
+        yield lock(file) is LockState.ours

@@ -15,7 +15,7 @@ from valkyrie.config.compose import accelerators
 from valkyrie.doctor.disks import state_bytes
 from valkyrie.doctor.findings import FAILS, FINE, WARNING, Answers, Examined
 from valkyrie.hardware.platforms import platform_of
-from valkyrie.processes.locks import Lock, lock
+from valkyrie.processes.locks import LockState, lock
 from valkyrie.runs.folder import installed_version
 from valkyrie.train.devices import missing_devices
 from valkyrie.train.host import free_memory
@@ -101,7 +101,7 @@ def _locked() -> tuple[str, ...] | None:
     """Return the finding if libtpu's lock file prevents a start."""
     try:
         with LOCKFILE.open("r+") as file:
-            if lock(file, wait=False) is not Lock.another:
+            if lock(file, wait=False) is not LockState.another:
                 return None
     except FileNotFoundError:
         return None

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from valkyrie.processes.child import DONE, INTERRUPTED, LOST, PREEMPTED, USER_ERROR, Process, how_it_ended, wait_for
+from valkyrie.processes.child import ChildProcess, wait_for
+from valkyrie.processes.ending import DONE, INTERRUPTED, LOST, PREEMPTED, REFUSED, describe_status
 from valkyrie.processes.hub import free_port
 from valkyrie.processes.interrupt import Listener
 from valkyrie.processes.team import Place
@@ -22,7 +23,7 @@ from valkyrie.processes.team import Place
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
 """Environment variable of the training's processes: how often the training was started again."""
 
-_ENDS_THE_JOB = (DONE, USER_ERROR, INTERRUPTED)
+_ENDS_THE_JOB = (DONE, REFUSED, INTERRUPTED)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -91,18 +92,18 @@ class Supervisor:
 
     def _attempt(self, members: Sequence[Member], starts: int, signals: Sequence[int]) -> int:
         """Start all processes and return the status of the first to fail, or 0. None is left running."""
-        processes: list[Process] = []
+        processes: list[ChildProcess] = []
         try:
             for index, member in enumerate(members):
                 log = None if index == 0 else self.logs / f"process-{index}.log"
                 environment = {**member.environment, RESTARTS: str(starts)}
-                processes.append(Process(index, member.command, environment, log))
+                processes.append(ChildProcess(member.command, environment, log, index=index, dies_with_parent=True))
             return self._watch(processes, signals)
         finally:
             for process in processes:
                 process.kill()
 
-    def _watch(self, processes: Sequence[Process], signals: Sequence[int]) -> int:
+    def _watch(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         while True:
             statuses = {process: process.status for process in processes}
             failed = [process for process, status in statuses.items() if status not in (None, DONE)]
@@ -116,7 +117,7 @@ class Supervisor:
                 return DONE
             time.sleep(0.02)
 
-    def _after(self, first: Process, processes: Sequence[Process], signals: Sequence[int]) -> int:
+    def _after(self, first: ChildProcess, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         """Let the others end after one has failed, report it, and return its status."""
         saves = first.status in (PREEMPTED, INTERRUPTED)
         wait_for(processes, self.notice_s if saves else self.grace_s)
@@ -127,7 +128,7 @@ class Supervisor:
         status, others = first.status, [process for process in processes if process is not first]
         assert status is not None
         left = _running(others)
-        words = "was preempted and has saved" if status == PREEMPTED else f"ended {how_it_ended(status)}"
+        words = "was preempted and has saved" if status == PREEMPTED else f"ended {describe_status(status)}"
         ending = f"; ending {left} at once" if left else ""
         if len(processes) > 1 or status not in _ENDS_THE_JOB:
             say(f"process {first.index} {words}{', first of ' + str(len(processes)) if others else ''}{ending}")
@@ -136,7 +137,7 @@ class Supervisor:
         worse = [process.status for process in others if process.status not in (None, DONE, PREEMPTED)]
         return worse[0] or status if status == PREEMPTED and worse else status
 
-    def _stop(self, processes: Sequence[Process], signals: Sequence[int]) -> int:
+    def _stop(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
         """Pass the launcher's signal on to all, wait until they have saved, and return the exit status."""
         by_hand = signals[0] == signal.SIGINT
         once_more = "; once more ends them at once" if by_hand else f", at most {self.notice_s:g} s"
@@ -163,7 +164,7 @@ def say(*lines: str) -> None:
         print(*(f"valkyrie-launch: {line}" for line in lines[:1]), *lines[1:], sep="\n", file=sys.stderr, flush=True)
 
 
-def _running(processes: Sequence[Process]) -> str:
+def _running(processes: Sequence[ChildProcess]) -> str:
     """Name the processes that still run; empty if there are none."""
     numbers = [str(process.index) for process in processes if process.status is None]
     return f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""

@@ -1,4 +1,4 @@
-"""A child process of the launcher: one process of a training, with its group, log and exit status."""
+"""Child processes: started in their own session, and signalled together with everything they start."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from valkyrie.processes.interrupt import EXIT_STATUS as INTERRUPTED
-from valkyrie.processes.interrupt import PREEMPTED
-from valkyrie.processes.team import LOST
-from valkyrie.processes.team import REFUSED as USER_ERROR
-
-__all__ = ["DONE", "INTERRUPTED", "LOST", "PREEMPTED", "USER_ERROR", "Process", "how_it_ended", "wait_for"]
-
-DONE = 0
-"""Exit status of a training that reached its last step."""
-
 LAST_LINES = 20
 """Lines of a log that are shown when its process is the first to end."""
 _LAST_BYTES = 64 * 2**10
@@ -33,19 +23,28 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class Process:
-    """A process of a training, in a separate session, so that it gets signals from the launcher alone.
-
-    On Linux it is killed when the launcher is.
+class ChildProcess:
+    """A child process in its own session, so that Ctrl-C in a terminal reaches this process alone.
 
     Args:
-        index: number of the process.
-        command: the program and its arguments.
-        environment: variables added to the launcher's.
-        log: file to append output to, or None for the launcher's output.
+        command: The program and its arguments.
+        environment: Variables added to those of this process.
+        log: File to append stdout and stderr to, or None for those of this process.
+        index: Number among the processes that are started together.
+        dies_with_parent: Whether the kernel kills it when this process dies. Only Linux does.
+        pass_fds: Open file descriptors that it inherits.
     """
 
-    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path | None = None,
+        *,
+        index: int = 0,
+        dies_with_parent: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self.index, self.log = index, log
         with contextlib.ExitStack() as files:
             output = None
@@ -54,12 +53,13 @@ class Process:
                 output = files.enter_context(log.open("ab"))
                 self._log_starts_at = output.tell()
             self._process = subprocess.Popen(
-                _ending_with_launcher(command),
+                _dying_with_parent(command) if dies_with_parent else command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **environment},
+                env=os.environ | environment,
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
 
     @property
@@ -74,16 +74,22 @@ class Process:
 
     def send(self, number: int) -> None:
         """Send a signal to the process and its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        signal_group(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its children."""
+        """Kill the process and its children, also the children of one that has ended."""
         self.send(signal.SIGKILL)
         self._process.wait()
 
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the end, for at most `seconds`, and return whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+            return True
+        return False
+
     def last_lines(self) -> list[str]:
-        """Return the last lines of its log, or an empty list if it has none."""
+        """Return the last lines that it printed to its log, or an empty list if it has none."""
         if self.log is None:
             return []
         with contextlib.suppress(OSError), self.log.open("rb") as file:
@@ -92,23 +98,20 @@ class Process:
         return []
 
 
-def how_it_ended(status: int) -> str:
-    """Describe an exit status: `with status 1`, `by SIGKILL`."""
-    if status >= 0:
-        return f"with status {status}"
-    with contextlib.suppress(ValueError):
-        return f"by {signal.Signals(-status).name}"
-    return f"by signal {-status}"
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to what is left of the process group of a child."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
 
 
-def wait_for(processes: Sequence[Process], seconds: float, poll_s: float = 0.02) -> None:
+def wait_for(processes: Sequence[ChildProcess], seconds: float, poll_s: float = 0.02) -> None:
     """Wait until all have ended, for at most `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(process.status is None for process in processes):
         time.sleep(poll_s)
 
 
-def _ending_with_launcher(command: Sequence[str]) -> list[str]:
+def _dying_with_parent(command: Sequence[str]) -> list[str]:
     """Return a command that executes the given one, and that the kernel kills when this process dies."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"{command[0]} is not installed here, or not on the PATH.")

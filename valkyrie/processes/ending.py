@@ -1,21 +1,34 @@
-"""Ends this process at once, without Python's own end, which may wait for other processes.
+"""Exit statuses of `valkyrie-train`, and the one way in which a process ends itself at once.
 
-A process with somebody who waits for its reason, as a sweep does for its trials, registers a recorder first.
+Python's own end may wait for other processes. A process with somebody who waits for its reason, such as a trial of a
+sweep, registers a recorder first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import NoReturn
+
+DONE = 0
+"""A training that reached its last step."""
+REFUSED = 2
+"""A mistake of the user, also in the processes that end because one of them found it."""
+LOST = 69
+"""A process that hangs, or that ends because another one hangs or was lost. Start all of them again."""
+PREEMPTED = 75
+"""A training that saved its state because its machine is taken away. Start it again (EX_TEMPFAIL)."""
+INTERRUPTED = 130
+"""Ctrl-C, as shells expect it."""
 
 _recorders: list[Callable[[int, str], object]] = []
 
 
 @contextlib.contextmanager
 def records_ending(record: Callable[[int, str], object]) -> Iterator[None]:
-    """Call `record` with exit status and reason where the process ends itself inside this context."""
+    """Call `record` with exit status and reason if the process ends itself inside this context."""
     _recorders.append(record)
     try:
         yield
@@ -29,3 +42,12 @@ def end_process(status: int, reason: str) -> NoReturn:
         with contextlib.suppress(OSError):
             record(status, reason)
     os._exit(status)
+
+
+def describe_status(status: int) -> str:
+    """Describe an exit status as `subprocess` returns it: `with status 1`, `by SIGKILL`."""
+    if status >= 0:
+        return f"with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"by {signal.Signals(-status).name}"
+    return f"by signal {-status}"

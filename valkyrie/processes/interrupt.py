@@ -20,12 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from valkyrie.processes.ending import end_process
-
-EXIT_STATUS = 130
-"""What a shell expects of a command ended by Ctrl-C."""
-PREEMPTED = 75
-"""Exit status of a training that saved its state because its machine is taken away: start it again (EX_TEMPFAIL)."""
+from valkyrie.processes.ending import INTERRUPTED, PREEMPTED, end_process
 
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
@@ -128,7 +123,7 @@ class Interrupt:
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nvalkyrie-train: stopped before a step was done: there is nothing to save\n")
             show_cursor()
-            end_process(PREEMPTED if preempted else EXIT_STATUS, "stopped by a signal")
+            end_process(PREEMPTED if preempted else INTERRUPTED, "stopped by a signal")
         self.requested, self.preempted = True, preempted
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -166,7 +161,7 @@ def ends_at_once(command: str) -> Listener:
 
     def end(number: int) -> None:
         os.write(2, f"{command}: stopped\n".encode())
-        end_process(EXIT_STATUS, "stopped by a signal")
+        end_process(INTERRUPTED, "stopped by a signal")
 
     return Listener(end)
 

@@ -17,17 +17,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from valkyrie.checksums import digest
-from valkyrie.processes.ending import end_process
+from valkyrie.processes.ending import LOST, REFUSED, end_process
 from valkyrie.processes.hub import Hub, Wire, address_of
 
 Value = TypeVar("Value")
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"
 """The variables of the environment that tell a process its place; JAX reads the first itself."""
-LOST = 69
-"""Exit status of a process that hangs, or ends because another one hangs or was lost: start all of them again."""
-REFUSED = 2
-"""Exit status after a user's mistake, also of those that end because one of them found it."""
 NEWS_S = 1.0
 """Seconds that process 0 stays after a hang: once it is gone JAX ends the others, which are to look first."""
 _END = "end"

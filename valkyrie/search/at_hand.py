@@ -18,7 +18,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import ChipConfig, TargetConfig
 from valkyrie.modes.figures import Config as FiguresMode
 from valkyrie.parallel.mesh import parse_mesh
-from valkyrie.processes.trial_lock import TrialLock
+from valkyrie.processes.locks import TrialLock
 from valkyrie.search.measure.figures_of import has_figures, in_words, read_figures
 from valkyrie.search.request import SearchRequest
 from valkyrie.sweep.members import members

@@ -12,7 +12,8 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.problems import INDIVISIBLE
-from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.interrupt import raises
 from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, launch_command_of, rank_layouts, show
@@ -81,7 +82,7 @@ def _search(run: Run) -> int:
                 status = _compile(request, compilable, rivals, folder, compiles, console)
         except KeyboardInterrupt:
             console.print("interrupted; the best so far:", style="yellow")
-            status = EXIT_STATUS
+            status = INTERRUPTED
     best, options = compiles.best(request), []
     tune = request.mode.tune
     tune_s = None if tune is None else seconds_of(tune)
@@ -183,7 +184,7 @@ def _measure(
             measure_best(request, listed, compiles, folder, measures, tell)
     except KeyboardInterrupt:
         console.print("interrupted; the best so far:", style="yellow")
-        status = EXIT_STATUS
+        status = INTERRUPTED
     console.print(measurement_summary(measures), highlight=False, soft_wrap=True)
     return status
 

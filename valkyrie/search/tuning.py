@@ -6,7 +6,8 @@ from rich.console import Console
 
 from valkyrie.config.modes import settings_for
 from valkyrie.modes.compile import Config as CompileMode
-from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.interrupt import raises
 from valkyrie.search.compiling import Compiled
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import row
@@ -37,7 +38,7 @@ def tune_best(request: SearchRequest, best: Compiled, budget_s: float, console: 
         with raises():
             known.append(tune(run, None, budget_s, tell))
     except KeyboardInterrupt:
-        status = EXIT_STATUS
+        status = INTERRUPTED
     if not known:
         return status, []
     tuned = known[-1]

@@ -6,9 +6,7 @@ processes find each other at a port of their own, so that nothing is left over f
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +21,11 @@ from valkyrie.config.compose import accelerators
 from valkyrie.config.modes import Needs
 from valkyrie.paths import write_whole
 from valkyrie.problems import refuse
+from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.distributed import DistributedConfig, join
+from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.hub import address_of, free_port
-from valkyrie.processes.team import LOST, Connected, Place
+from valkyrie.processes.team import Connected, Place
 from valkyrie.runs.folder import RUN
 from valkyrie.sweep.names import key_values
 from valkyrie.sweep.plan import Plan
@@ -82,7 +82,7 @@ class Members:
         """End the trial that runs, and this process: another one is gone, and nobody can go on without it."""
         print(f"valkyrie-train: {line}. What is done is kept; the same command does the rest.", file=sys.stderr)
         self._kill()
-        os._exit(status)
+        end_process(status, line)
 
 
 _leading: ContextVar[Members | None] = ContextVar("_leading", default=None)
@@ -152,17 +152,18 @@ def _meet(arguments: Sequence[str]) -> Connected | None:
 
 def _follow(team: Connected) -> None:
     """Start a process for every trial that process 0 names, until it has no more."""
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[ChildProcess] = []
 
     def end(*_: Any) -> None:
         for process in running:
-            process.send_signal(signal.SIGTERM)
+            process.send(signal.SIGTERM)
 
     def lost(line: str, status: int) -> None:
         print(f"valkyrie-train: process {team.index} stops: {line}", file=sys.stderr, flush=True)
         for process in running:  # it ends by itself once the first of the trial has, which may save before
-            _ended_within(process, _GRACE_S)
-        os._exit(status)
+            if not process.wait(_GRACE_S):
+                process.kill()
+        end_process(status, line)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 0 hears it too, and ends what runs
     signal.signal(signal.SIGTERM, end)
@@ -176,21 +177,9 @@ def _follow(team: Connected) -> None:
         with tempfile.TemporaryDirectory(prefix="valkyrie-trial-") as folder:
             write_whole(Path(folder) / RUN, task["run"])
             place = Place(task["address"], team.count, team.index)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "valkyrie.sweep.child", folder, BESIDE],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=os.environ | task["environment"] | place.environment,
-                start_new_session=True,
-            )
+            command = [sys.executable, "-m", "valkyrie.sweep.child", folder, BESIDE]
+            process = ChildProcess(command, task["environment"] | place.environment)
             running.append(process)
             process.wait()
             running.clear()
         team.exchange(f"ended {number}")
-
-
-def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()

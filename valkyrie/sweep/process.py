@@ -5,15 +5,13 @@ Of a multirun over several processes it is the first of the trial's; the others 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from valkyrie.processes.trial_lock import TrialLock
+from valkyrie.processes.child import ChildProcess
+from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.members import members
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.results import OUTPUT, outcome
@@ -34,16 +32,9 @@ class TrialProcess:
         place = self._members.begin(plan) if self._members else {}
         self.started, self._began = datetime.now(UTC).isoformat(), time.monotonic()
         self._stopped_at: float | None = None
-        with (folder / OUTPUT).open("wb") as output:
-            self._process = subprocess.Popen(
-                plan.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | plan.environment | place,
-                start_new_session=True,
-                pass_fds=(lock.process_file.fileno(),),
-            )
+        (folder / OUTPUT).unlink(missing_ok=True)
+        environment, inherited = plan.environment | place, (lock.process_file.fileno(),)
+        self._process = ChildProcess(plan.command, environment, folder / OUTPUT, pass_fds=inherited)
         if self._members:
             self._members.started(self.kill)
         try:
@@ -64,7 +55,7 @@ class TrialProcess:
 
     def poll(self) -> Trial | None:
         """Return the trial when it has ended; None while it runs. Past its limit it is interrupted, then killed."""
-        status = self._process.poll()
+        status = self._process.status
         plan, limit = self.plan, self.plan.limit_s
         if status is None and limit is not None and self.seconds > limit:
             if self._stopped_at is None:
@@ -88,21 +79,15 @@ class TrialProcess:
     def interrupt(self) -> None:
         """Do to the process, and to all that it started, what Ctrl-C does."""
         self._stopped_at = self._stopped_at or time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGINT)
+        self._process.send(signal.SIGINT)
 
     def kill(self) -> None:
         """End what is left of the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.kill()
 
     def ends_within(self, seconds: float) -> bool:
         """Return whether the process ends within some seconds."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(seconds, _POLL_S))
-            return True
-        return False
+        return self._process.wait(max(seconds, _POLL_S))
 
 
 def stop(running: Iterable[TrialProcess]) -> None:

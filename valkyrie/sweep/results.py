@@ -13,8 +13,7 @@ from valkyrie.compiled.communication import Communication
 from valkyrie.config.modes import MEASURED, ModeConfig
 from valkyrie.foreign_errors import is_out_of_memory
 from valkyrie.paths import write_whole
-from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
-from valkyrie.processes.team import REFUSED
+from valkyrie.processes.ending import INTERRUPTED, PREEMPTED, REFUSED, describe_status
 from valkyrie.records import RecordError, decode, encode, load, read_record
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.results import (
@@ -66,7 +65,7 @@ def outcome(folder: Path, returncode: int) -> Outcome:
 
 def ending(status: int, reason: str) -> Outcome:
     """Return the outcome of a process that ends itself with this exit status, for this reason."""
-    if status in (EXIT_STATUS, PREEMPTED):
+    if status in (INTERRUPTED, PREEMPTED):
         return Outcome(Status.killed, "its process was interrupted by somebody else")
     if status == REFUSED:
         return Outcome(Status.does_not_fit if is_out_of_memory(reason) else Status.refused, reason)
@@ -143,14 +142,11 @@ def last_error(output: Path) -> str:
 
 
 def _without_outcome(returncode: int, shown: str) -> Outcome:
-    if returncode in (EXIT_STATUS, PREEMPTED):
+    if returncode in (INTERRUPTED, PREEMPTED):
         return ending(returncode, shown)
-    if returncode >= 0:
-        return Outcome(Status.failed, f"its process ended with status {returncode}: {shown}")
     if returncode == -signal.SIGKILL:
         return Outcome(Status.killed, "its process was ended by SIGKILL: this host probably ran out of memory")
-    try:
-        name = signal.Signals(-returncode).name
-    except ValueError:
-        name = f"signal {-returncode}"
-    return Outcome(Status.killed, f"its process was ended by {name}: {shown}")
+    how = f"{describe_status(returncode)}: {shown}"
+    if returncode < 0:
+        return Outcome(Status.killed, f"its process was ended {how}")
+    return Outcome(Status.failed, f"its process ended {how}")

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Protocol, runtime_checkable
 
-from valkyrie.processes.trial_lock import TrialLock
+from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.process import TrialProcess, stop
 from valkyrie.sweep.trial import Status, Trial, TrialLog

@@ -15,7 +15,7 @@ from valkyrie.config.modes import CODE_EVAL, settings_for
 from valkyrie.config.run import Run, RunConfig
 from valkyrie.modes.generate import Config as GenerateMode
 from valkyrie.optim import rises_if_extended
-from valkyrie.processes.interrupt import EXIT_STATUS, PREEMPTED
+from valkyrie.processes.ending import INTERRUPTED, PREEMPTED
 from valkyrie.runs.folder import command_name, kept_text, run_folder
 from valkyrie.runs.goodput import read_goodput
 from valkyrie.runs.wandb_writer import TRAFFIC
@@ -63,7 +63,7 @@ def _train(run: Run, team: Team, began: float) -> int:
     again = f"{command_name()} resume={shlex.quote(name)}"
     if fitted.interrupted:
         console.print(f"stopped at step {fitted.summary['steps']}, saved in {folder}. Go on with: {again}")
-        return PREEMPTED if fitted.preempted else EXIT_STATUS
+        return PREEMPTED if fitted.preempted else INTERRUPTED
     _report(console, fitted.summary, prepared.devices)
     if (spent := read_goodput(folder)) is not None:
         console.print(spent.describe())

@@ -21,7 +21,7 @@ from valkyrie.data.tokenizer import Tokenizer
 from valkyrie.parallel.mesh import build_mesh
 from valkyrie.paths import writing
 from valkyrie.processes.interrupt import Interrupt
-from valkyrie.processes.locks import only_writer
+from valkyrie.processes.locks import write_lock
 from valkyrie.processes.team import ALONE, Team
 from valkyrie.records import encode
 from valkyrie.runs.folder import changed_settings, continuation, schedule_change, write_about
@@ -110,7 +110,7 @@ def fit(
         loader = stack.enter_context(program.loader(prepared, "train"))  # refuses too little text: no folder for that
         with writing(folder):
             if team.leads:
-                stack.enter_context(only_writer(folder))
+                stack.enter_context(write_lock(folder))
             if (shared := shared_folder(folder, config.checkpoint)) is not None:
                 check_shared(team, shared)
             print_to_log(team, folder)

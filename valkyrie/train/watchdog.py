@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 from valkyrie.config.run import Debug, Run
-from valkyrie.processes.ending import end_process
+from valkyrie.processes.ending import LOST, end_process
 from valkyrie.processes.interrupt import show_cursor
-from valkyrie.processes.team import ALONE, LOST, NEWS_S, Team
+from valkyrie.processes.team import ALONE, NEWS_S, Team
 from valkyrie.train.processes import LOGS
 
 STEPS = 20

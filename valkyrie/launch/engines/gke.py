@@ -18,7 +18,7 @@ from valkyrie.launch.gcloud import accelerator, resource_name
 from valkyrie.launch.plan import Call, Command, Plan, Written, flags, join
 from valkyrie.launch.supervisor import RESTARTS
 from valkyrie.launch.yaml_text import yaml_text
-from valkyrie.processes.child import INTERRUPTED, USER_ERROR
+from valkyrie.processes.ending import INTERRUPTED, REFUSED
 
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 """Annotation of a pod: how often the job was started again."""
@@ -122,7 +122,7 @@ def manifest(config: Config, overrides: Sequence[str]) -> str:
         "nodeSelector": selector,
         "containers": [container],
     }
-    mistakes = {"containerName": "train", "operator": "In", "values": [USER_ERROR, INTERRUPTED]}
+    mistakes = {"containerName": "train", "operator": "In", "values": [REFUSED, INTERRUPTED]}
     job = {
         "parallelism": hardware.hosts,
         "completions": hardware.hosts,

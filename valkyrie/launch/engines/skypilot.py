@@ -16,7 +16,7 @@ from valkyrie.launch.engine import PORT, RentedConfig, disk_notes
 from valkyrie.launch.gcloud import accelerator, has_usual_shape, resource_name
 from valkyrie.launch.plan import Call, Plan, Written, join
 from valkyrie.launch.yaml_text import yaml_text
-from valkyrie.processes.child import PREEMPTED
+from valkyrie.processes.ending import PREEMPTED
 from valkyrie.processes.team import COORDINATOR, COUNT, INDEX
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from valkyrie.launch.engine import SliceConfig
 from valkyrie.launch.plan import Call, Plan, Written, join
 from valkyrie.launch.supervisor import RESTARTS
-from valkyrie.processes.child import DONE, INTERRUPTED, PREEMPTED, USER_ERROR
+from valkyrie.processes.ending import DONE, INTERRUPTED, PREEMPTED, REFUSED
 
 NOTICE_S = 120
 """Seconds before the time limit at which a job is told to save."""
@@ -74,7 +74,7 @@ def script(config: Config, overrides: Sequence[str]) -> str:
         "signal": f"USR1@{NOTICE_S}",
     }
     lines = [f"#SBATCH --{key}={value}" for key, value in settings.items() if value is not None]
-    last = " | ".join(str(status) for status in (DONE, USER_ERROR, INTERRUPTED))
+    last = " | ".join(str(status) for status in (DONE, REFUSED, INTERRUPTED))
     return "\n".join(
         [
             "#!/bin/bash",

@@ -31,6 +31,7 @@ from valkyrie.hardware.platforms import Platform, platform_of
 from valkyrie.hardware.target import topology_of, usable_hbm
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import write_whole
+from valkyrie.processes.ending import LOST, end_process
 from valkyrie.records import write_record
 from valkyrie.runs.folder import saved_config
 from valkyrie.search.compile.cache import OUTCOME, PROGRAM, ProgramRecord, program_key, programs_folder, read_program
@@ -64,7 +65,7 @@ def _end_with(parent: int, folder: Path) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    end_process(LOST, "its parent is gone")
 
 
 def _outcome(folder: Path, anew: bool) -> CompileOutcome:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +20,8 @@ from valkyrie.config.run import Run
 from valkyrie.hardware.platforms import platform_of
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.paths import cache_trouble
+from valkyrie.processes.child import ChildProcess
+from valkyrie.processes.ending import describe_status
 from valkyrie.records import read_record, write_record
 from valkyrie.search.compile.cache import (
     OUTCOME,
@@ -120,35 +120,22 @@ def _in_child(run: Run, folder: Path, limit_s: float | int, use_cache: bool, pro
     run.save(folder / "run.yaml")
     command = [sys.executable, "-m", "valkyrie.search.compile.child", str(folder), str(os.getpid())]
     command += ["--anew"] * (not use_cache)
+    environment = platform_of(run.config.target.platform).compile_environment()
     began = time.perf_counter()
-    with (folder / "compiler.log").open("wb") as log:
-        # A session of its own, so that the compiler's threads and whatever it starts end with it.
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(run), start_new_session=True
-        )
-        try:
-            while (status := child.poll()) is None:
-                elapsed = time.perf_counter() - began
-                if elapsed > limit_s:
-                    reason = f"the compile took longer than mode.time_limit_s={limit_s:g} seconds and was ended"
-                    return CompileOutcome(CompileStatus.timeout, reason)
-                progress(f"compiling for {run.config.target.describe()}: {elapsed:.0f} s")
-                time.sleep(0.2)
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+    child = ChildProcess(command, environment, folder / "compiler.log")
+    try:
+        while (status := child.status) is None:
+            elapsed = time.perf_counter() - began
+            if elapsed > limit_s:
+                reason = f"the compile took longer than mode.time_limit_s={limit_s:g} seconds and was ended"
+                return CompileOutcome(CompileStatus.timeout, reason)
+            progress(f"compiling for {run.config.target.describe()}: {elapsed:.0f} s")
+            time.sleep(0.2)
+    finally:
+        child.kill()
     if (folder / OUTCOME).is_file():
         return read_record(CompileOutcome, folder / OUTCOME)
-    ended = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"status {status}"
-    reason = f"the compiler's process ended with {ended}: {_last_line(folder / 'compiler.log')}"
+    lines = [line.strip() for line in child.last_lines() if line.strip()]
+    last_line = lines[-1][:400] if lines else "it said nothing"
+    reason = f"the compiler's process ended {describe_status(status)}: {last_line}"
     return CompileOutcome(CompileStatus.failed, reason)
-
-
-def _environment(run: Run) -> dict[str, str]:
-    return {**os.environ, **platform_of(run.config.target.platform).compile_environment()}
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:400] if lines else "it said nothing"

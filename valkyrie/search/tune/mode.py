@@ -12,7 +12,8 @@ from valkyrie.config.modes import ATTEMPTS, TUNED, settings_for
 from valkyrie.config.run import Run
 from valkyrie.modes.tune import Config as TuneMode
 from valkyrie.paths import write_whole
-from valkyrie.processes.interrupt import EXIT_STATUS, raises
+from valkyrie.processes.ending import INTERRUPTED
+from valkyrie.processes.interrupt import raises
 from valkyrie.records import write_record
 from valkyrie.runs.folder import command_name, key_value, run_folder, versions, write_about
 from valkyrie.search.tune.tune import tune
@@ -54,7 +55,7 @@ def tune_mode(run: Run) -> int:
     write_record(folder / ATTEMPTS, tune_record(tuned, versions()))
     write_whole(folder / TUNED, fragment(tuned))
     _show_end(tuned, folder, interrupted, console)
-    return EXIT_STATUS if interrupted else 0
+    return INTERRUPTED if interrupted else 0
 
 
 def _first(run: Run) -> str:
