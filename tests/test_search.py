@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ from valkyrie.search.answer import (
     rank_layouts,
     show,
 )
-from valkyrie.search.compiling import Compiled, Compiles, compile_best
+from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.folder import ANSWER, save_answer
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, RULE, Rival, format_comparison, rivals_on
-from valkyrie.search.shortlist import Shortlist, chips_of, on_any_torus, place_of, shortlist
+from valkyrie.search.shortlist import Shortlist, chips_of, mesh_partition, on_any_torus, shortlist
 from valkyrie.search.tune.tuned import Attempt, Tuned, Verdict
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial
@@ -53,21 +53,20 @@ def listed_of(of: SearchRequest) -> Shortlist:
 
 
 class Compiler:
-    """Stands for `carry_out`: every step takes `factor` of its estimate, of some partitions none fits."""
+    """Takes the place of `compile_trial`: every step takes `factor` of its estimate, of some partitions none fits."""
 
     def __init__(self, factor: float = 1.0, does_not_fit: Sequence[str] = ()) -> None:
         self.factor, self.does_not_fit, self.plans = factor, does_not_fit, list[Plan]()
         self.steps: dict[tuple[str, ...], float] = {}
 
-    def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
-        (plan,) = plans
+    def __call__(self, plan: Plan, watch: Callable[[], None]) -> Trial:
         self.plans.append(plan)
         fits = plan.about.partition not in self.does_not_fit
         step_s = self.factor * self.steps[tuple(plan.overrides[-len(self.key(plan)) :])]
         results = TrialResult(step=StepResult(step_s=step_s), memory=MemoryResult(peak=2**30))
         results = results if fits else TrialResult(memory=MemoryResult(needed=2**40))
         status = Status.ok if fits else Status.does_not_fit
-        return {plan.key: plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)}
+        return plan.ended(status, None, "2026-01-01T00:00:00+00:00", 1.0, results)
 
     def key(self, plan: Plan) -> tuple[str, ...]:
         """Return the overrides of the layout in a plan."""
@@ -79,7 +78,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Takes the place of compiling, in the whole test."""
     made = Compiler()
-    monkeypatch.setattr(compiling, "carry_out", made)
+    monkeypatch.setattr(compiling, "compile_trial", made)
     return made
 
 
@@ -137,11 +136,11 @@ def test_no_compile_is_begun_that_would_end_after_the_budget(
     clock = [0.0]
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
 
-    def slow(plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+    def slow(plan: Plan, watch: Callable[[], None]) -> Trial:
         clock[0] += 40.0
-        return compiler(plans, jobs, watcher)
+        return compiler(plan, watch)
 
-    monkeypatch.setattr(compiling, "carry_out", slow)
+    monkeypatch.setattr(compiling, "compile_trial", slow)
     of = question("mode.budget=100s")
     compiles = compiled_by(compiler, of, listed_of(of), tmp_path)
     assert len(compiles.done) == 2
@@ -153,13 +152,13 @@ def test_the_budget_ends_even_the_first_compile_and_leaves_estimates(
 ) -> None:
     clock = [0.0]
 
-    def endless(plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+    def endless(plan: Plan, watch: Callable[[], None]) -> Trial:
         while True:
             clock[0] += 1.0
-            watcher.running([], 0)
+            watch()
 
     monkeypatch.setattr(compiling.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(compiling, "carry_out", endless)
+    monkeypatch.setattr(compiling, "compile_trial", endless)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     status, answer, _ = search(monkeypatch, tmp_path, "partition=fsdp", "remat=full", "mode.budget=1min")
     printed = capsys.readouterr().out
@@ -174,8 +173,8 @@ def test_where_little_was_compiled_a_better_estimate_comes_first(compiler: Compi
     slow = [one for one in rank(of.run, of.space()) if one.fits and one.step_s > 4 * listed.fitting[0].step_s][0]
     compiles, fast = Compiles(), listed.fitting[0]
     compiler.steps = {tuple(slow.candidate.overrides): slow.step_s, tuple(fast.candidate.overrides): fast.step_s}
-    plan = compiling.plan_of(of, slow, tmp_path)
-    compiles.done.append(Compiled(slow, compiler([plan], 1, None)[plan.key]))
+    plan = compiling.plan_compile(of, slow, tmp_path)
+    compiles.done.append(CompiledLayout(slow, compiler(plan, lambda: None)))
     rows = rank_layouts(of, listed, compiles, 10)
     assert (rows[0].stage.value, rows[0].overrides) == ("estimate", fast.candidate.overrides)
     told = format_comparison(Rival(PLAIN_FSDP, slow), compiles, rows[0])
@@ -212,8 +211,8 @@ def test_an_estimate_stands_first_where_its_whole_interval_is_better_than_what_w
     listed = listed_of(of)
     cheapest = min(listed.fitting, key=lambda one: of.cost(one.group.target, one.step_s))
     compiler.steps, compiler.factor = {tuple(cheapest.candidate.overrides): cheapest.step_s}, factor
-    trial = compiler([plan := compiling.plan_of(of, cheapest, tmp_path)], 1, None)[plan.key]
-    rows = rank_layouts(of, listed, Compiles([Compiled(cheapest, trial)]), 10)
+    trial = compiler(compiling.plan_compile(of, cheapest, tmp_path), lambda: None)
+    rows = rank_layouts(of, listed, Compiles([CompiledLayout(cheapest, trial)]), 10)
     assert rows[0].stage.value == first
 
 
@@ -236,7 +235,7 @@ def test_a_layout_that_is_as_fast_on_several_tori_is_listed_once(compiler: Compi
     others = [e for e in listed.fitting if on_any_torus(e) == on_any_torus(several) and e is not several]
     assert set(listed.as_fast_on(several)) <= {e.group.target.name for e in others}
     compiles = compiled_by(compiler, of, listed, tmp_path, most=4)
-    assert len({place_of(one.estimate) for one in compiles.done}) == 4, "another torus is no other layout"
+    assert len({mesh_partition(one.estimate) for one in compiles.done}) == 4, "another torus is no other layout"
     rows = rank_layouts(of, listed, compiles, 10)
     made = {tuple(one.estimate.candidate.overrides): listed.as_fast_on(one.estimate) for one in compiles.done}
     of_compiled = [row for row in rows if row.stage.value == "compile"]
@@ -526,10 +525,10 @@ def test_no_layout_is_legal(
 def test_ctrl_c_prints_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], compiler: Compiler
 ) -> None:
-    def interrupted(*_: Any) -> dict[str, Trial]:
+    def interrupted(*_: Any) -> Trial:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compiling, "carry_out", interrupted)
+    monkeypatch.setattr(compiling, "compile_trial", interrupted)
     monkeypatch.setattr(Tpu, "missing_compiler", lambda self, target: None)
     status, answer, _ = search(monkeypatch, tmp_path)
     assert status == 130
@@ -556,9 +555,9 @@ def test_a_compiled_layout_tells_what_its_estimate_was_worth(compiler: Compiler,
     listed = listed_of(of)
     compiler.factor = 2.0
     compiles = compiled_by(compiler, of, listed, tmp_path, most=3)
-    done: Compiled = compiles.done[0]
+    done: CompiledLayout = compiles.done[0]
     one: Estimated = done.estimate
-    assert compiles.ratio(compiling.place_of(one)) == pytest.approx(2.0)
+    assert compiles.ratio(mesh_partition(one)) == pytest.approx(2.0)
 
 
 def test_compiler_options_of_the_best_stand_in_the_command(

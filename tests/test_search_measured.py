@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,14 +22,14 @@ from valkyrie.runs.results import MemoryResult, StepResult, TrialResult
 from valkyrie.search import at_hand, measuring
 from valkyrie.search.answer import Stage, rank_layouts
 from valkyrie.search.at_hand import not_at_hand, with_figures
-from valkyrie.search.compiling import Compiled, Compiles, plan_of
+from valkyrie.search.compiling import CompiledLayout, Compiles, plan_compile
 from valkyrie.search.estimate.efficiency import efficiency_of
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.measure.figures_of import in_words, read_figures
 from valkyrie.search.measuring import Measured, Measures, measure_best, measurement_summary, rank_measured, report_of
 from valkyrie.search.request import SearchRequest, parse_request
 from valkyrie.search.rivals import PLAIN_FSDP, Rival, format_comparison
-from valkyrie.search.shortlist import Shortlist, place_of, shortlist
+from valkyrie.search.shortlist import Shortlist, mesh_partition, shortlist
 from valkyrie.sweep.plan import Plan
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
@@ -57,7 +56,7 @@ class Devices:
         self.estimates = {tuple(one.candidate.overrides): one.step_s for one in listed_of(of).fitting}
         self.slow, self.status, self.plans = slow, status, list[Plan]()
 
-    def __call__(self, plans: Sequence[Plan], jobs: int, watcher: Any) -> dict[str, Trial]:
+    def __call__(self, plans: Sequence[Plan], jobs: int) -> dict[str, Trial]:
         (plan,) = plans
         self.plans.append(plan)
         start = next(i for i, o in enumerate(plan.overrides) if o == "mode=measure") + 1
@@ -78,7 +77,7 @@ def measured_by(devices: Devices, of: SearchRequest, monkeypatch: pytest.MonkeyP
 def test_other_meshes_and_partitions_are_measured_before_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     of = question("mode.measure=6")
     measures = measured_by(Devices(of), of, monkeypatch, tmp_path)
-    assert len(measures.done) == 6 and len({place_of(one.estimate) for one in measures.done[:3]}) == 3
+    assert len(measures.done) == 6 and len({mesh_partition(one.estimate) for one in measures.done[:3]}) == 3
     assert measures.done[0].expected_s == min(one.expected_s for one in measures.done)
     assert measures.regret == 0 and measures.agreement == pytest.approx(1.0)
 
@@ -179,10 +178,10 @@ def test_compiled_rows_beside_measured_ones_are_held_to_them_too(monkeypatch: py
     assert last.stage is Stage.compile and last.step_s == pytest.approx(2 * other.step_s)
 
 
-def compiled(of: SearchRequest, one: Estimated, factor: float, folder: Path) -> Compiled:
+def compiled(of: SearchRequest, one: Estimated, factor: float, folder: Path) -> CompiledLayout:
     """Return a layout whose compiled step takes so many times its estimate."""
     results = TrialResult(step=StepResult(step_s=factor * one.step_s), memory=MemoryResult(peak=2**30))
-    return Compiled(one, plan_of(of, one, folder).ended(Status.ok, None, "", 1.0, results))
+    return CompiledLayout(one, plan_compile(of, one, folder).ended(Status.ok, None, "", 1.0, results))
 
 
 def test_a_compiled_rival_is_compared_with_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | environment,
+                env={**os.environ, **environment},
                 start_new_session=True,
                 pass_fds=pass_fds,
             )

@@ -16,11 +16,11 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.hardware.target import usable_hbm
 from valkyrie.parts import PartKind, StepPart
 from valkyrie.runs.columns import Column, terminal_table
-from valkyrie.search.compiling import Compiled, Compiles
+from valkyrie.search.compiling import CompiledLayout, Compiles
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.estimate.space import Candidate
 from valkyrie.search.request import SearchRequest, affordable, dollars, tokens_of
-from valkyrie.search.shortlist import Shortlist, chips_of, errors, on_any_torus, place_of
+from valkyrie.search.shortlist import Shortlist, chips_of, errors, mesh_partition, on_any_torus
 from valkyrie.units import amount
 
 NEAR_LIMIT = 0.95
@@ -203,12 +203,13 @@ def _best_on_chips(
     others = [one for one in others if one.step_s < compiled_s.get(on_any_torus(one), math.inf)]
     rows = [(one.estimate, rank_layout(request, one.estimate, one)) for one in compiled[:count]]
     return rows + [
-        (one, rank_layout(request, one, ratio=compiles.ratio(place_of(one)))) for one in others[: count - len(rows)]
+        (one, rank_layout(request, one, ratio=compiles.ratio(mesh_partition(one))))
+        for one in others[: count - len(rows)]
     ]
 
 
 def rank_layout(
-    request: SearchRequest, one: Estimated, compiled: Compiled | None = None, ratio: float | None = None
+    request: SearchRequest, one: Estimated, compiled: CompiledLayout | None = None, ratio: float | None = None
 ) -> RankedLayout:
     """Return the record of an estimated or compiled layout.
 
@@ -249,7 +250,7 @@ def _mfu(request: SearchRequest, one: Estimated, step_s: float) -> float | None:
     return run.step_flops / (step_s * peak * (target.chips or 1) * target.slices) if peak else None
 
 
-def _bottleneck(one: Estimated, compiled: Compiled | None) -> Bottleneck:
+def _bottleneck(one: Estimated, compiled: CompiledLayout | None) -> Bottleneck:
     """Return what takes most of a step: of the replayed step if it was compiled, else of the estimate."""
     usable = usable_hbm(one.group.target.chip)
     seconds_by: dict[str, float] = {}

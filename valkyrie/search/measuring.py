@@ -13,10 +13,10 @@ from valkyrie.config.modes import settings_for
 from valkyrie.modes.measure import Config as MeasureMode
 from valkyrie.search.answer import MeasuredLayout, MeasureReport, RankedLayout, Stage, rank_layout
 from valkyrie.search.at_hand import on_cpu
-from valkyrie.search.compiling import Compiles, Silent, plan_in
+from valkyrie.search.compiling import Compiles, plan_layout
 from valkyrie.search.estimate.rank import Estimated
 from valkyrie.search.request import SearchRequest
-from valkyrie.search.shortlist import Place, Shortlist, place_of
+from valkyrie.search.shortlist import MeshPartition, Shortlist, mesh_partition
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.units import duration
@@ -77,9 +77,9 @@ class Measures:
         """Return the measured seconds of a layout's step; None where it was not measured."""
         return next((m.step_s for m in self.done if m.estimate.candidate == one.candidate), None)
 
-    def ratio(self, place: Place) -> float | None:
+    def ratio(self, place: MeshPartition) -> float | None:
         """Return what a measured step of a mesh and partition took of what was expected; None where there is none."""
-        own = [one for one in self.timed if place_of(one.estimate) == place]
+        own = [one for one in self.timed if mesh_partition(one.estimate) == place]
         return median((one.step_s or 0.0) / one.expected_s for one in own) if own else None
 
 
@@ -117,7 +117,7 @@ def expected_step_times(listed: Shortlist, compiles: Compiles) -> list[tuple[Est
     pairs = [(one.estimate, one.step_s) for one in compiles.done if one.step_s is not None]
     for one in listed.fitting:
         if one.candidate not in compiled:
-            pairs.append((one, one.step_s * (compiles.ratio(place_of(one)) or 1.0)))
+            pairs.append((one, one.step_s * (compiles.ratio(mesh_partition(one)) or 1.0)))
     return sorted(pairs, key=lambda pair: pair[1])
 
 
@@ -126,8 +126,8 @@ def run_measurement(request: SearchRequest, one: Estimated, folder: Path) -> Tri
     run = one.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
     if on_cpu(request.run.config.target):
         run = run.changed(target=request.run.config.target)
-    plan = plan_in(folder, request, run, one.candidate.overrides)
-    return carry_out([plan], 1, Silent())[plan.key]
+    plan = plan_layout(folder, request, run, one)
+    return carry_out([plan], 1)[plan.key]
 
 
 def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measures: Measures) -> list[RankedLayout]:
@@ -177,6 +177,8 @@ def format_result(one: Measured) -> str:
 
 
 def _next(waiting: Sequence[tuple[Estimated, float]], measures: Measures, most: int) -> tuple[Estimated, float]:
-    places = {place_of(one.estimate) for one in measures.done}
-    others = [p for p in waiting if place_of(p[0]) not in places] if len(places) < (most + 1) // 2 else []
-    return min(others or waiting, key=lambda pair: pair[1] * (measures.ratio(place_of(pair[0])) or measures.usual))
+    places = {mesh_partition(one.estimate) for one in measures.done}
+    others = [p for p in waiting if mesh_partition(p[0]) not in places] if len(places) < (most + 1) // 2 else []
+    return min(
+        others or waiting, key=lambda pair: pair[1] * (measures.ratio(mesh_partition(pair[0])) or measures.usual)
+    )

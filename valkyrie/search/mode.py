@@ -18,7 +18,7 @@ from valkyrie.report.page import write_report
 from valkyrie.search import NOT_COMPILED
 from valkyrie.search.answer import RankedLayout, SearchAnswer, command_of, launch_command_of, rank_layouts, show
 from valkyrie.search.at_hand import is_here, not_at_hand, with_figures
-from valkyrie.search.compiling import Compiled, Compiles, compile_best
+from valkyrie.search.compiling import CompiledLayout, Compiles, compile_best
 from valkyrie.search.estimate.rank import Estimated, rank
 from valkyrie.search.estimate.space import Space
 from valkyrie.search.folder import create_folder, digest_of, folder_of, remove_if_empty, save_answer
@@ -151,7 +151,7 @@ def _compile(
     ends = "Ctrl-C ends" if budget is None else f"mode.budget={budget}, or Ctrl-C, ends"
     console.print(f"compiling the best into {folder}; {ends} it with what is known, the same command goes on")
 
-    def tell(one: Compiled, so_far: Compiles) -> None:
+    def tell(one: CompiledLayout, so_far: Compiles) -> None:
         step, best = one.step_s, so_far.best(request)
         result = duration(step) if step is not None else f"{one.trial.status.value.replace('_', ' ')}"
         told = f"estimated {duration(one.estimate.step_s)}"

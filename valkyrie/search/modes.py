@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,12 +40,20 @@ KEPT = "prediction.json"
 
 def compile_mode(run: Run) -> int:
     """Compile the run's step for its target, print what a step takes and why; return the exit status."""
+    return compile_into_folder(run, make_console())
+
+
+def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | None = None) -> int:
+    """Compile the run's step, store its prediction in the run folder, print it, and return the exit status.
+
+    Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler
+    runs. What it raises ends the compile.
+    """
     from valkyrie.search.compile.show import show
 
-    console = make_console()
     if note := platform_of(run.config.target.platform).compile_note:
         console.print(note, style="bold yellow")
-    compiled, prediction, replay = compile_and_summarise(run, console)
+    compiled, prediction, replay = compile_and_summarise(run, console, watch)
     if prediction.status is CompileStatus.refused:
         raise ValueError(prediction.reason)
     folder = run_folder(run)
@@ -94,13 +103,24 @@ def _measure(run: Run, team: Team) -> int:
     return status
 
 
-def compile_and_summarise(run: Run, console: Console) -> tuple[Compiled, Prediction, Replay | None]:
-    """Compile a run and return the compile, its prediction with hints, and its replay; shows a line while it works."""
+def compile_and_summarise(
+    run: Run, console: Console, watch: Callable[[], None] | None = None
+) -> tuple[Compiled, Prediction, Replay | None]:
+    """Compile a run and return the result, its prediction with hints, and its replay. Shows progress.
+
+    `watch` is called several times a second while the compiler runs.
+    """
     mode = settings_for(CompileMode, run.config.mode)
     if not console.is_terminal:
         console.print(f"compiling for {run.config.target.describe()}", soft_wrap=True)
     with console.status("compiling") as status:
-        compiled = compile_layout(run, mode.time_limit_s, mode.cache, status.update)
+
+        def progress(line: str) -> None:
+            status.update(line)
+            if watch is not None:
+                watch()
+
+        compiled = compile_layout(run, mode.time_limit_s, mode.cache, progress)
         replay, uses = None, []
         if compiled.status is CompileStatus.ok:
             status.update("replaying the schedule")

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from valkyrie.hardware.target import TargetConfig, usable_hbm
 from valkyrie.records import load
@@ -23,14 +24,19 @@ VARIANTS = 3
 AS_FAST = 1.01
 """Up to this ratio of estimates, a layout is as fast on another torus with as many chips."""
 
-Place = tuple[str, str, str]
-"""Chips, mesh and partition with its schedule, by name."""
+
+class MeshPartition(NamedTuple):
+    """Chips, mesh and partition of a layout by name, whatever torus the chips form."""
+
+    chips: str
+    mesh: str
+    partition: str
 
 
-def place_of(one: Estimated) -> Place:
+def mesh_partition(one: Estimated) -> MeshPartition:
     """Return the chips, mesh and partition of a layout, on any torus."""
     layout = one.candidate
-    return chips_of(one.group.target), layout.mesh, f"{layout.partition} {layout.schedule.value}"
+    return MeshPartition(chips_of(one.group.target), layout.mesh, f"{layout.partition} {layout.schedule.value}")
 
 
 def chips_of(target: TargetConfig) -> str:
@@ -87,10 +93,10 @@ class Shortlist:
 
         A layout is listed only on the torus where it is fastest.
         """
-        taken: dict[Place, int] = {}
+        taken: dict[MeshPartition, int] = {}
         best: dict[Candidate, Estimated] = {}
         for one in (e for e in self.fitting if chips_of(e.group.target) == chips):
-            place = place_of(one)
+            place = mesh_partition(one)
             if on_any_torus(one) in best:
                 continue
             taken[place] = taken.get(place, 0) + 1

@@ -8,7 +8,7 @@ from valkyrie.config.modes import settings_for
 from valkyrie.modes.compile import Config as CompileMode
 from valkyrie.processes.ending import INTERRUPTED
 from valkyrie.processes.interrupt import raises
-from valkyrie.search.compiling import Compiled
+from valkyrie.search.compiling import CompiledLayout
 from valkyrie.search.request import SearchRequest
 from valkyrie.search.tune.mode import row
 from valkyrie.search.tune.tune import tune
@@ -16,7 +16,7 @@ from valkyrie.search.tune.tuned import Tuned
 from valkyrie.units import duration
 
 
-def tune_best(request: SearchRequest, best: Compiled, budget_s: float, console: Console) -> tuple[int, list[str]]:
+def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, console: Console) -> tuple[int, list[str]]:
     """Return the exit status, and the overrides with which the best layout's step is shortest.
 
     Ctrl-C, and the end of the budget in seconds, leave the best so far.

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from valkyrie.config.run import Run
 from valkyrie.processes.ending import records_ending
@@ -23,22 +25,28 @@ from valkyrie.train.room import DoesNotFit
 
 
 def main() -> None:
-    """Carry out the trial in the folder that the first argument names; the exit status is 1 where it is not ok."""
+    """Carry out the trial in the folder that the first argument names; exit with status 1 unless it is ok."""
     folder = Path(sys.argv[1])
-    try:
-        with records_ending(lambda status, reason: _write(ending(status, reason), folder)), ends_at_once("trial"):
-            outcome = _carry_out(folder)
-    except DoesNotFit as error:
-        traceback.print_exc()
-        outcome = Outcome(Status.does_not_fit, str(error))
-    except (ValueError, OSError) as error:  # as the command takes them: mistakes of the user
-        traceback.print_exc()
-        outcome = Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
-    except Exception as error:
-        traceback.print_exc()
-        outcome = failure(f"{type(error).__name__}: {error}")
+    with records_ending(lambda status, reason: _write(ending(status, reason), folder)), ends_at_once("trial"):
+        outcome = outcome_of(lambda: _carry_out(folder))
     _write(outcome, folder)
     sys.exit(int(outcome.status is not Status.ok))
+
+
+def outcome_of(work: Callable[[], Outcome], log: TextIO | None = None) -> Outcome:
+    """Return what `work` returns, or the outcome of what it raises.
+
+    The traceback is printed to `log`, or to stderr if that is None.
+    """
+    try:
+        return work()
+    except Exception as error:
+        traceback.print_exc(file=log)
+        if isinstance(error, DoesNotFit):
+            return Outcome(Status.does_not_fit, str(error))
+        if isinstance(error, ValueError | OSError):  # mistakes of the user, as for the command
+            return Outcome(Status.refused, " ".join(line.strip() for line in str(error).splitlines()))
+        return failure(f"{type(error).__name__}: {error}")
 
 
 def _carry_out(folder: Path) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
@@ -18,7 +17,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
 from valkyrie.sweep.members import members
 from valkyrie.sweep.names import key_values
-from valkyrie.sweep.plan import Plan, config_flags, plan_run, plan_wrong
+from valkyrie.sweep.plan import Plan, SweepContext, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
@@ -38,13 +37,13 @@ def run_trial(config: DictConfig) -> float:
     The task function of a multirun, in whatever process a launcher calls it. Raises as `carry_out`.
     """
     hydra = HydraConfig.get()
-    overrides = [str(override) for override in hydra.overrides.task]
+    sweep, overrides = SweepContext.from_hydra(hydra), [str(override) for override in hydra.overrides.task]
     try:
-        run = _of_its_own(overrides, hydra) or Run.from_config(config)
+        run = _trained_run(overrides, sweep) or Run.from_config(config)
     except ValueError as error:
-        plan = plan_wrong(error, str(config.mode.name), hydra, overrides)
+        plan = plan_wrong(error, str(config.mode.name), sweep, overrides)
     else:
-        plan = plan_run(run, hydra, overrides)
+        plan = plan_run(run, sweep, overrides)
     with raises():
         return carry_out([plan], 1, Lines())[plan.key].results.objective
 
@@ -107,21 +106,22 @@ def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | 
     config = composer.config
     with open_dict(config):
         config.hydra.job.id = config.hydra.job.num = number
+    sweep = SweepContext.from_hydra(config.hydra)
     try:
-        run = run or _of_its_own(overrides, config.hydra) or composer.run(overrides)
+        run = run or _trained_run(overrides, sweep) or composer.run(overrides)
     except ValueError as error:
         mode = key_values(overrides).get("mode")
         mode = mode if mode is not None and mode_named(mode) else str(config.mode.name)
-        return plan_wrong(error, mode, config.hydra, overrides)
-    return plan_run(run, config.hydra, overrides)
+        return plan_wrong(error, mode, sweep, overrides)
+    return plan_run(run, sweep, overrides)
 
 
-def _of_its_own(overrides: Sequence[str], hydra: Any) -> Run | None:
-    """Return the run of a job that reads a trained run of its own; None for other jobs."""
+def _trained_run(overrides: Sequence[str], sweep: SweepContext) -> Run | None:
+    """Return the run of a job that names a trained run to read, or None for other jobs."""
     given = key_values(overrides)
     if not reads_run(given.get("mode")) or not {"resume", "name"} & given.keys():
         return None
-    return run_of([*config_flags(hydra), *overrides])
+    return run_of([*sweep.flags, *overrides])
 
 
 def _returned(overrides: Sequence[str], value: float) -> JobReturn:

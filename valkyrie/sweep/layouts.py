@@ -20,7 +20,7 @@ from valkyrie.sweep.cells import Cell, Cells, enumerate_space
 from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import end_of
 from valkyrie.sweep.launcher import launch
-from valkyrie.sweep.plan import plan_run, sweep_folder
+from valkyrie.sweep.plan import SweepContext, plan_run
 from valkyrie.sweep.run import settle
 from valkyrie.sweep.space import ALL, ModelVariant, SweepSpace, compose_variants, read_space
 from valkyrie.train.screen import make_console
@@ -48,10 +48,10 @@ def sweep_layouts(
     cells = enumerate_cells(described, composer)
     chosen = sample_evenly(cells.legal, limit)
     make_console().print(count_line(cells, chosen))
-    folder = sweep_folder(config.hydra)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "multirun.yaml", OmegaConf.to_yaml(config))
-    refused = [plan_run(c.run, config.hydra, [*described.fixed, *c.overrides], c.problems) for c in cells.refused]
+    sweep = SweepContext.from_hydra(config.hydra)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    write_whole(sweep.folder / "multirun.yaml", OmegaConf.to_yaml(config))
+    refused = [plan_run(c.run, sweep, [*described.fixed, *c.overrides], c.problems) for c in cells.refused]
     trials, _ = settle(refused)
     if (end := end_of(context)) is not None:
         for trial in trials.values():

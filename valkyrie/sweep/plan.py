@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,27 @@ from valkyrie.sweep.results import OUTCOME
 from valkyrie.sweep.tracking import trial_id
 from valkyrie.sweep.trial import Status, Trial
 from valkyrie.train.devices import missing_devices
+
+
+@dataclass(frozen=True)
+class SweepContext:
+    """What the trials of a sweep have in common.
+
+    Args:
+        folder: Folder of the sweep.
+        flags: Flags and overrides with which another process finds the same configuration files.
+        environment: Environment variables of the trials' processes.
+    """
+
+    folder: Path
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def from_hydra(hydra: Any) -> SweepContext:
+        """Return the context of a multirun, given the `hydra` part of a job's configuration."""
+        environment = {str(key): str(value) for key, value in hydra.job.env_set.items()}
+        return SweepContext(Path(hydra.sweep.dir), _config_flags(hydra), environment)
 
 
 @dataclass(frozen=True)
@@ -51,7 +72,7 @@ class Plan:
     refusal: str | None = None
     problems: tuple[Problem, ...] = ()
     run: Run | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float | None = None
     retry: bool = False
     files: tuple[str, ...] = ()
@@ -126,19 +147,21 @@ class Plan:
         return not self.retry or trial.status is Status.ok
 
 
-def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[Problem] | None = None) -> Plan:
-    """Return the plan of a job's run, which is refused if the run is illegal.
+def plan_run(
+    run: Run, sweep: SweepContext, overrides: Sequence[str], problems: Sequence[Problem] | None = None
+) -> Plan:
+    """Plan the trial of a run. An illegal run has a refused plan.
 
     Args:
-        run: The run of the job.
-        hydra: The `hydra` node of the job's configuration.
-        overrides: The job's overrides.
-        problems: The problems of the run, if already known.
+        run: The run of the trial.
+        sweep: The sweep it belongs to.
+        overrides: The overrides that its record states.
+        problems: Problems of the run, or None if they have not been looked for.
 
     Raises:
         ValueError: The multirun requests what only a single run can do.
     """
-    config, folder, flags = run.config, sweep_folder(hydra), config_flags(hydra)
+    config = run.config
     problems = run.problems() if problems is None else problems
     mode, key = config.mode, trial_key(run)
     if config.resume is not None and not mode.reads_run:
@@ -148,13 +171,13 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
         key=key,
         name=trial_name(run, key, about.layout),
         stage=mode.name,
-        folder=folder,
+        folder=sweep.folder,
         overrides=tuple(overrides),
         about=about,
         refusal=" ".join(map(str, problems)) or None,
         problems=tuple(problems),
         values=run.values(),
-        flags=flags,
+        flags=sweep.flags,
     )
     if problems:
         return plan
@@ -165,34 +188,28 @@ def plan_run(run: Run, hydra: Any, overrides: Sequence[str], problems: Sequence[
         except ValueError as error:  # the trained run does not exist
             return replace(plan, refusal=" ".join([*refusals, str(error)]))
     if mode.tracked and group is None:  # a training reports to W&B itself, in the group of the sweep
-        group = folder_name(folder.resolve().name)
+        group = folder_name(sweep.folder.resolve().name)
     tracking = replace(config.tracking, group=group)
     return replace(
         plan,
         about=replace(about, predicted_by=_predictor(run) if mode.predicts else None),
         refusal=" ".join(refusals) or None,
-        run=run.changed(runs=str(folder), name=plan.name, resume=resume, tracking=tracking),
-        environment={str(k): str(v) for k, v in hydra.job.env_set.items()},
+        run=run.changed(runs=str(sweep.folder), name=plan.name, resume=resume, tracking=tracking),
+        environment=sweep.environment,
         limit_s=mode.limit_s() if config.trial.limit_s is None else config.trial.limit_s,
         retry=config.trial.retry,
         files=mode.requested_files(),
     )
 
 
-def plan_wrong(error: ValueError, mode: str, hydra: Any, overrides: Sequence[str]) -> Plan:
+def plan_wrong(error: ValueError, mode: str, sweep: SweepContext, overrides: Sequence[str]) -> Plan:
     """Return the refused plan of a job whose configuration does not compose to a run."""
-    key, flags = digest(sorted(overrides))[:16], config_flags(hydra)
+    key = digest(sorted(overrides))[:16]
     name = f"{folder_name(mode)}-{key[:6]}"
-    return Plan(key, name, mode, sweep_folder(hydra), tuple(overrides), None, str(error), flags=flags)
+    return Plan(key, name, mode, sweep.folder, tuple(overrides), None, str(error), flags=sweep.flags)
 
 
-def sweep_folder(hydra: Any) -> Path:
-    """Return the folder of a multirun from the `hydra` node."""
-    return Path(hydra.sweep.dir)
-
-
-def config_flags(hydra: Any) -> tuple[str, ...]:
-    """Return the flags and overrides with which another process finds the same configuration."""
+def _config_flags(hydra: Any) -> tuple[str, ...]:
     flags = []
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":

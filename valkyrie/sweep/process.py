@@ -1,6 +1,6 @@
-"""The process of a trial while it runs: a session of its own, a time limit, a log, and how it is ended.
+"""The process of a trial: its log, its time limit, and how it is stopped.
 
-Of a multirun over several processes it is the first of the trial's; the others begin and end with it.
+In a multirun over several processes it is process 0 of the trial. The others begin and end with it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from valkyrie.processes.child import ChildProcess
 from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.members import members
 from valkyrie.sweep.plan import Plan
-from valkyrie.sweep.results import OUTPUT, outcome
+from valkyrie.sweep.results import OUTPUT, Outcome, outcome
 from valkyrie.sweep.trial import Status, Trial
 
 _POLL_S = 0.05
 
 
 class TrialProcess:
-    """A trial that runs."""
+    """A trial that runs in its own process, from when it is constructed."""
 
     def __init__(self, plan: Plan, lock: TrialLock) -> None:
         self.plan = plan
@@ -33,7 +33,7 @@ class TrialProcess:
         self.started, self._began = datetime.now(UTC).isoformat(), time.monotonic()
         self._stopped_at: float | None = None
         (folder / OUTPUT).unlink(missing_ok=True)
-        environment, inherited = plan.environment | place, (lock.process_file.fileno(),)
+        environment, inherited = {**plan.environment, **place}, (lock.process_file.fileno(),)
         self._process = ChildProcess(plan.command, environment, folder / OUTPUT, pass_fds=inherited)
         if self._members:
             self._members.started(self.kill)
@@ -45,16 +45,16 @@ class TrialProcess:
 
     @property
     def seconds(self) -> float:
-        """The seconds since it was started."""
+        """Seconds since it started."""
         return time.monotonic() - self._began
 
     @property
     def grace_s(self) -> float:
-        """The seconds it has to stop by itself: a training saves its state."""
+        """Seconds that it has to stop by itself, because a training saves its state."""
         return self.plan.mode.grace_s
 
     def poll(self) -> Trial | None:
-        """Return the trial when it has ended; None while it runs. Past its limit it is interrupted, then killed."""
+        """Return the trial once it has ended, or None while it runs. Interrupts, then kills it past its time limit."""
         status = self._process.status
         plan, limit = self.plan, self.plan.limit_s
         if status is None and limit is not None and self.seconds > limit:
@@ -70,28 +70,30 @@ class TrialProcess:
         seconds = self.seconds
         if status != 0:
             self.kill()  # what it has started ends with it
-        if self._stopped_at is not None:
-            reason = f"it took longer than trial.limit_s={limit:g} seconds and was ended"
-            return plan.ended(Status.timeout, reason, self.started, seconds)
-        ended = outcome(plan.trial_folder, status)
+        ended = outcome(plan.trial_folder, status) if self._stopped_at is None else over_limit(plan)
         return plan.ended(ended.status, ended.reason, self.started, seconds, ended.results)
 
     def interrupt(self) -> None:
-        """Do to the process, and to all that it started, what Ctrl-C does."""
+        """Send SIGINT to the process and everything it started."""
         self._stopped_at = self._stopped_at or time.monotonic()
         self._process.send(signal.SIGINT)
 
     def kill(self) -> None:
-        """End what is left of the process and all that it started."""
+        """Kill the process and everything it started."""
         self._process.kill()
 
     def ends_within(self, seconds: float) -> bool:
-        """Return whether the process ends within some seconds."""
+        """Wait for the process to end, and return whether it did."""
         return self._process.wait(max(seconds, _POLL_S))
 
 
+def over_limit(plan: Plan) -> Outcome:
+    """Return the outcome of a trial that was stopped at its time limit."""
+    return Outcome(Status.timeout, f"it took longer than trial.limit_s={plan.limit_s:g} seconds and was ended")
+
+
 def stop(running: Iterable[TrialProcess]) -> None:
-    """Interrupt trials and wait until they have ended; a second Ctrl-C ends them at once."""
+    """Interrupt trials and wait until they have ended. A second Ctrl-C kills them."""
     running = list(running)
     try:
         for process in running:

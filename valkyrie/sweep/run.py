@@ -1,16 +1,17 @@
-"""How trials are carried out: skipped where recorded, refused without a process, else run and recorded."""
+"""Carries out trials: skips recorded ones, refuses illegal ones without a process, runs and records the others."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import Protocol, runtime_checkable
 
 from valkyrie.processes.locks import TrialLock
 from valkyrie.sweep.plan import Plan
-from valkyrie.sweep.process import TrialProcess, stop
+from valkyrie.sweep.process import TrialProcess, over_limit, stop
+from valkyrie.sweep.results import Outcome
 from valkyrie.sweep.trial import Status, Trial, TrialLog
 
 _POLL_S = 0.1
@@ -19,22 +20,72 @@ _ELSEWHERE_POLL_S = 0.5
 
 @runtime_checkable
 class Watcher(Protocol):
-    """Is called as a sweep goes on."""
+    """Shows the progress of a sweep."""
 
     def running(self, processes: Sequence[TrialProcess], waiting: int) -> None:
-        """See what runs and how many trials wait, for another sweep if none runs; called several times a second."""
+        """Called several times a second with the running trials and the number of waiting ones.
+
+        If trials wait and none runs, another sweep is running them.
+        """
         ...
 
     def ended(self, plan: Plan, trial: Trial, *, earlier: bool) -> None:
-        """See a trial that is recorded; `earlier`: it was before this sweep came to it."""
+        """Called when a trial has a record; `earlier` if it existed before this sweep."""
         ...
 
 
-def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, Trial]:
-    """Return the record of every plan by key, `jobs` processes at a time; all plans are of one sweep folder.
+class TrialTimeout(BaseException):
+    """A trial in this process took longer than its limit. No `Exception`, which would be the trial's own failure."""
 
-    Trials that another sweep is carrying out are left to it, and looked at again until it is done with them. OSError
-    where a record cannot be written, KeyboardInterrupt after Ctrl-C: such trials are not recorded.
+
+def carry_out_here(
+    plan: Plan, work: Callable[[Callable[[], None]], Outcome], watch: Callable[[], None] = lambda: None
+) -> Trial:
+    """Carry out a trial that needs no devices in this process, and return its record.
+
+    Waits while another sweep runs the trial. Raises OSError if the record cannot be written.
+
+    Args:
+        plan: The trial. If an earlier record settles it, that is returned.
+        work: Does the trial. It calls its argument several times a second, which ends it at the trial's time limit.
+        watch: Called several times a second. What it raises ends the trial without a record.
+    """
+    while True:
+        trials, _ = settle([plan])
+        if plan.key in trials:
+            return trials[plan.key]
+        if (lock := TrialLock.take(plan.trial_folder)) is not None:
+            break
+        watch()
+        time.sleep(_ELSEWHERE_POLL_S)
+    with ExitStack() as releasing:
+        releasing.callback(lock.release)
+        trials, _ = settle([plan])  # another sweep may have recorded it before the lock was free
+        if plan.key in trials:
+            return trials[plan.key]
+        plan.write()
+        started, began = datetime.now(UTC).isoformat(), time.monotonic()
+
+        def check_limits() -> None:
+            watch()
+            if plan.limit_s is not None and time.monotonic() - began > plan.limit_s:
+                raise TrialTimeout
+
+        try:
+            outcome = work(check_limits)
+        except TrialTimeout:
+            outcome = over_limit(plan)
+        outcome.write(plan.trial_folder)
+        trial = plan.ended(outcome.status, outcome.reason, started, time.monotonic() - began, outcome.results)
+        TrialLog(plan.folder).append([trial])
+        return trial
+
+
+def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher | None = None) -> dict[str, Trial]:
+    """Carry out the trials of one sweep folder, `jobs` processes at a time, and return their records by key.
+
+    Waits for trials that another sweep is running. Raises OSError if a record cannot be written and KeyboardInterrupt
+    after Ctrl-C; trials that are then running are not recorded.
     """
     trials, waiting = settle(plans, watcher)
     running: dict[str, tuple[TrialProcess, TrialLock]] = {}
@@ -55,7 +106,8 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, T
             if len(running) < before:
                 looked = 0.0
             else:
-                watcher.running([process for process, _ in running.values()], len(waiting))
+                if watcher is not None:
+                    watcher.running([process for process, _ in running.values()], len(waiting))
                 time.sleep(_POLL_S)
     finally:
         stop(process for process, _ in running.values())
@@ -65,7 +117,10 @@ def carry_out(plans: Sequence[Plan], jobs: int, watcher: Watcher) -> dict[str, T
 
 
 def settle(plans: Sequence[Plan], watcher: Watcher | None = None) -> tuple[dict[str, Trial], list[Plan]]:
-    """Return the trials by key that need no process, recorded earlier or refused and recorded now, and other plans."""
+    """Return the trials by key that need no process, and the other plans.
+
+    These trials were recorded earlier, or are refused and recorded now.
+    """
     trials: dict[str, Trial] = {}
     waiting: list[Plan] = []
     if not plans:
@@ -93,9 +148,9 @@ def _start_next(
     waiting: list[Plan],
     running: dict[str, tuple[TrialProcess, TrialLock]],
     trials: dict[str, Trial],
-    watcher: Watcher,
+    watcher: Watcher | None,
 ) -> bool:
-    """Start, or settle, the first waiting trial that no other sweep is carrying out; return whether there was one."""
+    """Start or settle the first waiting trial that no other sweep is running, and return whether there was one."""
     for plan in waiting:
         if plan.key in trials:  # two jobs of one key
             waiting.remove(plan)
