@@ -222,9 +222,9 @@ def test_ctrl_c_in_a_terminal_keeps_what_is_done_and_ends_the_trial(tmp_path: Pa
 @pytest.mark.timeout(600)
 def test_real_trials_leave_real_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     monkeypatch.chdir(tmp_path)
-    asked = ["-m", *TINY, "name=real", "mesh=2x1x1", "partition=fsdp", "steps=3", "mode.repeats=2"]
-    for mode in ("measure", "train"):
-        assert command(*asked, f"mode={mode}") == 0
+    asked = ["-m", *TINY, "name=real", "mesh=2x1x1", "partition=fsdp", "steps=3"]
+    for mode in (["mode=measure", "mode.repeats=2"], ["mode=train"]):
+        assert command(*asked, *mode) == 0
         assert "1 trial: 1 ok" in capfd.readouterr().out
     trials = TrialLog(tmp_path / "runs" / "real").read()
     assert [trial.stage for trial in trials] == ["measure", "train"]
