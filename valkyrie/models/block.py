@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from valkyrie.axes import BATCH, SEQ, Parameter, Size, Tensor
@@ -139,6 +140,8 @@ class Block(ABC):
         norm_group: Optimizer group of the norm before it.
         over_rows: Mesh axes that split the residual stream and none of its `activations` split rows while it mixes.
         pointwise: Each position is computed from itself alone. Such a block is a feed-forward; others are mixers.
+        module_class: Class of the module that computes it, as `package.file:Class`. It is imported when it is built, so
+            that blocks are declared, checked and estimated without JAX.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
@@ -148,6 +151,7 @@ class Block(ABC):
     norm_group: ClassVar[str] = "vector"
     over_rows: ClassVar[bool] = False
     pointwise: ClassVar[bool] = False
+    module_class: ClassVar[str]
 
     @property
     def is_causal(self) -> bool:
@@ -184,9 +188,9 @@ class Block(ABC):
     def saves(self, site: BlockContext) -> list[Saved]:
         """Return an estimate of what its backward pass needs in addition to its input, if nothing is recomputed."""
 
-    @abstractmethod
     def build(self, site: BlockContext, *, numerics: Numerics, key: Array) -> Any:
-        """Return the module that computes it (`valkyrie.models.layers.BlockModule`)."""
+        """Build the module that computes it (`valkyrie.models.layers.BlockModule`): an instance of `module_class`."""
+        return resolve_name(self.module_class)(self, site, numerics=numerics, key=key)
 
     def variant(self, site: BlockContext) -> Hashable:
         """Return a key that differs between blocks of a kind that cannot share a scan."""

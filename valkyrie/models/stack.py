@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valkyrie.axes import LAYERS, SHARED_AXES, Arrays, Parameter, Size, Tensor
@@ -57,6 +58,7 @@ class Stack:
     """
 
     task: ClassVar[str] = "next_token"
+    module_class: ClassVar[str] = "valkyrie.models.language_model:LanguageModel"
     family: str = "stack"
     name: str = "stack"
     context: int = 128
@@ -262,10 +264,8 @@ class Stack:
         return {name: AuxiliaryTerm(values[name], counts[name]) for values in layers for name in values}
 
     def build(self, *, numerics: Numerics, key: Array) -> Any:
-        """Return the module (`valkyrie.models.language_model.LanguageModel`); imports JAX."""
-        from valkyrie.models.language_model import LanguageModel
-
-        return LanguageModel(self, numerics=numerics, key=key)
+        """Build the module, an instance of `module_class`; imports JAX."""
+        return resolve_name(self.module_class)(self, numerics=numerics, key=key)
 
     @property
     def _dense(self) -> FeedForward:

@@ -1,0 +1,234 @@
+"""The module of the attention block (`valkyrie.models.attention`)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from valkyrie.axes import UNSHARDED, Axis, Parameter, Placed, Shard
+from valkyrie.models.attention import Attention
+from valkyrie.models.block import BlockContext
+from valkyrie.models.layers import Boundaries, RMSNorm, biased, normal, parameter, project
+from valkyrie.ops.attention import (
+    GlobalStep,
+    GlobalTokens,
+    KVCache,
+    attention,
+    attention_step,
+    init_cache,
+    sharded_attention,
+)
+from valkyrie.ops.choices import CONTEXT, Bias
+from valkyrie.ops.linear import Numerics
+from valkyrie.ops.rotary import rotate
+
+QK_NORM_EPSILON = 1e-6
+"""Of the norms of queries and keys, as in Qwen 3, OLMo 2 and Gemma 3."""
+
+
+class Projections(nnx.Module):
+    """Query, key and value projections; queries and keys are normalised where the block says so, and rotated."""
+
+    def __init__(self, block: Attention, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
+        keys, self.numerics = jax.random.split(key, 3), numerics
+        self.theta, self.stretch = block.rope_theta, block.rope_stretch
+
+        def made(name: str, key: Array) -> nnx.Param:
+            shape = specs[name].shape
+            return parameter(specs[name], normal(key, shape, shape[0] ** -0.5), numerics)
+
+        self.query, self.key, self.value = made("query", keys[0]), made("key", keys[1]), made("value", keys[2])
+        self.biased, self.normalised = block.bias is not Bias.none, block.qk_norm
+        if self.biased:
+            self.query_bias, self.key_bias, self.value_bias = (
+                parameter(specs[name], jnp.zeros(specs[name].shape), numerics)
+                for name in ("query_bias", "key_bias", "value_bias")
+            )
+        if block.qk_norm:
+            norm = partial(RMSNorm, block.head_dim, QK_NORM_EPSILON, numerics=numerics, axis="head_dim")
+            self.query_norm, self.key_norm = norm(), norm()
+
+    def queries(
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        with jax.named_scope("query"):
+            q = project("bse,ehd->bshd", x, self.query, shard=shard, numerics=self.numerics)
+            q = biased(q, self.query_bias, shard) if self.biased else q
+            q = self.query_norm(q) if self.normalised else q
+            return self._rotated(q, positions, shard)
+
+    def keys_values(
+        self, x: Float[Array, "batch seq embed"], positions: Int[Array, " seq"], shard: Shard
+    ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
+        """Return rotated keys, and values."""
+        with jax.named_scope("value"):
+            v = project("bse,ehd->bshd", x, self.value, shard=shard, numerics=self.numerics)
+            v = biased(v, self.value_bias, shard) if self.biased else v
+        with jax.named_scope("key"):
+            k = project("bse,ehd->bshd", x, self.key, shard=shard, numerics=self.numerics)
+            k = biased(k, self.key_bias, shard) if self.biased else k
+            k = self.key_norm(k) if self.normalised else k
+            return self._rotated(k, positions, shard), v
+
+    def _rotated(self, x: Array, positions: Int[Array, " seq"], shard: Shard) -> Array:
+        return x if self.theta is None else rotate(x, positions, self.theta, shard.backend, self.stretch)
+
+
+class AttentionLayer(nnx.Module):
+    """Attention within a window and dilation that are fixed for this layer; leading tokens may be global."""
+
+    projections: type[Projections] = Projections
+
+    def __init__(self, block: Attention, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        keys, specs = jax.random.split(key, 3), block.parameters(site)
+        self.config, self.numerics = block, numerics
+        self.window, self.dilation = block.window(site), block.dilation(site)
+        self.local = self.projections(block, _within("local", specs), numerics=numerics, key=keys[0])
+        if block.global_tokens:
+            self.globals = self.projections(block, _within("globals", specs), numerics=numerics, key=keys[1])
+        deviation = (2 * site.layers * block.heads * block.head_dim) ** -0.5
+        weights = normal(keys[2], (block.heads, block.head_dim, site.embed), deviation)
+        # Embed first, as in the others: what a fully sharded partition gathers is then contiguous.
+        self.out = parameter(specs["out"], weights.transpose(2, 0, 1), numerics)
+        if block.bias is Bias.all:
+            self.out_bias = parameter(specs["out_bias"], jnp.zeros((site.embed,)), numerics)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the layer's output before the residual sum; unequal segments do not see each other."""
+        positions, rows, segment_ids = jnp.arange(x.shape[1]), _rows(shard, x.shape[0]), boundaries.segment_ids
+        key_axis, _ = _key_heads(shard)
+        of_heads, of_kv_heads = (rows, "seq", "heads", "head_dim"), (rows, "seq", key_axis, "head_dim")
+        q = shard(self.local.queries(x, positions, shard), *of_heads)
+        k, v = self._keys_values(x, positions, boundaries.tokens, shard)
+        k, v = (shard(y, *of_kv_heads) for y in (k, v))
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "query"), (k, "key"), (v, "value")))
+        inputs: list[Array] = [q, k, v]
+        axes: list[Placed] = [of_heads, of_kv_heads, of_kv_heads]
+        if segment_ids is not None:
+            inputs, axes = [*inputs, segment_ids], [*axes, (rows, "seq")]
+        if self.config.global_tokens:
+            first = min(self.config.global_tokens, x.shape[1])
+            q_global = self.globals.queries(x[:, :first], positions[:first], shard)
+            k_global, v_global = self.globals.keys_values(x, positions, shard)
+            inputs += [q_global, k_global, v_global]
+            axes += [(rows, None, "heads", "head_dim"), of_kv_heads, of_kv_heads]
+        with jax.named_scope(CONTEXT):
+            mixed = shard.map(self._local(segment_ids is not None, shard), axes, of_heads)(*inputs)
+        out = project("bshd,ehd->bse", mixed, self.out, shard=shard, numerics=self.numerics, name="out")
+        return biased(out, self.out_bias, shard) if self.config.bias is Bias.all else out
+
+    def _keys_values(
+        self,
+        x: Float[Array, "batch seq embed"],
+        positions: Int[Array, " seq"],
+        tokens: Int[Array, "batch seq"] | None,
+        shard: Shard,
+    ) -> tuple[Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads head_dim"]]:
+        """Return the keys and values of a layer's own window."""
+        return self.local.keys_values(x, positions, shard)
+
+    def _local(self, segmented: bool, shard: Shard):
+        """Return what each device does with its heads, rows and, under a sequence split, positions."""
+        c, sequence_axes, (_, split_further) = self.config, shard.mesh_axes_of("seq"), _key_heads(shard)
+        group = c.heads // c.kv_heads
+
+        def mix(q: Array, k: Array, v: Array, *rest: Array) -> Array:
+            segment_ids, rest = (rest[0], rest[1:]) if segmented else (None, rest)
+            own = partial(_key_heads_of, heads=q.shape[2], group=group, split_further=split_further)
+            options = {
+                "window": self.window,
+                "causal": c.causal,
+                "dilation": self.dilation,
+                "segment_ids": segment_ids,
+                "soft_cap": c.soft_cap,
+                "global_tokens": _leading(rest[0], own(rest[1]), own(rest[2])) if rest else None,
+                "backend": shard.backend,
+            }
+            if sequence_axes:
+                return sharded_attention(q, own(k), own(v), axis_names=sequence_axes, **options)
+            return attention(q, own(k), own(v), impl=c.impl, **options)
+
+        return mix
+
+    def init_state(self, batch: int, max_len: int) -> KVCache:
+        """Return an empty cache: one window of keys, or `max_len` of them without a window."""
+        c = self.config
+        return init_cache(
+            batch,
+            c.kv_heads,
+            c.head_dim,
+            window=self.window,
+            max_len=max_len,
+            dilation=self.dilation,
+            global_tokens=c.global_tokens,
+            dtype=self.numerics.compute,
+        )
+
+    def step(
+        self, x: Float[Array, "batch embed"], state: KVCache, tokens: Int[Array, " batch"] | None = None
+    ) -> tuple[Float[Array, "batch embed"], KVCache]:
+        """Return the output of one more position and the cache after it: the streaming form."""
+        wide, position = x[:, None], state.position[None]
+        q = self.local.queries(wide, position, UNSHARDED)[:, 0]
+        beside_x = None if tokens is None else tokens[:, None]
+        k, v = (y[:, 0] for y in self._keys_values(wide, position, beside_x, UNSHARDED))
+        beside = None
+        if self.config.global_tokens:
+            k_global, v_global = (y[:, 0] for y in self.globals.keys_values(wide, position, UNSHARDED))
+            beside = GlobalStep(self.globals.queries(wide, position, UNSHARDED)[:, 0], k_global, v_global)
+        mixed, state = attention_step(q, k, v, state, global_step=beside, soft_cap=self.config.soft_cap)
+        out = project("bhd,ehd->be", mixed, self.out, shard=UNSHARDED, numerics=self.numerics)
+        return biased(out, self.out_bias, UNSHARDED) if self.config.bias is Bias.all else out, state
+
+
+def _key_heads_of(k: Array, heads: int, group: int, split_further: tuple[str, ...]) -> Array:
+    """Return the key heads (axis 2) that this device's `heads` query heads use; `group` query heads share one.
+
+    Inside `jax.shard_map`. Query heads are split over `split_further` beyond what key heads are.
+    """
+    if not split_further:
+        return k
+    first = jax.lax.axis_index(split_further) * heads
+    if heads % group and group % heads:  # the queries of a device begin or end in the middle of a group
+        return jnp.take(k, (first + jnp.arange(heads)) // group, axis=2)
+    return jax.lax.dynamic_slice_in_dim(k, first // group, max(heads // group, 1), axis=2)
+
+
+def _leading(q: Array, k: Array, v: Array) -> GlobalTokens:
+    positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+    return GlobalTokens(positions, jnp.ones(q.shape[:2], bool), q, k, v)
+
+
+def _within(prefix: str, specs: dict[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters whose names begin with a prefix, without it."""
+    return {name.removeprefix(f"{prefix}."): spec for name, spec in specs.items() if name.startswith(f"{prefix}.")}
+
+
+def _rows(shard: Shard, batch: int) -> Axis:
+    """Return what splits the rows of attention: the batch's axes, and those of the residual stream that are free.
+
+    Products over a split residual stream leave sums over its axes: each of their devices then takes its own rows of the
+    sum, where otherwise all of them would take all rows and attend to the same.
+    """
+    free = not set(shard.mesh_axes_of("embed")) & {*shard.mesh_axes_of("heads"), *shard.mesh_axes_of("kv_heads")}
+    split = free and shard.size("embed") > 1 and batch % (shard.size("batch") * shard.size("embed")) == 0
+    return ("batch", "embed") if split else "batch"
+
+
+def _key_heads(shard: Shard) -> tuple[str | None, tuple[str, ...]]:
+    """Return the axis that splits key heads while attention is computed, and the mesh axes that split heads further.
+
+    Heads and key heads are split by rules of their own. Where key heads lie on the first of the axes that heads lie on
+    (or on none), each device picks those of its queries; where they lie otherwise, they are gathered.
+    """
+    heads, key_heads = shard.mesh_axes_of("heads"), shard.mesh_axes_of("kv_heads")
+    if heads[: len(key_heads)] == key_heads:
+        return "kv_heads", heads[len(key_heads) :]
+    return None, heads

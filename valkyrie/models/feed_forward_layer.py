@@ -1,0 +1,63 @@
+"""The module of the feed-forward block (`valkyrie.models.feed_forward`)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from valkyrie.axes import Shard
+from valkyrie.models.block import BlockContext
+from valkyrie.models.feed_forward import FeedForward, Nonlinearity
+from valkyrie.models.layers import Boundaries, biased, normal, parameter, project
+from valkyrie.ops.linear import Numerics, made_once
+
+_NONLINEAR = {
+    Nonlinearity.swiglu: jax.nn.silu,
+    Nonlinearity.geglu: jax.nn.gelu,
+    Nonlinearity.gelu: jax.nn.gelu,
+    Nonlinearity.relu: jax.nn.relu,
+    Nonlinearity.relu2: lambda x: jnp.square(jax.nn.relu(x)),
+}
+"""What is applied to the gate of a gated product, and to the hidden side of a plain one."""
+
+
+class FeedForwardLayer(nnx.Module):
+    """A feed-forward product, gated or plain; the depth of the stack scales its last matrix at first."""
+
+    def __init__(self, block: FeedForward, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        keys, specs = jax.random.split(key, 3), block.parameters(site)
+        self.kind, self.numerics = block.kind, numerics
+        shape, deviation = (site.embed, block.mlp), site.embed**-0.5
+        self.up = parameter(specs["up"], normal(keys[0], shape, deviation), numerics)
+        if block.kind.gated:
+            self.gate = parameter(specs["gate"], normal(keys[1], shape, deviation), numerics)
+        last = 1 / math.sqrt(2 * site.layers * block.mlp)
+        self.down = parameter(specs["down"], normal(keys[2], shape[::-1], last).T, numerics)
+        self.biases = block.biases
+        for name in [name for name in specs if name.endswith("_bias")]:
+            setattr(self, name, parameter(specs[name], jnp.zeros(specs[name].shape), numerics))
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the product of each position."""
+        up = self._biased(
+            project("bse,em->bsm", x, self.up, shard=shard, numerics=self.numerics, name="up"), "up", shard
+        )
+        if self.kind.gated:
+            gate = project("bse,em->bsm", x, self.gate, shard=shard, numerics=self.numerics, name="gate")
+            gate = self._biased(gate, "gate", shard)
+            up, gate = made_once(up, gate)
+            hidden = _NONLINEAR[self.kind](gate) * up
+        else:
+            hidden = _NONLINEAR[self.kind](up)
+        hidden = shard(hidden, "batch", "seq", "mlp")
+        down = project("bsm,em->bse", hidden, self.down, shard=shard, numerics=self.numerics, name="down")
+        return self._biased(down, "down", shard)
+
+    def _biased(self, x: Float[Array, "..."], name: str, shard: Shard) -> Float[Array, "..."]:
+        return biased(x, getattr(self, f"{name}_bias"), shard) if self.biases else x

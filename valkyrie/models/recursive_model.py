@@ -1,0 +1,198 @@
+"""The module of the Tiny Recursive Model (`valkyrie.models.families.trm`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from valkyrie.axes import UNSHARDED, Parameter, Shard
+from valkyrie.models.block import BLOCK_INPUT
+from valkyrie.models.families.trm import Config
+from valkyrie.models.layers import Checkpoint, parameter, project
+from valkyrie.ops.choices import CONTEXT
+from valkyrie.ops.linear import Numerics, lookup
+from valkyrie.ops.rotary import rotate
+from valkyrie.ops.ssm import truncated_normal
+
+
+class States(NamedTuple):
+    """The two states of every position of a batch, in the compute dtype: the answer z_H and its reasoning z_L."""
+
+    high: Float[Array, "batch seq embed"]
+    low: Float[Array, "batch seq embed"]
+
+
+class Answers(NamedTuple):
+    """What a step of supervision gives: float32 logits of every cell, and those of halting; the states after it."""
+
+    logits: Float[Array, "batch cells vocab"]
+    halt: Float[Array, " batch"]
+    states: States
+
+
+class RecursiveLayer(nnx.Module):
+    """A mixer of positions and a gated product, each followed by a norm of its residual sum without parameters."""
+
+    def __init__(self, config: Config, specs: dict[str, Parameter], *, numerics: Numerics, key: Array) -> None:
+        self.config, self.numerics = config, numerics
+        fan_in = {"down": config.mlp, "out": config.heads * config.head_dim}
+        fan_in |= dict.fromkeys(("length_gate", "length_up"), config.positions) | {"length_down": config.length_mlp}
+        for (name, spec), k in zip(specs.items(), jax.random.split(key, len(specs)), strict=True):
+            made = truncated_normal(k, spec.shape, fan_in.get(name, config.embed) ** -0.5)
+            setattr(self, name, parameter(spec, made, numerics))
+
+    def __call__(self, x: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
+        """Return the positions after this layer."""
+        x = checkpoint_name(x, BLOCK_INPUT)
+        if self.config.has_attention:
+            x = self._normalised(x + self._attention(x, shard), -1)
+        else:
+            mixed = self._gated(x, "length_", "bse,sm->bme", "bme,sm->bse", shard)
+            x = self._normalised(x + mixed, 1)  # over the length: the reference transposes before the norm
+        mixed = self._gated(x, "", "bse,em->bsm", "bsm,em->bse", shard)
+        return shard(self._normalised(x + mixed, -1), "batch", "seq", "embed")
+
+    def _normalised(self, x: Array, axis: int) -> Array:
+        wide = x.astype(jnp.float32)
+        square = jnp.mean(jnp.square(wide), axis=axis, keepdims=True)
+        return (wide * jax.lax.rsqrt(square + self.config.norm_epsilon)).astype(x.dtype)
+
+    def _gated(self, x: Array, which: str, into: str, back: str, shard: Shard) -> Array:
+        def of(name: str, equation: str, y: Array) -> Array:
+            weights: nnx.Param = getattr(self, f"{which}{name}")
+            known = None if which else name
+            return project(equation, y, weights, shard=shard, numerics=self.numerics, name=known)
+
+        up, gate = of("up", into, x), of("gate", into, x)
+        if not which:
+            up, gate = shard(up, "batch", "seq", "mlp"), shard(gate, "batch", "seq", "mlp")
+        return of("down", back, jax.nn.silu(gate) * up)
+
+    def _attention(self, x: Array, shard: Shard) -> Array:
+        positions, theta = jnp.arange(x.shape[1]), self.config.rope_theta
+
+        def weights(name: str) -> nnx.Param:
+            return getattr(self, name)
+
+        def of(name: str) -> Array:
+            y = project("bse,ehd->bshd", x, weights(name), shard=shard, numerics=self.numerics)
+            y = y if name == "value" else rotate(y, positions, theta, shard.backend)
+            return checkpoint_name(shard(y, "batch", "seq", "heads", "head_dim"), name)
+
+        query, key, value = of("query"), of("key"), of("value")
+        with jax.named_scope(CONTEXT):
+            mixed = jax.nn.dot_product_attention(query, key, value, implementation="xla")
+        return project("bshd,ehd->bse", mixed, weights("out"), shard=shard, numerics=self.numerics, name="out")
+
+
+class Halt(nnx.Module):
+    """The head that says whether a puzzle is solved; it begins at weight 0 and bias -5, which is no."""
+
+    def __init__(self, specs: dict[str, Parameter], numerics: Numerics) -> None:
+        weight, bias = specs["halt.weight"], specs["halt.bias"]
+        self.weight = parameter(weight, jnp.zeros(weight.shape), numerics)
+        self.bias = parameter(bias, jnp.full(bias.shape, -5.0), numerics)
+        self.numerics = numerics
+
+    def __call__(self, first: Float[Array, "batch embed"]) -> Float[Array, " batch"]:
+        """Return the float32 logit of halting, of the first position; the second output is never used."""
+        weight = self.weight[0].astype(self.numerics.compute)
+        logit = jnp.einsum("be,e->b", first, weight, preferred_element_type=jnp.float32)
+        return logit + self.bias[0].astype(jnp.float32)
+
+
+class RecursiveModel(nnx.Module):
+    """The Tiny Recursive Model: `embed` a puzzle, then `__call__` is one step of supervision on given states."""
+
+    def __init__(self, config: Config, *, numerics: Numerics, key: Array) -> None:
+        specs, keys = config.parameters(), jax.random.split(key, 4)
+        self.config, self.numerics = config, numerics
+        deviation = config.embed**-0.5
+
+        def initial(name: str, key: Array, deviation: float) -> nnx.Param:
+            return parameter(specs[name], truncated_normal(key, specs[name].shape, deviation), numerics)
+
+        self.embedding, self.head = initial("embedding", keys[0], deviation), initial("head", keys[1], deviation)
+        self.halt = Halt(specs, numerics)
+        first = jax.random.split(keys[2])
+        self.initial_high, self.initial_low = (
+            initial("initial_high", first[0], 1.0),
+            initial("initial_low", first[1], 1.0),
+        )
+        table = specs["puzzle_embedding"]
+        self.puzzle_embedding = parameter(table, jnp.zeros(table.shape), numerics)
+        for i, k in enumerate(jax.random.split(keys[3], config.layers)):
+            start = f"layer_{i}."
+            own = {name.removeprefix(start): spec for name, spec in specs.items() if name.startswith(start)}
+            setattr(self, start[:-1], RecursiveLayer(config, own, numerics=numerics, key=k))
+
+    def embed(
+        self, inputs: Int[Array, "batch cells"], puzzles: Int[Array, " batch"], *, shard: Shard = UNSHARDED
+    ) -> Float[Array, "batch seq embed"]:
+        """Return what the puzzles bring into every pass: the row of each identifier, then its cells, scaled."""
+        c, axes = self.config, (None, "embed")
+        cells = lookup(self.embedding[...], inputs, axes=axes, shard=shard, numerics=self.numerics)
+        rows = lookup(self.puzzle_embedding[...], puzzles, axes=axes, shard=shard, numerics=self.numerics)
+        used = -(-c.puzzle_embed // c.embed)  # the positions that a row reaches into
+        rows = jnp.pad(rows, ((0, 0), (0, used * c.embed - c.puzzle_embed))).reshape(-1, used, c.embed)
+        rows = jnp.pad(rows, ((0, 0), (0, c.puzzle_tokens - used), (0, 0)))
+        scaled = jnp.asarray(c.embed**0.5, cells.dtype) * jnp.concatenate([rows, cells], axis=1)
+        return shard(scaled, "batch", "seq", "embed")
+
+    def initial(self, batch: int, cells: int, *, shard: Shard = UNSHARDED) -> States:
+        """Return the states of puzzles that are begun: the same two vectors at every position, never learned."""
+        shape = (batch, self.config.puzzle_tokens + cells, self.config.embed)
+
+        def everywhere(vector: nnx.Param) -> Array:
+            fixed = jax.lax.stop_gradient(vector[...]).astype(self.numerics.compute)
+            return shard(jnp.broadcast_to(fixed, shape), "batch", "seq", "embed")
+
+        return States(everywhere(self.initial_high), everywhere(self.initial_low))
+
+    def __call__(
+        self,
+        states: States,
+        x: Float[Array, "batch seq embed"],
+        *,
+        shard: Shard = UNSHARDED,
+        checkpoint: Checkpoint = lambda block: block,
+    ) -> Answers:
+        """Return the answers after one step of supervision; the gradient flows through its last cycle alone.
+
+        The states that come back carry no gradient to the next step.
+        """
+        graph, state = nnx.split(self)
+        fixed = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
+        states, still = jax.lax.stop_gradient(states), jax.lax.stop_gradient(x)
+
+        def cycle(states: States, _: None) -> tuple[States, None]:
+            return fixed._cycle(states, still, shard, lambda block: block), None
+
+        if self.config.high_cycles > 1:
+            states, _ = jax.lax.scan(cycle, states, None, length=self.config.high_cycles - 1)
+        states = self._cycle(states, x, shard, checkpoint)
+        head = self.head[...].astype(self.numerics.compute)
+        answer = states.high[:, self.config.puzzle_tokens :]
+        logits = jnp.einsum("bse,ve->bsv", answer, head, preferred_element_type=jnp.float32)
+        return Answers(logits, self.halt(states.high[:, 0]), jax.lax.stop_gradient(states))
+
+    def _cycle(self, states: States, x: Array, shard: Shard, checkpoint: Checkpoint) -> States:
+        """Return the states after `low_cycles` updates of z_L and one of z_H."""
+
+        def low(z: Array, _: None) -> tuple[Array, None]:
+            return self._network(z, states.high + x, shard, checkpoint), None
+
+        z_low, _ = jax.lax.scan(low, states.low, None, length=self.config.low_cycles)
+        return States(self._network(states.high, z_low, shard, checkpoint), z_low)
+
+    def _network(self, z: Array, injected: Array, shard: Shard, checkpoint: Checkpoint) -> Array:
+        z = z + injected
+        for i in range(self.config.layers):
+            layer: RecursiveLayer = getattr(self, f"layer_{i}")
+            z = checkpoint(lambda z, layer=layer: layer(z, shard))(z)
+        return z

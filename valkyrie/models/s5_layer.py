@@ -1,0 +1,165 @@
+"""The module of the S5 block (`valkyrie.models.s5`)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from valkyrie.axes import UNSHARDED, Axes, Shard
+from valkyrie.models.block import BlockContext
+from valkyrie.models.layers import Boundaries, normal, parameter, project
+from valkyrie.models.s5 import S5, Activation
+from valkyrie.ops.choices import STATES
+from valkyrie.ops.linear import FLOAT32, Numerics, linear
+from valkyrie.ops.scan import is_checkable, linear_recurrence, recurrence_step, sharded_linear_recurrence
+from valkyrie.ops.scan_complex import Carry, Eigenvalues, States, mul
+from valkyrie.ops.ssm import block_hippo, discretize, init_B_tilde, init_C_tilde, init_D, init_Lambda, init_log_step
+
+_B_AXES: Axes = ("state", "embed")
+
+_C_AXES: Axes = ("embed", "state")
+
+
+class S5Layer(nnx.Module):
+    """y = 2 Re(C x) + D u over x_t = Lambda_bar x_{t-1} + B_bar u_t, then a gated activation.
+
+    Without conjugate symmetry the factor 2 goes; a bidirectional layer scans both ways and has a C for each.
+    """
+
+    def __init__(self, block: S5, site: BlockContext, *, numerics: Numerics, key: Array) -> None:
+        keys, embed, specs = jax.random.split(key, 7), site.embed, block.parameters(site)
+        hippo = block_hippo(block.state_size, block.blocks, block.conjugate_symmetric)
+        re, im = init_Lambda(hippo)
+        self.config, self.numerics = block, numerics
+        self.Lambda_re = parameter(specs["Lambda_re"], re, numerics)
+        self.Lambda_im = parameter(specs["Lambda_im"], im, numerics)
+        log_step = init_log_step(keys[0], hippo.state, block.dt_min, block.dt_max)
+        self.log_step = parameter(specs["log_step"], log_step, numerics)
+        self.B = parameter(specs["B"], init_B_tilde(keys[1], hippo, embed), numerics)
+        self.C = parameter(specs["C"], init_C_tilde(keys[2], hippo, embed, block.c_init), numerics)
+        if block.bidirectional:
+            C_reverse = init_C_tilde(keys[3], hippo, embed, block.c_init)
+            self.C_reverse = parameter(specs["C_reverse"], C_reverse, numerics)
+        self.D = parameter(specs["D"], init_D(keys[4], embed), numerics)
+        if block.activation is Activation.full_glu:
+            self.out = parameter(specs["out"], normal(keys[5], (embed, embed), embed**-0.5), numerics)
+        if block.activation is not Activation.gelu:
+            self.gate = parameter(specs["gate"], normal(keys[6], (embed, embed), embed**-0.5), numerics)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], boundaries: Boundaries, shard: Shard
+    ) -> Float[Array, "batch seq embed"]:
+        """Return the layer's output before the residual sum, in the compute dtype.
+
+        The state begins anew where `boundaries.keep` is 0.
+        """
+        wide, keep = x.astype(jnp.float32), boundaries.keep
+        lam_bar, bu = self._driven(wide, shard)
+        y = self._read(self.C[...], self._scan(lam_bar, bu, keep, shard, reverse=False), shard)
+        if self.config.bidirectional:
+            ends = None if keep is None else jnp.concatenate([keep[:, 1:], jnp.ones_like(keep[:, :1])], axis=1)
+            y = y + self._read(self.C_reverse[...], self._scan(lam_bar, bu, ends, shard, reverse=True), shard)
+        y = shard(y + self.D[...] * wide, "batch", "seq", "embed")
+        return self._gated(checkpoint_name(y.astype(self.numerics.compute), "read"), shard)
+
+    def init_state(self, batch: int, max_len: int) -> Carry:
+        """Return the state before the first position: zeros, however long the sequence."""
+        zeros = jnp.zeros((batch, self.config.states), jnp.float32)
+        return zeros, zeros
+
+    def step(self, x: Float[Array, "batch embed"], state: Carry) -> tuple[Float[Array, "batch embed"], Carry]:
+        """Return the output of one more position and the state after it: the streaming form."""
+        wide, shard = x.astype(jnp.float32)[:, None], UNSHARDED
+        lam_bar, bu = self._driven(wide, shard)
+        state = recurrence_step(lam_bar, state, (bu[0][:, 0], bu[1][:, 0]))
+        y = self._read(self.C[...], (state[0][:, None], state[1][:, None]), shard) + self.D[...] * wide
+        return self._gated(y.astype(self.numerics.compute), shard)[:, 0], state
+
+    def _driven(self, u: Float[Array, "batch seq embed"], shard: Shard) -> tuple[Eigenvalues, States]:
+        """Return Lambda_bar and B_bar u."""
+        c, B, u = self.config, self.B[...], _apart(u)
+        # B_bar, a parameter's size, is formed before the product: scaling B_tilde u instead would read and write
+        # arrays of (batch, seq, state) again, forward and backward.
+        lam_bar, scale = discretize(
+            self.Lambda_re[...],
+            self.Lambda_im[...],
+            self.log_step[...],
+            c.discretization,
+            step_rescale=c.step_rescale,
+            clip_eigs=c.clip_eigenvalues,
+        )
+        B_bar = mul((scale[0][:, None], scale[1][:, None]), (B[..., 0], B[..., 1]))
+        with jax.named_scope("driven"):
+            re, im = (linear("bse,pe->bsp", u, part, axes=_B_AXES, shard=shard, numerics=FLOAT32) for part in B_bar)
+        return lam_bar, (checkpoint_name(re, "driven"), checkpoint_name(im, "driven"))
+
+    def _scan(
+        self,
+        lam_bar: Eigenvalues,
+        bu: States,
+        keep: Float[Array, "batch seq"] | None,
+        shard: Shard,
+        *,
+        reverse: bool,
+    ) -> States:
+        c, axis_names = self.config, shard.mesh_axes_of("seq")
+
+        def local(lam_bar: Eigenvalues, bu: States, keep: Array | None) -> list[Array]:
+            chosen = {
+                "keep": keep,
+                "reverse": reverse,
+                "impl": c.scan,
+                "block": c.scan_block,
+                "backend": shard.backend,
+            }
+            if axis_names:
+                return list(sharded_linear_recurrence(lam_bar, bu, axis_names=axis_names, **chosen))
+            return list(linear_recurrence(lam_bar, bu, **chosen))
+
+        states: Axes = ("batch", "seq", "state")
+        of_keep = None if keep is None else ("batch", "seq")
+        checked = is_checkable(c.scan, shard.backend)
+        run = shard.map(local, [("state",), states, of_keep], [states, states], checked=checked)
+        with jax.named_scope(STATES):
+            re, im = run(lam_bar, bu, keep)
+        return re, im
+
+    def _read(self, C: Array, x: States, shard: Shard) -> Float[Array, "batch seq embed"]:
+        # A sum, not a difference: where `state` is split, a compiler may then add first and reduce over devices
+        # once.
+        signed = C[..., 0], -C[..., 1]
+        with jax.named_scope("read"):
+            re, im = (
+                linear("bsp,ep->bse", x[i], signed[i], axes=_C_AXES, shard=shard, numerics=FLOAT32) for i in (0, 1)
+            )
+        return (2 if self.config.conjugate_symmetric else 1) * (re + im)
+
+    def _gated(self, y: Float[Array, "batch seq embed"], shard: Shard) -> Float[Array, "batch seq embed"]:
+        kind = self.config.activation
+        if kind is Activation.gelu:
+            return jax.nn.gelu(y)
+
+        def dense(x: Array, w: nnx.Param, name: str) -> Array:
+            return project("bse,em->bsm", x, w, shard=shard, numerics=self.numerics, name=name)
+
+        active = jax.nn.gelu(y)
+        # Gathered once: without its place, a compiler gathers a product with it here and a sum of gradients later.
+        gate = shard(jax.nn.sigmoid(dense(active, self.gate, "s5_gate")), "batch", "seq", "embed")
+        if kind is Activation.full_glu:
+            return dense(active, self.out, "s5_out") * gate
+        return (active if kind is Activation.half_glu1 else y) * gate
+
+
+@jax.custom_vjp
+def _apart(u: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+    """Return `u`; the gradients of its uses are added to each other before any other use of the argument's.
+
+    Both parts of B u need a sum over devices where `state` is split: side by side, a compiler makes one of them.
+    """
+    return u
+
+
+_apart.defvjp(lambda u: (u, None), lambda _, g: (g,))
