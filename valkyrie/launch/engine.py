@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ PORT = 8476
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(ABC):
     """Base of every engine's `Config`. The fields of a subclass are the keys that the engine takes.
 
     A key is a `str`, an `int` (at least 1), a `float` (above 0), a `bool` or a `tuple[str, ...]`, and has a default.
@@ -55,9 +56,9 @@ class EngineConfig:
         """Return why the hardware cannot run a mesh of this name with `size` devices."""
         return []
 
+    @abstractmethod
     def plan(self, overrides: Sequence[str]) -> Plan:
         """Return the plan that trains with these arguments of `valkyrie-train`."""
-        raise NotImplementedError
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
         """Carry out the plan, as `--run` does, and return the exit status of the first step that fails, or 0.

@@ -5,6 +5,7 @@ A family is a module with a dataclass `Config` that derives from `OptimizerConfi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -87,7 +88,8 @@ class OptimizerConfig:
         Args:
             rate: learning rate by step.
         """
-        raise NotImplementedError
+        # Not abstract: Muon overrides `transformation` and has no rules.
+        raise NotImplementedError(f"{self.family} defines neither `rules` nor `transformation`")
 
     def transformation(self, specs: Any, training: Training) -> optax.GradientTransformation:
         """Build the update without clipping.
@@ -163,7 +165,7 @@ class OptimizerConfig:
         ]
 
 
-class AdamLike(OptimizerConfig):
+class AdamLike(OptimizerConfig, ABC):
     """Base of optimizers that differ in their directions: decoupled decay of matrices, a rate for state spaces.
 
     `ssm_learning_rate_ratio` scales the rate of S5's own parameters (B, Lambda, log_step, norm), which are never
@@ -174,9 +176,9 @@ class AdamLike(OptimizerConfig):
     beta2: float
     ssm_learning_rate_ratio: float
 
+    @abstractmethod
     def directions(self) -> optax.GradientTransformation:
         """Build the directions of a group, before decay and learning rate."""
-        raise NotImplementedError
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
         """Directions, decay and learning rate of each group."""

@@ -7,6 +7,7 @@ platform needs code of a higher layer, it names a strategy that the layer looks 
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -23,7 +24,7 @@ ROUNDED = 1.01
 """How much a program may have of a published memory, which is rounded: of v5p's 95 GiB the compiler gives 95.73."""
 
 
-class Platform:
+class Platform(ABC):
     """A kind of device. Defaults are those of a platform of which nothing is known.
 
     Attributes:
@@ -92,9 +93,9 @@ class Platform:
         """Environment variables of a process that compiles for it."""
         return {"JAX_PLATFORMS": "cpu"}
 
+    @abstractmethod
     def compile_devices(self, target: TargetConfig, size: int) -> list[Any]:
         """Return at least `size` JAX devices to compile for; ValueError if this machine cannot."""
-        raise NotImplementedError
 
     def usable_memory(self, chip: ChipConfig) -> int | None:
         """Bytes of one device's memory that a program may use, or None if unknown.
