@@ -94,7 +94,7 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
     assert command("resume=run", f"runs={tmp_path}") == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "complete: 6 steps are done and steps=6 are asked for; steps=12 goes on" in out
+    assert "(6 of 6 steps)" in out and "steps=12" in out
     assert "compiled" not in out
     assert "step 6: validation loss" in out
     assert_same_bits(saved(folder), before)
@@ -104,7 +104,7 @@ def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path, capfd: pyte
     assert "\nsteps: 8\n" in (folder / "run.yaml").read_text()
     capfd.readouterr()
     assert command("resume=run", f"runs={tmp_path}") == 0
-    assert "complete: 8 steps are done and steps=8" in capfd.readouterr().out
+    assert "(8 of 8 steps)" in capfd.readouterr().out
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

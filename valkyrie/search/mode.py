@@ -148,8 +148,8 @@ def _compile(
     if most == 0:
         return 0
     budget = request.mode.budget
-    ends = "Ctrl-C ends" if budget is None else f"mode.budget={budget}, or Ctrl-C, ends"
-    console.print(f"compiling the best into {folder}; {ends} it with what is known, the same command goes on")
+    ends = "on Ctrl-C" if budget is None else f"after mode.budget={budget}, or on Ctrl-C"
+    console.print(f"compiling the best candidates into {folder}; stops {ends}. Rerun the same command to resume.")
 
     def tell(one: CompiledLayout, so_far: Compiles) -> None:
         step, best = one.step_s, so_far.best(request)

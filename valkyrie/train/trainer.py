@@ -252,7 +252,7 @@ def _begin(
 
 def _opening(start: int, steps: int, compile_s: float | None) -> str:
     if compile_s is None:
-        return f"complete: {start} steps are done and steps={steps} are asked for; steps={2 * start} goes on"
+        return f"already finished ({start} of {steps} steps). To train longer: steps={2 * start}"
     return f"compiled the step in {compile_s:.1f} s; training steps {start + 1} to {steps}"
 
 
