@@ -24,7 +24,7 @@ from valkyrie.search.shortlist import Shortlist, chips_of, errors, mesh_partitio
 from valkyrie.units import amount
 
 NEAR_LIMIT = 0.95
-"""From this share of the usable memory on, a layout counts as bound by memory as well."""
+"""Share of the usable memory above which a layout also counts as bound by memory."""
 _ESTIMATED_BOTTLENECKS = {
     "products": "compute",
     "mixing": "compute",
@@ -44,7 +44,7 @@ _COMPILED_BOTTLENECKS = {PartKind.matmul: "compute", PartKind.kernel: "compute",
 
 
 class Stage(Enum):
-    """How a step time is known, from the cheapest to the most accurate."""
+    """Source of a step time, from the cheapest to the most accurate."""
 
     estimate = "estimate"
     compile = "compile"
@@ -53,7 +53,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What takes the largest part of a step: `resource`, its `share` of the step from 0 to 1."""
+    """The resource that takes the largest part of a step, and its share of the step from 0 to 1.
+
+    `near_memory_limit` if the peak exceeds `NEAR_LIMIT` of the usable memory.
+    """
 
     resource: str
     share: float
@@ -93,12 +96,12 @@ class RankedLayout:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Its ends relative to the step time; None if the step is exact."""
+        """Ends of the interval relative to the step time, or None if the step is exact."""
         low, high = self.low_s / self.step_s - 1, self.high_s / self.step_s - 1
         return None if low == high else (low, high)
 
     def with_step_time(self, step_s: float) -> RankedLayout:
-        """This layout with another step time, and the interval, rates and costs scaled accordingly."""
+        """Return this layout with another step time, and with the interval, rates and costs scaled accordingly."""
         longer = step_s / self.step_s
 
         def scaled(value: float | None, factor: float) -> float | None:
@@ -120,7 +123,7 @@ class RankedLayout:
 
 @dataclass(frozen=True)
 class MeasuredLayout:
-    """One layout that was run: predicted and measured seconds per step, None if the run failed."""
+    """One layout that was run: predicted and measured seconds per step. The measured time is None if the run failed."""
 
     overrides: list[str]
     expected_s: float
@@ -130,10 +133,11 @@ class MeasuredLayout:
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """What was measured, and how well it was predicted.
+    """The measured layouts, and how well their step times were predicted.
 
     `agreement` is Spearman's rank correlation of predicted and measured order. `regret` is how much longer the layout
-    with the best prediction takes than the fastest measured one, as a fraction. `why` says why no more were measured.
+    with the best prediction takes than the fastest measured one, as a fraction. `why` is the reason why no more were
+    measured.
     """
 
     layouts: list[MeasuredLayout] = field(default_factory=list)
@@ -144,10 +148,10 @@ class MeasureReport:
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """`search.json`: the request, what was looked at, and the best layouts with the options tuned for the first.
+    """`search.json`: the request, counts of layouts, and the best ones with compiler options for the first.
 
     `refused` counts illegal layouts by reason, `duplicates` meshes that shard like another one. `question` is a digest
-    of what was asked. `why` says why no more layouts were compiled.
+    of the request. `why` is the reason why no more layouts were compiled.
     """
 
     command: list[str]
@@ -251,7 +255,7 @@ def _mfu(request: SearchRequest, one: Estimated, step_s: float) -> float | None:
 
 
 def _bottleneck(one: Estimated, compiled: CompiledLayout | None) -> Bottleneck:
-    """Return what takes most of a step: of the replayed step if it was compiled, else of the estimate."""
+    """Return the resource that takes most of the replayed step, or of the estimated step if it was not compiled."""
     usable = usable_hbm(one.group.target.chip)
     seconds_by: dict[str, float] = {}
     if compiled is not None and compiled.trial.results.parts:
@@ -266,7 +270,7 @@ def _bottleneck(one: Estimated, compiled: CompiledLayout | None) -> Bottleneck:
 
 
 def _resource(part: StepPart) -> str:
-    """Return in words what limits a part of a replayed step."""
+    """Describe the resource that limits a part of a replayed step."""
     if part.kind is PartKind.exposed:
         return f"communication over {axes_text(part.mesh_axes)}"
     return _COMPILED_BOTTLENECKS.get(part.kind, part.kind.value)
@@ -281,7 +285,7 @@ def show(request: SearchRequest, rows: Sequence[RankedLayout], console: Console)
 
 
 def _columns(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[Column[RankedLayout]]:
-    """Return the columns of an answer; slices, costs and budgets only if they were requested."""
+    """Return the columns of an answer. Slices, costs and budgets are included only if they were requested."""
     column, several = Column[RankedLayout], len(request.targets) > 1
     slices = column("slice", "slice", "text", lambda r: " or ".join([r.candidate.target, *r.as_fast_on]), least=8)
     cost = [
@@ -307,15 +311,15 @@ def _columns(request: SearchRequest, rows: Sequence[RankedLayout]) -> list[Colum
 
 
 def command_of(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str:
-    """Return the command that trains a layout; `tuned` are the overrides that tuning found for it."""
+    """Return the command that trains a layout. `tuned` are the overrides that tuning found for it."""
     overrides = [f"target={row.candidate.target}", *row.overrides[1:], *tuned]
     return "valkyrie-train " + shlex.join([*request.command, *overrides])
 
 
 def launch_command_of(request: SearchRequest, row: RankedLayout, tuned: Sequence[str] = ()) -> str | None:
-    """Return the command that prints how to rent the slice of a layout and train on it; `--run` carries it out.
+    """Return the command that prints how to rent a layout's slice and train on it. With `--run` it does both.
 
-    None for several slices of a platform whose launch engine does not join slices.
+    Returns None for several slices of a platform whose launch engine does not join slices.
     """
     target = next(target for target in request.targets if target.name == row.candidate.target)
     rented = platform_of(target.platform).rented_as_slices

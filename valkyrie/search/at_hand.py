@@ -1,6 +1,6 @@
-"""The devices at hand: whether they are those asked for, and the figures of CPU devices, which a process times.
+"""Devices of this machine: checks whether they are the requested ones, and times CPU devices in a separate process.
 
-This process never starts JAX's devices: a TPU or GPU that it held would be missing to the trials.
+This process never starts JAX's devices: a TPU or GPU that it held would be unavailable to the trials.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _POLL_S = 0.1
 
 
 def processes() -> int:
-    """Return how many processes a trial on the devices has."""
+    """Return the number of processes of a trial on the devices."""
     leading = members()
     return 1 if leading is None else leading.count
 
 
 def not_at_hand(request: SearchRequest) -> str | None:
-    """Return why nothing can be measured here, as far as device files tell; None where it can."""
+    """Return why nothing can be measured here, judging by device files, or None if it can."""
     if len(request.targets) > 1:
         return "several slices are compared"
     target = next(iter(request.targets))
@@ -47,20 +47,20 @@ def not_at_hand(request: SearchRequest) -> str | None:
 
 
 def is_here(target: TargetConfig) -> bool:
-    """Return whether this machine, or those of this command, have the devices of a target, as far as files tell."""
+    """Check whether the machines of this command have the devices of a target, judging by device files."""
     here = accelerators() * processes()
     return platform_of(target.platform).runs_on_host or (target.slices == 1 and here >= (target.chips or 1))
 
 
 def on_cpu(target: TargetConfig) -> bool:
-    """Return whether a target is CPU devices of this machine, of which no chip is described."""
+    """Check whether a target is CPU devices of this machine, without a description of their chip."""
     return platform_of(target.platform).runs_on_host and target.chip is None
 
 
 def with_figures(request: SearchRequest, folder: Path, console: Console) -> SearchRequest:
-    """Return a request whose CPU devices have the figures that they reach, timed now or by an earlier search.
+    """Add measured figures to the CPU devices of a request, timed now or by an earlier search.
 
-    ValueError where they cannot be timed, with the reason.
+    Raises ValueError with the reason if they cannot be timed.
     """
     if not any(on_cpu(target) for target in request.targets):
         return request
@@ -93,7 +93,7 @@ def _figures(request: SearchRequest, target: TargetConfig, folder: Path, console
 
 
 def _carried_out(plan: Plan) -> Trial:
-    """Return what became of a trial that no sweep records; ValueError while another search carries it out."""
+    """Run a trial that no sweep records and return its record. Raises ValueError if another search is running it."""
     lock = TrialLock.take(plan.trial_folder)
     if lock is None:
         raise ValueError(f"{plan.trial_folder}: another search times the devices now. Wait for it, or give name=.")

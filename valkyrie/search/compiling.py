@@ -1,4 +1,4 @@
-"""The second stage of a search: compiles the layouts with the shortest estimates until no other can be faster."""
+"""Second stage of a search: compiles the layouts with the shortest estimates until no other can be faster."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from valkyrie.sweep.run import carry_out_here
 from valkyrie.sweep.trial import Status, Trial
 
 FIRST = 4
-"""Number of different meshes and partitions that are compiled before variants of one."""
+"""Number of different meshes and partitions to compile before variants of one."""
 LOWEST_VARIANT = 0.97
-"""Bound on how much faster a variant can be than its estimate, rescaled by another compile of the same partition."""
+"""Smallest ratio of a variant's step time to its estimate, after rescaling by another compile of its partition."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CompiledLayout:
 
 @dataclass
 class Compiles:
-    """The compiled layouts, and why no more were compiled."""
+    """The compiled layouts, and the reason why no more were compiled."""
 
     done: list[CompiledLayout] = field(default_factory=list)
     why: str = ""
@@ -72,7 +72,7 @@ class Compiles:
 
 
 class BudgetOver(BaseException):
-    """The budget ended during a compile. No `Exception`, which would be recorded as the trial's failure."""
+    """The budget ended during a compile. Not an `Exception`, which would be recorded as the trial's failure."""
 
 
 def compile_best(
@@ -86,13 +86,14 @@ def compile_best(
 ) -> None:
     """Compile layouts until no other can be better, the budget is spent, or `most` are compiled.
 
-    Does not start a compile that would likely exceed the budget, judging by the longest so far. One that runs when the
-    budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt and leaves the results so far.
+    Does not start a compile that would likely exceed the budget, judging by the longest so far. A compile that is
+    running when the budget ends is stopped and not recorded. Ctrl-C raises KeyboardInterrupt and leaves the results so
+    far.
 
     Args:
         request: The search.
         listed: Layouts that may be the best.
-        always: Layouts that are compiled in any case, after the one that is expected to be the fastest.
+        always: Layouts to compile in any case, after the one that is expected to be the fastest.
         folder: Folder of the search. Layouts that an earlier search compiled are read from its records.
         most: Largest number of compiles.
         compiles: Receives the results.
@@ -138,7 +139,7 @@ def compile_best(
 def compile_trial(plan: Plan, watch: Callable[[], None]) -> Trial:
     """Compile the layout of a plan in one child process and record it, unless an earlier search did.
 
-    `watch` is called several times a second. What it raises ends the compile.
+    `watch` is called several times a second. An exception that it raises ends the compile.
     """
 
     def work(check_limits: Callable[[], None]) -> Outcome:
@@ -170,7 +171,7 @@ def plan_layout(folder: Path, request: SearchRequest, run: Run, layout: Estimate
 
 
 def _next(request: SearchRequest, waiting: Iterable[Estimated], compiles: Compiles) -> Estimated | None:
-    """Return the layout that is expected to be the fastest, at first each with another mesh and partition."""
+    """Return the layout that is expected to be the fastest. The first `FIRST` differ in mesh or partition."""
     compiled = {mesh_partition(layout.estimate) for layout in compiles.done}
     others = [layout for layout in waiting if mesh_partition(layout) not in compiled] if len(compiled) < FIRST else []
 

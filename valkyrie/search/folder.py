@@ -1,4 +1,4 @@
-"""The folder of a search: where it lies, whether it is this search's, and the answer that is kept in it."""
+"""The folder of a search: its path, checks that it belongs to this search, and the stored answer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ANSWER = "search.json"
 
 
 def folder_of(request: SearchRequest) -> Path:
-    """Return the folder of a search: its name, or one that the same question finds again."""
+    """Return the folder of a search: its name, or a path that depends only on the request."""
     config = request.run.config
     name = config.name or f"search-{request.run.model.name}-{request.targets[0].name}-{digest_of(request)}"
     return Path(config.runs) / name
 
 
 def digest_of(request: SearchRequest) -> str:
-    """Return a name for what is asked, however long and how much of it is compiled and measured."""
+    """Return a short digest of the request. Budgets and the numbers of compiles and measurements do not change it."""
     config = request.run.config
     slices = [(target.name, target.slices) for target in request.targets]
     asked = [request.command, slices, repr(request.run.model), asdict(config.precision), config.device_batch]
@@ -33,7 +33,10 @@ def digest_of(request: SearchRequest) -> str:
 
 
 def create_folder(folder: Path, request: SearchRequest) -> None:
-    """Make the folder; ValueError where it is a file or holds something else, DiskError where it cannot be made."""
+    """Create the folder of a search.
+
+    Raises ValueError if it is a file or belongs to something else, and DiskError if it cannot be created.
+    """
     name = request.run.config.name
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"name={name}: {folder} is a file. Use another name=.")
@@ -54,9 +57,9 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def save_answer(folder: Path, answer: SearchAnswer) -> str:
-    """Write `search.json` and return a line that says where it is.
+    """Write `search.json` and return a line with its path.
 
-    An earlier answer with compiled or measured layouts is not replaced by one without; the line then says so.
+    Does not replace an earlier answer with compiled or measured layouts by one without; the line then states this.
     """
     file, earlier = folder / ANSWER, _earlier(folder)
     if earlier is not None:
@@ -75,7 +78,7 @@ def save_answer(folder: Path, answer: SearchAnswer) -> str:
 
 @dataclass(frozen=True)
 class _EarlierAnswer:
-    """The part of an earlier `search.json` that a new search compares itself with; every version has it."""
+    """The part of an earlier `search.json` that a new search compares itself with. Every version has it."""
 
     command: list[str] = field(default_factory=list)
     question: str | None = None

@@ -1,4 +1,4 @@
-"""The last stage: the best few layouts are run on the devices at hand, and the estimates are judged by that."""
+"""Last stage of a search: runs the best few layouts on the devices at hand and compares them with their predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from valkyrie.units import duration
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout with what its step was expected to take, by its compile or its estimate, and its measured trial."""
+    """A layout, its predicted step time (compiled or estimated), and the trial that measured it."""
 
     estimate: Estimated
     expected_s: float
@@ -32,26 +32,29 @@ class Measured:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of a step; None where it was not measured."""
+        """Median step time in seconds, or None if the measurement failed."""
         return self.trial.results.step.step_s if self.trial.status is Status.ok else None
 
 
 @dataclass
 class Measures:
-    """What was measured."""
+    """The measured layouts."""
 
     done: list[Measured] = field(default_factory=list)
     why: str = ""
-    """Why no more was measured."""
+    """Reason why no more layouts were measured."""
 
     @property
     def timed(self) -> list[Measured]:
-        """Those that ran, the fastest first."""
+        """The layouts that ran, the fastest first."""
         return sorted((one for one in self.done if one.step_s is not None), key=lambda one: one.step_s or 0.0)
 
     @property
     def agreement(self) -> float | None:
-        """Spearman's correlation of the expected with the measured order; None of fewer than three, or of equals."""
+        """Spearman's correlation of predicted and measured order.
+
+        None for fewer than three layouts, or if all predictions or all measurements are equal.
+        """
         expected_s, step_s = [m.expected_s for m in self.timed], [m.step_s or 0.0 for m in self.timed]
         if len(step_s) < 3 or 1 in (len(set(expected_s)), len(set(step_s))):
             return None
@@ -62,7 +65,7 @@ class Measures:
 
     @property
     def regret(self) -> float | None:
-        """What the layout that was expected to be the fastest takes beyond the fastest measured; None: none was."""
+        """Relative excess of the layout with the best prediction over the fastest one, or None if none was measured."""
         timed = self.timed
         if not timed:
             return None
@@ -70,15 +73,15 @@ class Measures:
 
     @property
     def usual(self) -> float:
-        """What a measured step usually took of what was expected; 1 where none was measured."""
+        """Median ratio of measured to predicted step time, or 1 if none was measured."""
         return median([(one.step_s or 0.0) / one.expected_s for one in self.timed] or [1.0])
 
     def step_s(self, one: Estimated) -> float | None:
-        """Return the measured seconds of a layout's step; None where it was not measured."""
+        """Return the measured step time of a layout in seconds, or None if it was not measured."""
         return next((m.step_s for m in self.done if m.estimate.candidate == one.candidate), None)
 
     def ratio(self, place: MeshPartition) -> float | None:
-        """Return what a measured step of a mesh and partition took of what was expected; None where there is none."""
+        """Return the median ratio of measured to predicted step time for a mesh and partition, or None if unknown."""
         own = [one for one in self.timed if mesh_partition(one.estimate) == place]
         return median((one.step_s or 0.0) / one.expected_s for one in own) if own else None
 
@@ -91,10 +94,11 @@ def measure_best(
     measures: Measures,
     tell: Callable[[Measured], None],
 ) -> None:
-    """Measure the most promising layouts into `measures`: `mode.measure` of them, none begun after the budget.
+    """Measure the `mode.measure` most promising layouts. Starts none after the budget is spent.
 
-    At first each is of another mesh and partition; then the one that is expected to be the fastest by how long others
-    of its mesh and partition took. Ctrl-C raises KeyboardInterrupt; what is done until then stands in `measures`.
+    The first half differ in mesh or partition. Then come the layouts that are expected to be the fastest, judging by
+    the measurements with the same mesh and partition. Ctrl-C raises KeyboardInterrupt and leaves the results so far in
+    `measures`.
     """
     most, began, waiting = request.mode.measure, time.monotonic(), expected_step_times(listed, compiles)
     while len(measures.done) < most and waiting:
@@ -112,7 +116,7 @@ def measure_best(
 
 
 def expected_step_times(listed: Shortlist, compiles: Compiles) -> list[tuple[Estimated, float]]:
-    """Return layouts with what their step should take, the fastest first: compiled ones by that, others by estimate."""
+    """Return layouts with their predicted step times, the fastest first; compiled times replace estimates."""
     compiled = {one.estimate.candidate for one in compiles.done}
     pairs = [(one.estimate, one.step_s) for one in compiles.done if one.step_s is not None]
     for one in listed.fitting:
@@ -122,7 +126,7 @@ def expected_step_times(listed: Shortlist, compiles: Compiles) -> list[tuple[Est
 
 
 def run_measurement(request: SearchRequest, one: Estimated, folder: Path) -> Trial:
-    """Return the record of a layout that is measured now, or was by an earlier search."""
+    """Measure a layout, unless an earlier search did, and return its record."""
     run = one.run(request.run).changed(mode=settings_for(MeasureMode, request.mode))
     if on_cpu(request.run.config.target):
         run = run.changed(target=request.run.config.target)
@@ -131,9 +135,9 @@ def run_measurement(request: SearchRequest, one: Estimated, folder: Path) -> Tri
 
 
 def rank_measured(request: SearchRequest, rows: Sequence[RankedLayout], measures: Measures) -> list[RankedLayout]:
-    """Return the rows of an answer with the measured ones first, the fastest first.
+    """Return the rows of an answer with the measured ones first, the fastest at the top.
 
-    The step times of the others, compiled or estimated, are scaled by the usual ratio of measured to expected.
+    The step times of the others, compiled or estimated, are scaled by the median ratio of measured to predicted.
     """
     unmeasured = {row.candidate: row for row in rows}
     first = []
@@ -159,7 +163,7 @@ def measurement_summary(measures: Measures) -> str:
 
 
 def report_of(measures: Measures) -> MeasureReport:
-    """Return the record of what was measured, as `search.json` stores it."""
+    """Return the measurements as the record that `search.json` stores."""
     layouts = [
         MeasuredLayout(one.estimate.candidate.overrides, one.expected_s, one.step_s, one.trial.status.value)
         for one in measures.done

@@ -1,4 +1,4 @@
-"""`mode=search`: estimates every layout, compiles the best, prints the answer and keeps it in a folder of its own."""
+"""`mode=search`: estimates every layout, compiles the best, prints the answer and stores it in the search's folder."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory, seconds_of
 
 SHOWN = 10
-"""Layouts in the answer."""
+"""Number of layouts in the answer."""
 REASONS = 5
-"""Kinds of refusals that are told."""
+"""Number of kinds of refusals to print."""
 
 
 def search(run: Run) -> int:
     """Search the layouts of a run's model on its target, print the best, and return the exit status.
 
-    Of several processes the first does it, and the others carry out their part of what is measured.
+    With several processes, the first one searches, and the others take part in the measurements.
     """
     with over_processes(run.arguments) as leads:
         return _search(run) if leads else 0
@@ -127,12 +127,11 @@ def _search(run: Run) -> int:
 
 
 def _expected_best(request: SearchRequest, listed: Shortlist) -> Estimated:
-    """Return the layout that is the best by estimate, one that may not fit where none should."""
+    """Return the best layout by estimate. It may not fit if no layout is expected to."""
     return min(listed.fitting or listed.doubtful, key=lambda one: request.cost(one.group.target, one.step_s))
 
 
 def _slice_of(row: RankedLayout, request: SearchRequest) -> TargetConfig:
-    """Return the slice of a row."""
     return next(target for target in request.targets if target.name == row.candidate.target)
 
 
@@ -190,7 +189,7 @@ def _measure(
 
 
 def _tell_space(space: Space, seconds: float, request: SearchRequest, console: Console) -> None:
-    """Print how many layouts there are, and why not more."""
+    """Print the number of layouts, and the most frequent reasons for refusing others."""
     slices = ", ".join(target.describe() for target in request.targets)
     refused = sum(space.refused.values())
     console.print(
@@ -212,12 +211,12 @@ def _tell_space(space: Space, seconds: float, request: SearchRequest, console: C
 
 
 def _counts(space: Space) -> dict[str, int]:
-    """Return how many layouts each problem refuses, most first."""
+    """Return the number of layouts that each problem refuses, the most frequent first."""
     return {f"partition={p.partition}: {p.label}": count for p, count in space.refused.most_common()}
 
 
 def _nothing_fits(listed: Shortlist, request: SearchRequest, compiles: Compiles, space: Space) -> str:
-    """Return that nothing fits, and of each chip what the smallest layout needs, and how many chips would do."""
+    """Describe for each chip the memory that the smallest layout needs, and how many chips would be enough."""
     if not listed.smallest:
         return _none_is_legal(request, space)
     several, lines = len(listed.smallest) > 1, []
@@ -232,14 +231,14 @@ def _nothing_fits(listed: Shortlist, request: SearchRequest, compiles: Compiles,
 
 
 def _untried(listed: Shortlist, compiles: Compiles) -> str:
-    """Return how many layouts may fit and were not compiled, as the end of a sentence."""
+    """Count the layouts that may fit but were not compiled, as the end of a sentence."""
     done = {compiled.estimate.candidate for compiled in compiles.done}
     untried = len([other for other in listed.doubtful if other.candidate not in done])
     return f"; {untried:,} may fit by the errors of estimates, and were not compiled" if untried else ""
 
 
 def _none_is_legal(request: SearchRequest, space: Space) -> str:
-    """Return that no layout is legal, and what to change where it is what meshes must divide."""
+    """Explain that no layout is legal, and what to change if sizes are not divisible."""
     config, model = request.run.config, request.run.model.name
     if not INDIVISIBLE.issuperset(problem.code for problem in space.refused):
         return "no layout is legal. The reasons are above: change what they name, or leave it out and it varies."
@@ -252,7 +251,7 @@ def _none_is_legal(request: SearchRequest, space: Space) -> str:
 
 
 def _enough_chips(request: SearchRequest, chip: str) -> str:
-    """Return how many chips of a kind would do, by estimates of slices that are ever larger than the largest."""
+    """Name the smallest slice of a chip that would be enough by estimate, up to 32 times the largest requested one."""
     of_chip = [target for target in request.targets if target.chip is not None and target.chip.name == chip]
     target = max(of_chip, key=lambda target: target.devices or 1)
     for factor in (2, 4, 8, 16, 32):
@@ -265,7 +264,7 @@ def _enough_chips(request: SearchRequest, chip: str) -> str:
 
 
 def _no_compiler(request: SearchRequest) -> dict[str, str]:
-    """Return why nothing can be compiled here for slices asked for, by their name; none of those that can."""
+    """Return the requested slices that nothing can be compiled for here, by name, with the reasons."""
     missing = {}
     for target in request.targets:
         platform = platform_of(target.platform)
@@ -277,7 +276,7 @@ def _no_compiler(request: SearchRequest) -> dict[str, str]:
 
 
 def _tell_missing(missing: dict[str, str], request: SearchRequest, console: Console) -> None:
-    """Print for which slices there are estimates alone, and why."""
+    """Print the slices that have estimates only, and the reasons."""
     for why in dict.fromkeys(missing.values()):
         names = [name for name, reason in missing.items() if reason == why]
         which = "" if len(names) == len(request.targets) else f" of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""`mode=compile` and `mode=measure`: look at a layout, print the result, and keep it in the run folder."""
+"""`mode=compile` and `mode=measure`: compile or time one layout, print the result, and store it in the run folder."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
 
 KEPT = "prediction.json"
-"""The file of a request in the compile cache with its prediction, which later hints compare with."""
+"""File of a request in the compile cache with its prediction, which later hints compare with."""
 
 
 def compile_mode(run: Run) -> int:
-    """Compile the run's step for its target, print what a step takes and why; return the exit status."""
+    """Compile the run's step for its target, print its time and the reasons for it, and return the exit status."""
     return compile_into_folder(run, make_console())
 
 
 def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | None = None) -> int:
     """Compile the run's step, store its prediction in the run folder, print it, and return the exit status.
 
-    Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler
-    runs. What it raises ends the compile.
+    Raises ValueError if the compiler refuses the run. `watch` is called several times a second while the compiler runs.
+    An exception that it raises ends the compile.
     """
     from valkyrie.search.compile.show import show
 
@@ -73,7 +73,7 @@ def compile_into_folder(run: Run, console: Console, watch: Callable[[], None] | 
 
 
 def measure_mode(run: Run) -> int:
-    """Time the run's step on the devices at hand, print what it takes, and return the exit status."""
+    """Time the run's step on the devices at hand, print the result, and return the exit status."""
     with together(run) as team:
         return _measure(run, team)
 
@@ -125,7 +125,7 @@ def compile_and_summarise(
         if compiled.status is CompileStatus.ok:
             status.update("replaying the schedule")
             from valkyrie.search.compile.replayed import (
-                replayed,  # needs NumPy; a report, which reads names here, does not
+                replayed,  # imports NumPy, which reports that import this module do not need
             )
 
             replay, uses = replayed(run, compiled)
@@ -134,13 +134,13 @@ def compile_and_summarise(
     prediction = replace(summarise(run, compiled, replay, uses), work=work_key(run))
     prediction = replace(prediction, hints=hints(prediction, _others(run, compiled)))
     if compiled.status in (CompileStatus.ok, CompileStatus.does_not_fit):
-        with contextlib.suppress(DiskError):  # it only serves later hints
+        with contextlib.suppress(DiskError):  # only later hints need it
             write_record(compiled.folder / KEPT, prediction)
     return compiled, prediction, replay
 
 
 def work_key(run: Run) -> str:
-    """Return a digest of the work, whatever the layout: model, batch, length, precision, target and source code."""
+    """Return a digest of the work: model, batch, length, precision, target and source code, but not the layout."""
     config = run.config
     work = [repr(run.model), config.batch, config.seq, repr(config.precision), repr(config.target), package_digest(run)]
     return digest(work)[:16]

@@ -30,9 +30,15 @@ _OF_ANY_PARTITION = ("zero1", "gradient_sum", "parameter_memory", "optimizer_mem
 class SearchRequest:
     """A search as requested. Settings of the layout that the command names are fixed; the others vary.
 
-    `run` has the model, the batch and the precision. A setting such as `partition.zero1=true` holds for every
-    partition, `target.slices=2` for every slice. `budget_s`: seconds after which no further compile starts. `tokens`,
-    `budget_usd`: what hours and dollars are computed for.
+    Args:
+        run: Has the model, the batch and the precision.
+        targets: Slices to compare. A setting such as `target.slices=2` applies to each of them.
+        partitions: Partitions to try. A setting such as `partition.zero1=true` applies to each of them.
+        remats: Remat policies to try in addition to the run's.
+        microbatches: The only count to try, or None to try several.
+        budget_s: Seconds for all compiles, and again for all measurements. None for no limit.
+        tokens: Tokens to train on, for hours and dollars.
+        budget_usd: Dollars to spend, for the tokens that they buy.
     """
 
     run: Run
@@ -45,17 +51,17 @@ class SearchRequest:
     budget_usd: float | None
 
     def space(self) -> Space:
-        """Return every layout that may be the answer."""
+        """Return the space of all layouts to search."""
         return enumerate_layouts(self.run, self.targets, self.partitions, self.remats, self.microbatches)
 
     @property
     def by_price(self) -> bool:
-        """Whether layouts are ranked by dollars: tokens or dollars are given, and every slice has a price."""
+        """Whether layouts are ranked by dollars: the request has tokens or dollars, and every slice has a price."""
         planned = self.tokens is not None or self.budget_usd is not None
         return planned and all(dollars(target, 1.0) for target in self.targets)
 
     def cost(self, target: TargetConfig, step_s: float) -> float:
-        """Return what layouts are ranked by: dollars per step if every slice has a price, otherwise its seconds."""
+        """Return the cost that layouts are ranked by: dollars per step with `by_price`, otherwise seconds per step."""
         usd = dollars(target, step_s) if self.by_price else None
         return step_s if usd is None else usd
 
@@ -66,7 +72,7 @@ class SearchRequest:
 
     @property
     def command(self) -> list[str]:
-        """The arguments of the command without those of the layout, the slice and the search."""
+        """The arguments of the command, except those for the layout, the slice and the search."""
         flags, overrides = parts_of(self.run.arguments)
         own = (*ITS_OWN, "target.slices", "partition.schedule", "partition.rounds", "partition.zero1")
         keys = [(override, key_value(override)[0]) for override in overrides]
@@ -81,7 +87,7 @@ def parse_request(run: Run) -> SearchRequest:
         raise ValueError(
             f"{wrong[0]}=: mode=search looks for the mesh itself. Leave it out; mode=compile predicts one layout."
         )
-    # `target.slices` holds for each target; every other setting is one slice's.
+    # `target.slices` applies to every target; the other settings are those of one slice.
     if mode.targets and (wrong := sorted(k for k in keys - {"target.slices"} if k.startswith("target."))):
         raise ValueError(f"{wrong[0]}=: which of several slices is meant? Search one at a time: target=SLICE.")
     names_remat = any(key.partition(".")[0] == "remat" for key in keys)
@@ -98,9 +104,9 @@ def parse_request(run: Run) -> SearchRequest:
 
 
 def _partitions(partition: PartitionConfig, keys: Collection[str]) -> Iterator[PartitionConfig]:
-    """Yield the partitions of a search: the run's own if the command names it or a rule of it, else all shipped ones.
+    """Yield the run's partition if the command names it or one of its rules, else all shipped ones.
 
-    Each comes with its schedules and without and with ZeRO-1; settings that the command names hold for all of them.
+    Each comes with its schedules, and with and without ZeRO-1. Settings that the command names apply to all of them.
     """
     named = {key.partition(".")[2].partition(".")[0] for key in keys if key.startswith("partition.")}
     if "partition" in keys or named - {*_OF_ANY_PARTITION}:
@@ -113,7 +119,7 @@ def _partitions(partition: PartitionConfig, keys: Collection[str]) -> Iterator[P
 
 
 def _targets(run: Run, mode: SearchMode) -> list[TargetConfig]:
-    """Return the slices to compare; with `mode.shapes`, every shape that each comes in."""
+    """Return the slices to compare. With `mode.shapes`, every available torus of each."""
     target, named = run.config.target, mode.targets
     parsed = {t.name: t for t in (parse_target(name, files=config_names("target")) for name in named)}
     several = [replace(_with_settings_of(target.chip, t), slices=target.slices) for t in parsed.values()]
@@ -137,7 +143,7 @@ def _targets(run: Run, mode: SearchMode) -> list[TargetConfig]:
 
 
 def _with_settings_of(chip: ChipConfig | None, target: TargetConfig) -> TargetConfig:
-    """Return a slice with the figures of its chip that the run sets. Raises ValueError if those are another chip's."""
+    """Return a slice with the figures of its chip that the run sets. Raises ValueError if they are for another chip."""
     if chip is None or chip == known_chips().get(chip.name):
         return target
     if target.chip is None or target.chip.name != chip.name:
@@ -170,6 +176,6 @@ def dollars(target: TargetConfig, seconds: float) -> float | None:
 
 
 def affordable(target: TargetConfig, usd: float) -> float | None:
-    """Return the seconds of a slice that dollars buy, or None if no price above 0 is known."""
+    """Return the seconds that a budget in dollars buys on a slice, or None if no price above 0 is known."""
     per_second = dollars(target, 1.0)
     return usd / per_second if per_second else None

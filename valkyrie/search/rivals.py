@@ -1,4 +1,4 @@
-"""Rivals of the best layout on its own slice: plain FSDP, and the TPU v4 paper's rule of thumb."""
+"""Rivals of the best layout on the same slice: plain FSDP, and the TPU v4 paper's rule of thumb."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_FSDP = "plain FSDP"
 
 @dataclass(frozen=True)
 class Rival:
-    """The fastest layout of a kind on a slice that should fit, or None and the reason."""
+    """The fastest layout of a kind that should fit on a slice, or None and the reason."""
 
     name: str
     layout: Estimated | None
@@ -28,7 +28,7 @@ class Rival:
 
 
 def rivals_on(request: SearchRequest, ranked: Ranking, target: TargetConfig) -> list[Rival]:
-    """Return the rivals on a slice whose partition the search covers; the rule needs a torus with three axes."""
+    """Return the rivals on a slice that the search's partitions cover. The rule needs a torus with three axes."""
     partitions, here = {partition.name for partition in request.partitions}, ranked.on(target.name)
     rivals = []
     torus = parse_shape(target.topology) or () if platform_of(target.platform).has_torus else ()
@@ -49,7 +49,7 @@ def _fastest(name: str, layouts: Iterator[Estimated] | Ranking) -> Rival:
 
 
 def _is_the_torus(one: Estimated) -> bool:
-    """Whether the mesh has the sizes of the torus, the shortest for data (arXiv 2304.01433, section 2.7)."""
+    """Check whether the mesh has the torus's sizes, the smallest for data (arXiv 2304.01433, section 2.7)."""
     sizes = [int(one.group.candidates.sizes[axis][one.number]) for axis in ("x", "y", "z")]
     return sorted(sizes) == sorted(parse_shape(one.group.target.topology) or ()) and sizes[2] == min(sizes)
 
@@ -60,9 +60,9 @@ def layouts_of(rivals: Sequence[Rival]) -> list[Estimated]:
 
 
 def format_comparison(rival: Rival, compiles: Compiles, best: RankedLayout, measured_s: float | None = None) -> str:
-    """Return a line with the speedup of the best layout over a rival, whose measured step is `measured_s`.
+    """Format the speedup of the best layout over a rival. `measured_s` is the rival's measured step time, if any.
 
-    Both steps are of the same kind: measured if both are, else compiled if both are, else estimated.
+    Both times come from the same source: measured if both layouts are, else compiled if both are, else estimated.
     """
     name, one = rival.name, rival.layout
     if one is None:

@@ -1,4 +1,4 @@
-"""The layouts that a search may compile: the fastest by estimate that should fit, and those that may."""
+"""The layouts that a search may compile: the fastest by estimate that should fit, and those that might."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from valkyrie.search.estimate.space import Candidate
 FILE = Path(ranking.__file__).with_name("errors.json")
 """Errors of estimates compared with compiled steps, written by experiments/search/table.py."""
 LOOKED_AT = 500
-"""The fastest layouts of a slice that may be compiled at all."""
+"""Number of layouts per slice that may be compiled, the fastest first."""
 VARIANTS = 3
-"""Layouts of one slice, mesh and partition that the list has at most."""
+"""Largest number of listed layouts with the same slice, mesh and partition."""
 AS_FAST = 1.01
-"""Up to this ratio of estimates, a layout is as fast on another torus with as many chips."""
+"""Largest ratio of estimates for which a layout counts as equally fast on another torus with as many chips."""
 
 
 class MeshPartition(NamedTuple):
@@ -56,7 +56,7 @@ def on_any_torus(one: Estimated) -> Candidate:
 
 @dataclass(frozen=True)
 class EstimateErrors:
-    """Range of compiled over estimated step times, and the lower end of that of peak memory."""
+    """Range of compiled over estimated step times, and the lower end of that range for peak memory."""
 
     low: float
     high: float
@@ -71,9 +71,9 @@ def errors() -> EstimateErrors:
 
 @dataclass
 class Shortlist:
-    """The layouts that may be the best: those that should fit, and the fastest ones that fit only if estimates err.
+    """The layouts that may be the best: those that should fit, and the fastest of those that fit only if estimates err.
 
-    `smallest`: the layout of each chip that needs the least memory.
+    `smallest` is the layout of each chip that needs the least memory.
     """
 
     fitting: list[Estimated] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Shortlist:
         return Shortlist(fitting, doubtful, smallest)
 
     def best(self, chips: str, count: int) -> list[Estimated]:
-        """Return the fastest fitting layouts on `chips`, at most `VARIANTS` of one mesh and partition.
+        """Return the fastest fitting layouts on `chips`, at most `VARIANTS` with the same mesh and partition.
 
         A layout is listed only on the torus where it is fastest.
         """
@@ -107,7 +107,7 @@ class Shortlist:
         return list(best.values())
 
     def as_fast_on(self, one: Estimated) -> list[str]:
-        """Return the other slices with as many chips on which the same layout is as fast by estimate."""
+        """Return the other slices with as many chips where the same layout is estimated to be as fast."""
         layout, longest = on_any_torus(one), AS_FAST * one.step_s
         alike = (e for e in self.fitting if e.step_s <= longest and on_any_torus(e) == layout)
         return [

@@ -1,4 +1,4 @@
-"""The third stage: compiler options and other implementations are tried on the best layout, by compile alone."""
+"""Third stage of a search: tries compiler options and other implementations on the best layout, by compiling only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from valkyrie.units import duration
 
 
 def tune_best(request: SearchRequest, best: CompiledLayout, budget_s: float, console: Console) -> tuple[int, list[str]]:
-    """Return the exit status, and the overrides with which the best layout's step is shortest.
+    """Return the exit status, and the overrides that make the best layout's step shortest.
 
-    Ctrl-C, and the end of the budget in seconds, leave the best so far.
+    Ctrl-C, or the end of the budget in seconds, keeps the best so far.
     """
     run = best.estimate.run(request.run).changed(mode=settings_for(CompileMode, request.mode))
     known: list[Tuned] = []

@@ -1,6 +1,7 @@
-"""`mode=calibrate`: fits the constants of the estimate, and the factor of replays, to one's own trials.
+"""`mode=calibrate`: fits the constants of the estimate, and the factor of replays, to the user's own trials.
 
-Estimates are fitted to compiled and measured trials, replays to trials that were both; it says what either gains.
+Estimates are fitted to compiled and measured trials, replays to layouts that were both compiled and measured. Prints
+the improvement of each.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ _WHAT = "Name folders of searches or sweeps that compiled or measured layouts, a
 
 @dataclass(frozen=True)
 class Calibration:
-    """The constants of a chip as they are and as fitted, and how far estimates by both are off.
+    """The constants of a chip before and after the fit, and the errors of estimates with both.
 
-    `errors` and `left_out`: a row's known over its estimated seconds, by the chip's own constants and by constants that
-    were fitted to the other families; `left_out` is None where there is one family alone. `families`: rows of each.
-    `replay`: of layouts that were measured and compiled, None where there is none; `unpaired`: measured ones that
-    were not compiled.
+    Args:
+        chip: The chip.
+        families: Number of trials by family.
+        before: The chip's own constants.
+        after: The fitted constants.
+        errors: Known over estimated seconds of each trial, by the chip's own constants.
+        left_out: The same by constants fitted to the other families, or None if there is only one family.
+        replay: Fit of replays to layouts that were measured and compiled, or None if there are none.
+        unpaired: Number of measured trials that were not compiled.
     """
 
     chip: ChipConfig
@@ -60,7 +66,7 @@ class Calibration:
 
 
 def calibrate_mode(run: Run) -> int:
-    """Fit each chip's constants to the trials in `mode.paths`, print and keep them, and return the exit status."""
+    """Fit each chip's constants to the trials in `mode.paths`, print and store them, and return the exit status."""
     console, paths = (
         make_console(),
         [Path(path).expanduser() for path in settings_for(CalibrateMode, run.config.mode).paths],
@@ -103,19 +109,19 @@ def calibrate_mode(run: Run) -> int:
 
 
 def _saved_run(row: Row) -> Run | None:
-    """The run of a trial as its own `run.yaml` has it, or None if its folder is gone.
+    """Return the run of a trial from its `run.yaml`, or None if its folder is gone.
 
-    The overrides alone would not do: composed again, they would take today's defaults for everything they do not name.
+    The overrides are not enough: composing them again would use today's defaults for everything that they do not name.
     """
     if row.folder is None or not (row.folder / RUN).is_file():
         return None
     saved = saved_config(row.folder)
-    saved.mode = {"name": "train"}  # its mode decides nothing here, and may have keys that it no longer has
+    saved.mode = {"name": "train"}  # the mode does not matter here, and its keys may have changed since
     return Run.from_config(saved)
 
 
 def _check(path: Path) -> None:
-    """Raise ValueError where a path has no trials, with what it is instead."""
+    """Raise ValueError if a path has no trials, with a description of its content."""
     if not path.exists():
         raise ValueError(f"paths: {path} does not exist. {_WHAT}")
     try:
@@ -138,7 +144,7 @@ def _too_few(chip: str, count: int) -> str:
 
 
 def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
-    """Return the constants fitted to the trials of a chip; a family is one model, batch and length."""
+    """Fit constants to the trials of a chip. A family is one model, batch and length."""
     alike: dict[str, list[tuple[float, Run]]] = defaultdict(list)
     family: dict[str, str] = {}
     for row, run in pairs:
@@ -162,7 +168,7 @@ def calibration(pairs: Sequence[tuple[Row, Run]]) -> Calibration:
 
 
 def fragment(one: Calibration) -> str:
-    """Return the fitted constants as an experiment, with what they were fitted to and how good they are."""
+    """Return the fitted constants as an experiment, with comments on the trials and the errors."""
     told = [f"# {line}" for line in sentences(one)]
     constants = [f"      {name}: {rounded(getattr(one.after, name)):g}" for name in FITTED]
     name = CALIBRATED.format(chip=one.chip.name)
@@ -178,7 +184,7 @@ def fragment(one: Calibration) -> str:
 
 
 def sentences(one: Calibration) -> list[str]:
-    """Return what was fitted, and what errors on families that it was not fitted to say of it."""
+    """Describe the fit, and its errors on families that it was not fitted to."""
     lines = [*_on_estimates(one), *(one.replay.sentences if one.replay else [])]
     if one.unpaired:
         lines.append(
@@ -215,7 +221,7 @@ def as_json(one: Calibration) -> dict[str, Any]:
 
 
 def show(one: Calibration, file: Path, console: Console) -> None:
-    """Print a chip's constants before and after, and what was gained."""
+    """Print a chip's constants before and after the fit, and the improvement."""
     table = Table(title=f"constants of {one.chip.name}", title_justify="left", header_style="bold", box=SIMPLE)
     for name in ("constant", "as it is", "fitted"):
         table.add_column(name, justify="left" if name == "constant" else "right")

@@ -1,4 +1,4 @@
-"""What measured steps took of their replays: a chip's factor, and its interval by other models and batches."""
+"""Fits the factor of a chip's replays to measured steps, and its interval to those of other models and batches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from valkyrie.search.compile.trust import ENOUGH, correction_of, median_by_famil
 from valkyrie.sweep.rows import Row
 
 DIGITS = 4
-"""Of a number that is written."""
+"""Significant digits of numbers in files."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step of one's own that was measured, and replayed of the same program.
+    """A step that the user measured and replayed.
 
-    `ratio`: measured over replayed seconds, without what published runs lost to as many slices. Steps of one `family`
-    are of one model, batch and length.
+    `ratio` is measured over replayed seconds, without the loss of published runs to as many slices. Steps of one
+    `family` share model, batch and length.
     """
 
     layout: str
@@ -36,10 +36,13 @@ class Replayed:
 
 @dataclass(frozen=True)
 class ReplayFit:
-    """Measured steps of a chip beside the replays of the same layouts.
+    """Measured steps of a chip, and the factor for replays that follows from them.
 
-    `before`: measured over predicted seconds, as predicted now; `left_out`: by the factor of the other families, None
-    where there is one alone. `fitted`: the factor and its interval.
+    Args:
+        steps: Steps that were both measured and replayed.
+        before: Measured over predicted seconds, by the factor in use before the fit.
+        left_out: The same by the factor of the other families, or None if there is only one family.
+        fitted: The factor and its interval.
     """
 
     steps: list[Replayed]
@@ -49,7 +52,7 @@ class ReplayFit:
 
     @property
     def sentences(self) -> list[str]:
-        """What was found, in words."""
+        """The result as sentences."""
         families, (middle, worst) = self.fitted.models, off(self.before)
         lines = [
             f"Replays: {len(self.steps)} measured steps of {families} famil{'y' if families == 1 else 'ies'} have a "
@@ -65,15 +68,15 @@ class ReplayFit:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the fit as plain values."""
         steps = [asdict(step) for step in self.steps]
         return {"steps": steps, "measured_over_predicted": self.before.tolist(), "fitted": asdict(self.fitted)}
 
 
 def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]:
-    """Return the fit to the measured trials of a chip that were compiled too, and how many measured ones were not.
+    """Fit the factor to layouts that were both measured and compiled, and count measured ones without a compile.
 
-    No fit where none was both.
+    The fit is None if no layout was both.
     """
     replayed, steps, before, alone = dict[str, float](), list[Replayed](), list[float](), 0
     for row, run in pairs:
@@ -94,7 +97,7 @@ def replay_fit(pairs: Sequence[tuple[Row, Run]]) -> tuple[ReplayFit | None, int]
 
 
 def _fit_of(steps: list[Replayed], before: list[float]) -> ReplayFit | None:
-    """Return the factor of these steps, and what each took of a prediction by the other families."""
+    """Fit the factor to these steps, with the errors of each step by the factor of the other families."""
     families = {step.family for step in steps}
     factor = median_by_family([(step.family, step.ratio) for step in steps])
     if factor is None:
@@ -109,16 +112,16 @@ def _fit_of(steps: list[Replayed], before: list[float]) -> ReplayFit | None:
 
 
 def _program(run: Run) -> str:
-    """Return a name for the program of a step on its slice, whatever else is known of the chip."""
+    """Return a key for the program of a step on its slice. Ignores figures of the chip that do not change it."""
     return json.dumps(program_settings(run), sort_keys=True, default=str)
 
 
 def off(ratios: np.ndarray) -> tuple[float, float]:
-    """Return the median and the largest error of predictions in per cent; `ratios` are known over predicted seconds."""
+    """Return the median and the largest error of predictions in per cent. `ratios` are known over predicted seconds."""
     errors = 100 * np.abs(1 / ratios - 1)
     return float(np.median(errors)), float(errors.max())
 
 
 def rounded(value: float) -> float:
-    """Return a number as it is written."""
+    """Round a number to `DIGITS` significant digits."""
     return float(f"{value:.{DIGITS}g}")

@@ -1,4 +1,4 @@
-"""What to try instead of a layout: changes of it, with the bytes that each should save, need or send."""
+"""Alternatives to a layout: changes of one or two settings, with the bytes that each should save, need or send."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from valkyrie.train.program import StepProgram
 
 
 def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...]:
-    """Return up to `count` legal changes that need less memory: first the least one that should save what is missing.
+    """Return up to `count` legal changes that need less memory, the largest saving first.
 
-    Savings are those of `mode=show`, which may err by a factor of two in activations. Changes of one key are tried, of
-    rematerialisations only that which saves most and that which keeps most and is enough, with host memory and without;
-    where none saves `missing` bytes, full rematerialisation with ever more microbatches too.
+    Changes one key at a time: microbatches, partition and remat. Remat policies with and without offload are each
+    represented by the one that saves most memory and by the one that saves least but enough. If no change saves
+    `missing` bytes, the first entry is full remat with the number of microbatches that saves least but enough. Savings
+    are the estimates of `mode=show`, which may err by a factor of two for activations.
     """
     now = _expected(run)
 
@@ -41,7 +42,7 @@ def cheaper_layouts(run: Run, missing: int, count: int = 5) -> tuple[Saving, ...
 
 
 def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:
-    """Return the remat policies that save more on the device, the fullest first, with the bytes each needs."""
+    """Return the remat policies that save more on the device, with the additional bytes they need, the most first."""
     now = _expected(run)
     changes = []
     for remat in read_group("remat", RematConfig):
@@ -54,7 +55,7 @@ def fuller_layouts(run: Run) -> tuple[FullerRemat, ...]:
 
 
 def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
-    """Return every other partition of `conf/partition` that is legal for this run as it is, the least memory first."""
+    """Return all other partitions of `conf/partition` that are legal for this run, the least memory first."""
     found = []
     for partition in read_group("partition", PartitionConfig):
         other = run.changed(partition=partition)
@@ -66,11 +67,11 @@ def other_partitions(run: Run) -> tuple[OtherPartition, ...]:
 
 
 def _sent_for_data(run: Run) -> int | None:
-    """Return the bytes that one device sends in a step where every axis splits data alone; None elsewhere.
+    """Return the bytes that one device sends per step if all mesh axes split only data, otherwise None.
 
-    A ring sends (n-1)/n of an array to gather it from n devices, and twice that to sum it on all of them, which the TPU
-    compiler does with split gradients too. Parameters are gathered for the forward and the backward pass of every
-    microbatch, gradients summed after it.
+    A ring sends (n-1)/n of an array to gather it from n devices, and twice that to sum it on all of them. The TPU
+    compiler does the latter for sharded gradients too. Parameters are gathered for the forward and the backward pass of
+    every microbatch; gradients are summed after it.
     """
     layout, policy = run.layout, run.config.precision
     if any(layout.degrees[kind] > 1 for kind in ("MP1", "MP2", "SP", "PP")):
@@ -98,19 +99,19 @@ def _variants(run: Run) -> list[tuple[str, Run]]:
 
 
 def _remats(run: Run, offload: bool) -> list[tuple[str, Run]]:
-    """Return the other rematerialisations: those that send activations to host memory, or those that send none."""
+    """Return the other remat policies: those with offload, or those without."""
     remats = [remat for remat in read_group("remat", RematConfig) if bool(remat.offload) is offload]
     return [(f"remat={r.name}", run.changed(remat=r)) for r in remats if r.name != run.config.remat.label]
 
 
 def _most_and_least(savings: list[Saving], missing: int) -> list[Saving]:
-    """Return of rematerialisations, the most saving first, that first one and the last that still saves enough."""
+    """Return the first of these savings, which is the largest, and the last that is still enough."""
     enough = [entry for entry in savings if entry.saves >= missing]
     return savings[:1] + [entry for entry in enough[-1:] if entry is not savings[0]]
 
 
 def _combined(run: Run) -> list[tuple[str, Run]]:
-    """Return full rematerialisation with every doubling of the microbatches."""
+    """Return full remat with every doubling of the microbatches."""
     variants, count = [], run.config.microbatches * 2
     while count <= run.config.batch:
         changed = run.changed(remat=remat_named("full"), microbatches=count)

@@ -1,4 +1,4 @@
-"""The compile cache: results by what was requested, and programs by what the compiler was given.
+"""The compile cache: results by request, and programs by the compiler's input.
 
 `compile/requests/KEY` holds the outcome of a run. Its key covers the run's settings and all source code, so it is found
 without JAX but changes with every edit. `compile/programs/KEY` holds a compiled program. Its key covers the lowered
@@ -32,22 +32,22 @@ from valkyrie.search.compile.prediction import CompileOutcome, MemoryReport
 from valkyrie.train.options import Option
 
 OUTCOME, PROGRAM = "outcome.json", "program.json"
-"""The file of a request with its outcome, and that of a program with what the compiler returned."""
+"""File of a request with its outcome, and file of a program with its `ProgramRecord`."""
 
 _NO_PROGRAM = ("estimate", "replay", "calibrated", "rented_as", "usd_per_hour", "spot_usd_per_hour")
-"""Settings of a chip that decide neither a program nor its replay."""
+"""Settings of a chip that do not change a program or its replay."""
 _NO_COMPILER_FLAGS = ("--xla_cpu_collective_call_", "--xla_force_host_platform_device_count", "--xla_dump_")
 _COMPILERS = ("jax", "jaxlib", "libtpu")
-"""Packages whose versions decide what a StableHLO program is compiled to."""
+"""Packages that compile StableHLO. Their versions are part of a program's key."""
 _SOURCE_PLACE = re.compile(r'"[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """What the compiler returned for a program: its memory and module, or how much memory it lacks.
+    """The compiler's result for a program: its memory and module, or the shortage of memory.
 
-    `compile_s` are the seconds that it took. A program that does not fit has a `shortage` and a `reason`, and neither
-    memory nor module.
+    `compile_s` is the compile time in seconds. A program that does not fit has a `shortage` and a `reason`, but no
+    memory and no module.
     """
 
     compile_s: float
@@ -84,10 +84,10 @@ def program_key(
     device_kind: str,
     positions: Iterable[Position],
 ) -> str:
-    """Return a digest of what the compiler is given.
+    """Return a digest of the compiler's input.
 
     `stablehlo` is the lowered program with debug information. Names of operations count, because reports read them from
-    the compiled module; places in source files do not, so a report of a cached program may name lines that moved since.
+    the compiled module. Source locations do not, so a report on a cached program may name lines that have moved since.
     """
     compilers = {name: version for name, version in versions().items() if name in _COMPILERS}
     program = digest(_SOURCE_PLACE.sub("", stablehlo))
@@ -110,7 +110,7 @@ def program_settings(run: Run) -> dict[str, Any]:
 
 
 def target_settings(target: TargetConfig) -> dict[str, Any]:
-    """Return a target as plain values, without what decides neither a program nor its replay."""
+    """Return a target as plain values, without settings that do not change a program or its replay."""
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(OmegaConf.structured(target), enum_to_str=True)
@@ -121,15 +121,15 @@ def target_settings(target: TargetConfig) -> dict[str, Any]:
 
 
 def compiler_flags() -> list[str]:
-    """Return the flags that the environment gives the compilers, without those that do not change programs."""
+    """Return the compiler flags of the environment, without those that do not change programs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     return sorted(flag for flag in flags if not flag.startswith(_NO_COMPILER_FLAGS))
 
 
 def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
-    """Return the outcome of a request, or None if there is none or any part of it is damaged.
+    """Return the outcome of a request, or None if it is missing or any part of it is damaged.
 
-    The program of a layout that fits must be in the cache too; with `hlo` also as text.
+    The program of a layout that fits must be in the cache too, with `hlo` also as text.
     """
     try:
         outcome = read_record(CompileOutcome, folder / OUTCOME)
@@ -143,7 +143,7 @@ def read_outcome(folder: Path, hlo: bool = False) -> CompileOutcome | None:
 
 
 def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
-    """Return what the compiler returned for a program, or None if it is not there or damaged.
+    """Return the record of a compiled program, or None if it is missing or damaged.
 
     With `hlo`, a program that fits also needs its module as text.
     """
@@ -160,9 +160,9 @@ def read_program(folder: Path, hlo: bool = False) -> ProgramRecord | None:
 
 
 def keep_program(scratch: Path, folder: Path, replace: bool) -> None:
-    """Move a compiled program to its place in the cache, also over a damaged one.
+    """Move a compiled program into the cache, replacing a damaged one.
 
-    Of two that finish at once, the first stays; `replace` replaces an intact one too.
+    If two compiles of it finish at once, the first stays. With `replace`, an intact program is replaced too.
     """
     if not replace and read_program(folder, hlo=(scratch / TEXT).is_file()) is not None:
         return

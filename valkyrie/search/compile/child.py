@@ -1,8 +1,9 @@
 """The child process of a compile: builds the run's step for its target, compiles it, writes the outcome.
 
-`python -m valkyrie.search.compile.child FOLDER PARENT [--anew]` reads FOLDER/run.yaml and leaves FOLDER/outcome.json. A
-program that is not in the cache, or any with `--anew`, is compiled into FOLDER/KEY. A separate process, because the
-compiler of another chip may abort or never return. It exits, and removes its folder, when the process PARENT is gone.
+`python -m valkyrie.search.compile.child FOLDER PARENT [--anew]` reads FOLDER/run.yaml and writes FOLDER/outcome.json. A
+program that is not in the cache, or any program with `--anew`, is compiled into FOLDER/KEY. This is a separate process
+because the compiler of another chip may abort or never return. It exits and removes its folder when the process PARENT
+has ended.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from valkyrie.train.program import StepProgram
 
 NEARLY = 1.1
-"""Up to this multiple of the memory there is, a program is compiled once more with options that save some."""
+"""Largest ratio of needed to available memory for which a program is compiled again with options that save some."""
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def _end_with(parent: int, folder: Path) -> None:
-    """End this process once its parent is gone: whoever was killed cannot tell the compiler to stop, nor clean up."""
+    """End this process once its parent has ended: a parent that was killed cannot stop the compiler or clean up."""
     while os.getppid() == parent:
         time.sleep(1)
     shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +82,7 @@ def _outcome(folder: Path, anew: bool) -> CompileOutcome:
         return _compile(run, devices, folder, anew)
     except OptionRefused as error:
         return CompileOutcome(CompileStatus.refused, str(error))
-    except Exception as error:  # the compiler raises what it likes
+    except Exception as error:  # compilers raise errors of many types
         text = str(error)
         reason = _about_scratch_memory(text) or f"{type(error).__name__}: {first_lines(text)}"
         return CompileOutcome(CompileStatus.failed, reason)
@@ -131,7 +132,7 @@ def _compile(run: Run, devices: list[Any], folder: Path, anew: bool) -> CompileO
 
 
 def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: Path) -> ProgramRecord:
-    """Compile a lowered step into a folder. Raises what the compiler raises, except for lack of memory."""
+    """Compile a lowered step into a folder. Raises the compiler's errors, except for lack of memory."""
     from valkyrie.search.compile.executable import program_memory
     from valkyrie.train.options import refusals_in_plain_words
     from valkyrie.train.program import serialised_module
@@ -157,10 +158,10 @@ def _compile_program(program: StepProgram, lowered: jax.stages.Lowered, folder: 
 
 
 def within_memory(options: list[Option], compile: Callable[..., Any], platform: Platform) -> tuple[Any, list[Option]]:
-    """Return what `compile` returns, and the options it took.
+    """Return the result of `compile`, and the options it used.
 
-    A program that a TPU's compiler refuses by at most a tenth of the memory is compiled once more with the options that
-    save some; where these do not help, the first refusal is raised.
+    If a TPU's compiler refuses a program that needs at most a tenth more memory than there is, the program is compiled
+    again with options that save memory. If these do not help, the first error is raised.
     """
     from valkyrie.train.options import with_saving
 
@@ -190,10 +191,11 @@ def within_memory(options: list[Option], compile: Callable[..., Any], platform: 
 def peak_beside_host(
     compiled: Any, compile: Callable[..., Any], options: list[Option], platform: Platform
 ) -> int | None:
-    """Return the bytes of a device at the peak of a TPU's program that has arrays in host memory; None for others.
+    """Return the peak bytes on a device of a TPU program with arrays in host memory, or None for other programs.
 
-    XLA states the peak of both memories as one. Told that the device has 1 MiB, `compile(compiler_options=...)`
-    refuses the program in seconds, with the bytes it needs: within 2% of a whole compile's (experiments/LOG.md).
+    XLA reports one peak for both memories. With a limit of 1 MiB of device memory, `compile(compiler_options=...)`
+    refuses the program in seconds and reports the bytes it needs, within 2% of those of a whole compile
+    (experiments/LOG.md).
     """
     sizes, limit = compiled.memory_analysis(), platform.memory_limit_option
     if limit is None or sizes is None or not sizes.host_temp_size_in_bytes:
@@ -208,7 +210,7 @@ def peak_beside_host(
 
 
 def _about_scratch_memory(text: str) -> str | None:
-    """Return what a compiler's refusal of a kernel for its scratch memory says, in words; None for other messages."""
+    """Explain a compiler's refusal of a kernel for its scratch memory, or return None for other messages."""
     used = parse_scratch_memory(text)
     if used is None:
         return None
@@ -221,7 +223,7 @@ def _about_scratch_memory(text: str) -> str | None:
 
 
 def _placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """Return a line for each mesh axis of where it lies on the torus, and how to ask for another placement."""
+    """Return a line for each mesh axis with its place on the torus, and the setting for another placement."""
     if not platform_of(run.config.target.platform).has_torus:
         return ()
     from valkyrie.parallel.placement import describe_placement, placement_of, placements
@@ -235,7 +237,7 @@ def _placement(run: Run, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 
 
 def parse_shortage(text: str) -> MemoryReport:
-    """Parse a compiler's refusal of a program that needs more memory than there is."""
+    """Parse a compiler's error for a program that needs more memory than there is."""
     found = parse_out_of_memory(text)
     return MemoryReport(needed=found.needed, usable=found.usable, largest=found.largest)
 
@@ -250,7 +252,7 @@ def _too_large(run: Run, shortage: MemoryReport, reason: str | None) -> CompileO
 
 
 def _largest(run: Run, shortage: MemoryReport) -> tuple[Allocation, ...]:
-    """Return the largest allocations, by the shapes of the run if the compiler does not name them.
+    """Return the largest allocations. If the compiler does not name them, estimates them from the run's shapes.
 
     The bytes that the compiler needs "for HLO temporaries" include the arguments (experiments/LOG.md).
     """

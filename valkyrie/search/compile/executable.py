@@ -23,7 +23,7 @@ from valkyrie.train.program import StepProgram, serialised_module
 class CompiledProgram:
     """A compiled program: its optimised module, its memory, and the positions of the devices of its mesh, flattened.
 
-    `axes` are names and sizes of the mesh's axes, in order.
+    `axes` are the names and sizes of the mesh's axes, in order.
     """
 
     module: bytes
@@ -35,7 +35,7 @@ class CompiledProgram:
 def compiled_program(
     compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, peak: int | None = None
 ) -> CompiledProgram:
-    """Read a program that was compiled for a mesh; `peak` as `program_memory` takes it."""
+    """Read a program that was compiled for a mesh. `peak` is as in `program_memory`."""
     return CompiledProgram(
         module=serialised_module(compiled),
         memory=program_memory(compiled, mesh.devices.flat[0].platform, peak),
@@ -45,7 +45,7 @@ def compiled_program(
 
 
 def program_memory(compiled: jax.stages.Compiled, platform: str, peak: int | None = None) -> ProgramMemory:
-    """Return the memory that XLA counts for a program on one device of a platform.
+    """Return the memory of a program on one device of a platform, as counted by XLA.
 
     `peak` replaces XLA's own number if that includes host memory (`peak_beside_host`).
     """
@@ -88,7 +88,7 @@ def device_position(device: Any) -> Position:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Disable JAX's cache on disk, from which programs for absent devices cannot be read back."""
+    """Disable JAX's cache on disk: it cannot read back programs for absent devices."""
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

@@ -23,21 +23,21 @@ from valkyrie.search.compile.prediction import (
 from valkyrie.units import GIB, duration, gib, memory, percent, sent
 
 WORTH_A_HINT = 0.15
-"""Share of a step from which a cost gets a hint."""
+"""Smallest share of a step for which a cost gets a hint."""
 LOW_PRODUCT_RATE = 0.6
-"""Share of peak below which matrix products are called narrow; large ones reach 0.85 in the compiler's count."""
+"""Share of peak below which matrix products are called narrow. Large ones reach 0.85 in the compiler's count."""
 WORTH_KEEPING = 0.01
-"""Share of a step from which an activation is worth saving instead of recomputing."""
+"""Smallest share of a step for which an activation is worth saving instead of recomputing."""
 MARGIN = 1.2
 """Free memory required for a change, as a multiple of the bytes that it is estimated to need."""
 WORTH_SENDING = 0.75
-"""Another partition is named if it sends at most this share of the bytes that are sent now."""
+"""Largest share of the bytes sent now for which another partition is suggested."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """A prediction with a step, and what several hints need of it."""
+    """A prediction with a step, and quantities that several hints need."""
 
     prediction: Prediction
     step: PredictedStep
@@ -94,7 +94,7 @@ def hints(prediction: Prediction, others: Sequence[Prediction] = ()) -> tuple[Hi
 
 
 def program_hints(prediction: Prediction) -> tuple[Hint, ...]:
-    """Return advice on any program: what it waits for, and whether memory bounds it."""
+    """Return advice on any program: the collectives that it waits for, and whether it is memory-bound."""
     return _collect(prediction, (), (_exposed, _memory_bound))
 
 
@@ -108,7 +108,7 @@ def _collect(
 
 
 def _largest_part(facts: _Facts) -> Hint:
-    """Describe a step of which no part is worth a hint."""
+    """Describe a step without any part that is worth a hint."""
     rate = f" at {percent(facts.step.product_rate)} of peak" if facts.step.product_rate else ""
     share = facts.share(*_PRODUCTS)
     text = f"Matrix products and kernels are {percent(share)} of the step{rate}"
@@ -136,7 +136,7 @@ def _exposed(facts: _Facts) -> Iterator[Hint]:
 
 
 def _waiting(facts: _Facts, part: StepPart) -> str:
-    """Return how much of the step is waiting over these mesh axes, and the main cause."""
+    """Describe the share of the step spent waiting over these mesh axes, and the main cause."""
     step_s = facts.step.step_s
     text = f"Waiting for communication over {axes_text(part.mesh_axes)} is {percent(part.seconds / step_s)} of the step"
     uses = [use for use in facts.collectives if use.mesh_axes == part.mesh_axes and use.exposed_s]
@@ -192,7 +192,7 @@ def _faster(facts: _Facts) -> Iterator[Hint]:
 
 
 def _reduction(facts: _Facts) -> Iterator[Hint]:
-    """Suggest to sum gradients in bfloat16 if the step waits for their sums in float32, the default."""
+    """Suggest summing gradients in bfloat16 if the step waits for their sums in float32, the default."""
     if facts.prediction.reduction != "float32" or "bf16" not in str(facts.prediction.about["precision"]):
         return
     data_axes = {axis for axis, role in facts.roles.items() if role.kind in (RoleKind.DP, RoleKind.FSDP)}
@@ -223,7 +223,7 @@ def _recomputation(facts: _Facts) -> Iterator[Hint]:
 
 
 def _save_activation(facts: _Facts) -> Iterator[Hint]:
-    """Name the activation to save next: the slowest to recompute that fits on the device, else one to offload."""
+    """Suggest the activation to save next: the slowest to recompute that fits on the device, else one to offload."""
     report, headroom, step_s = facts.prediction.remat, facts.headroom, facts.step.step_s
     if report is None or headroom is None:
         return

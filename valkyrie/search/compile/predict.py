@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from valkyrie.machine.replay import Replay
 
 LOW_RATE = 0.35
-"""Share of peak; a dumped module whose fastest large product is slower may be for another chip."""
+"""Share of peak. If the fastest large product of a dumped module is slower, it may be for another chip."""
 
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """Name of a program, and the tokens and FLOPs of its model in one step of all devices; None if unknown."""
+    """Name of a program, and the tokens and FLOPs of its model per step on all devices. None means unknown."""
 
     name: str | None = None
     tokens: float | int | None = None
@@ -45,7 +45,7 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction of a program and its replay, or None if it does not fit."""
+    """The prediction of a program, and its replay or None if the compiler refused it for lack of memory."""
 
     prediction: Prediction
     replay: Replay | None
@@ -61,10 +61,10 @@ def predict_function(
     options: Mapping[str, Any] | None = None,
     work: ProgramWork | None = None,
 ) -> Predicted:
-    """Predict a step of a jitted function, or of one that is lowered or compiled already, on a slice.
+    """Predict a step of a function on a slice. It may be jitted, lowered or compiled.
 
-    Raises ValueError if it is none of these, its devices are not those of the slice, or the compiler refuses an option.
-    Other errors of tracing and compiling pass through.
+    Raises ValueError if it is anything else, its devices are not those of the slice, or the compiler refuses an option.
+    Other errors of tracing and compiling are passed on.
     """
     import jax
 
@@ -124,7 +124,7 @@ def predict_file(
         target: The slice.
         axes: Names and sizes of the axes of the module's mesh, in order.
         places: Positions of the mesh's devices, flattened. By default those of `Slice.mesh`.
-        work: What the module does not contain.
+        work: Name, tokens and FLOPs, which the module does not contain.
     """
     dumped, work = read_dumped(path), work or ProgramWork()
     chip = target.chip
@@ -172,7 +172,7 @@ def _predict_module(
     work: ProgramWork,
     options: Sequence[Option] = (),
 ) -> Predicted:
-    """Replay and summarise a module; `memory` are the bytes of its arguments if no more is known."""
+    """Replay and summarise a module. `memory` is the number of bytes of its arguments if no more is known."""
     assert target.chip is not None
     replay = corrected(replay_on(target, module, dict(axes), positions), target)
     report = _memory_report(target, memory)
@@ -214,7 +214,7 @@ def _about(name: str, target: Slice, axes: Mapping[str, int]) -> dict[str, Any]:
 def _stage(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], options: Mapping[str, Any] | None
 ) -> tuple[Any, Any]:
-    """Return `(lowered, None)`, or `(None, compiled)` of a function that is compiled already."""
+    """Return `(lowered, None)`, or `(None, compiled)` for a function that is already compiled."""
     import jax
 
     if isinstance(function, jax.stages.Compiled):
@@ -251,7 +251,7 @@ def _mesh_of(tree: Any) -> jax.sharding.Mesh | None:
 
 
 def _refuse_other_devices(mesh: jax.sharding.Mesh, target: Slice) -> None:
-    """Raise ValueError if kind, number or torus of a mesh's devices are not those of the slice."""
+    """Raise ValueError if the kind, number or torus of a mesh's devices differ from those of the slice."""
     from valkyrie.search.compile.executable import device_positions
 
     chip, devices = target.chip, list(mesh.devices.flat)

@@ -1,7 +1,7 @@
 """Records of compiled and measured layouts: `compile.json`, `measure.json`, and `outcome.json` in the compile cache.
 
-Imports neither JAX nor NumPy: sweeps and reports read these records. Units are seconds, bytes and FLOPs of one device
-and one step, unless a docstring says otherwise. None means unknown.
+Does not import JAX or NumPy: sweeps and reports read these records. Units are seconds, bytes and FLOPs of one device
+and one step, unless a docstring gives others. None means unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from valkyrie.search.compile.upgrade import upgrade_results
 from valkyrie.train.options import Option
 
 SCHEMA = 2
-"""Version of `compile.json` and `measure.json`. Version 1 named parts, mesh axes and positions by texts."""
+"""Version of `compile.json` and `measure.json`. Version 1 stored parts, mesh axes and positions as text."""
 _AROUND_EVERYTHING = {"jit(step)", "while", "body", "closed_call", "checkpoint", "cond", "eval_jaxpr"}
 
 
@@ -38,7 +38,7 @@ class CompileStatus(Enum):
 
 @dataclass(frozen=True)
 class CompileTimes:
-    """Seconds to lower and compile the step; `cached` if the program had been compiled before."""
+    """Seconds to lower and compile the step. `cached` if the program had been compiled before."""
 
     lower_s: float | None = None
     compile_s: float | None = None
@@ -76,7 +76,7 @@ class OtherPartition:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """What to try instead of a layout that fits."""
+    """Changes to try if a layout fits."""
 
     remats: tuple[FullerRemat, ...] = ()
     partitions: tuple[OtherPartition, ...] = ()
@@ -88,16 +88,16 @@ class MemoryReport:
 
     Args:
         peak: Peak memory of a step.
-        usable: What the compiler may use.
+        usable: Memory that the compiler may use.
         headroom: Usable memory that the peak leaves free.
         split: The peak by what it holds.
-        reserved: Memory that the runtime keeps for itself.
+        reserved: Memory reserved by the runtime.
         code: Generated code.
         host: Host memory.
         reported_peak: Peak that the devices report after a measurement.
-        needed: What a program that does not fit would need.
+        needed: Memory that a program that does not fit would need.
         largest: Its largest arrays.
-        savings: Overrides that save memory, the largest saving first.
+        savings: Overrides that save memory, in the order of `cheaper_layouts`.
     """
 
     peak: int | None = None
@@ -117,8 +117,9 @@ class MemoryReport:
 class StepInterval:
     """Range of a predicted step, from ratios of measured to predicted seconds of other runs.
 
-    `low` and `high` are those ratios, `low_s` and `high_s` the seconds. `chip` is None for runs on several chips.
-    `yours` if they are the user's own runs instead of published ones.
+    `low` and `high` are those ratios, `low_s` and `high_s` the seconds. `rows` and `models` are the numbers of runs and
+    of their models. `chip` is None for runs on several chips. `yours` if they are the user's own runs instead of
+    published ones.
     """
 
     low_s: float
@@ -134,7 +135,7 @@ class StepInterval:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Time of a step and the rates that follow from it; MFU counts the FLOPs of the model, from 0 to 1."""
+    """Time of a step and the rates that follow from it. MFU counts the FLOPs of the model, from 0 to 1."""
 
     step_s: float
     tokens_per_second: float | None = None
@@ -178,7 +179,7 @@ class MeasuredStep(StepTime):
 
 @dataclass(frozen=True)
 class OperationCost:
-    """Time of all operations of one part of the step with one name; `source` is file and line."""
+    """Time of all operations with one name in one part of the step. `source` is file and line."""
 
     kind: PartKind
     mesh_axes: tuple[str, ...]
@@ -190,7 +191,7 @@ class OperationCost:
 
 @dataclass(frozen=True)
 class SourceLine:
-    """Time of a line of the program's source, and of that the time spent waiting for other devices.
+    """Time of a line of the program's source, and the part of it spent waiting for other devices.
 
     `text` is the line itself, or None if the file is not on this machine.
     """
@@ -203,7 +204,7 @@ class SourceLine:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A named activation that the backward pass recomputes: bytes to save it, and seconds that this would spare."""
+    """A named activation that the backward pass recomputes: bytes to save it, and seconds that this would avoid."""
 
     name: str
     bytes: int
@@ -212,9 +213,9 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class RematReport:
-    """What a run saves for its backward pass and what it recomputes.
+    """Activations that a run saves for its backward pass, and those that it recomputes.
 
-    `save` and `offload` are the lists of its remat policy; `device` and `host` are bytes by activation; `again` is
+    `save` and `offload` are the lists of its remat policy. `device` and `host` are bytes by activation. `again` is
     ordered by seconds.
     """
 
@@ -260,17 +261,17 @@ class Hint:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What a prediction and a measurement have in common.
+    """Fields that a prediction and a measurement have in common.
 
     Args:
-        about: The layout as `Run.about()` describes it; of another program its name, slice and mesh axes.
+        about: The layout as `Run.about()` describes it. For any other program its name, slice and mesh axes.
         status: Result of the compile or measurement.
         reason: Why the status is not `ok`.
         versions: Versions of the packages that decide the numbers.
-        compile: How long compiling took.
+        compile: Times of lowering and compiling.
         options: Compiler options.
         memory: Memory of one device.
-        communication: What the device sends.
+        communication: Bytes that the device sends.
     """
 
     about: dict[str, Any]
@@ -295,16 +296,16 @@ class Prediction(LayoutResult):
         placement: A line for each mesh axis about its place on the torus.
         positions: Positions of the mesh's devices, flattened.
         parameters: Number of parameters of the model.
-        alternatives: What to try instead.
+        alternatives: Changes to try.
         reduction: Dtype in which gradients are summed.
         step: Predicted time, or None for a target without a schedule, such as a CPU.
-        parts: Where the time of the step goes.
+        parts: Time of the step by part.
         costs: The slowest operations.
         lines: The slowest lines of the program's source.
-        remat: What is saved and recomputed for the backward pass.
+        remat: Activations saved and recomputed for the backward pass.
         notes: Assumptions of the replay.
         hints: Advice.
-        work: Digest of what is computed, whatever the layout.
+        work: Digest of the work, the same for all layouts of it.
     """
 
     model: dict[str, str] = field(default_factory=dict)
@@ -326,7 +327,7 @@ class Prediction(LayoutResult):
 
 @dataclass(frozen=True)
 class Measurement(LayoutResult):
-    """A layout whose step was timed on devices.
+    """Result of timing a layout's step on devices.
 
     Args:
         simulated: Whether the devices are simulated, so that no time is real.
@@ -349,8 +350,8 @@ class Measurement(LayoutResult):
 class CompiledStep:
     """A training step that was compiled and fits.
 
-    `program` is the digest under which the cache keeps the optimised module, `axes` are names and sizes of the mesh's
-    axes. The other fields are those of `Prediction`.
+    `program` is the key of the optimised module in the cache. `axes` are the names and sizes of the mesh's axes. The
+    other fields are those of `Prediction`.
     """
 
     program: str
@@ -368,7 +369,10 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class CompileOutcome:
-    """Result of a compile. Has `step` exactly if it is `ok`, `shortage` exactly if it does not fit, else a reason."""
+    """Result of a compile.
+
+    Has a `step` exactly if it is `ok`, a `shortage` exactly if it does not fit, and otherwise a reason.
+    """
 
     status: CompileStatus
     reason: str | None = None
@@ -384,7 +388,10 @@ class CompileOutcome:
 
 
 def read_prediction(path: Path) -> Prediction:
-    """Read a `compile.json` of any version. Raises RecordError for its content and OSError if it cannot be read."""
+    """Read a `compile.json` of any version.
+
+    Raises RecordError if its content is malformed, and OSError if it cannot be read.
+    """
     content = path.read_bytes()
     try:
         return decode(Prediction, upgrade_results(json.loads(content)), str(path))
@@ -395,7 +402,7 @@ def read_prediction(path: Path) -> Prediction:
 
 
 def short_cause(op_name: str | None) -> str:
-    """Return the last parts of an operation's name, without the functions around all of them."""
+    """Return the last three parts of an operation's name, without the functions that enclose all operations."""
     parts = [part for part in (op_name or "unnamed").split("/") if part not in _AROUND_EVERYTHING]
     return "/".join(parts[-3:])
 

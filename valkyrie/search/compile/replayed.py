@@ -25,8 +25,8 @@ from valkyrie.search.compile.trust import correction_of
 def replayed(run: Run, compiled: Compiled) -> tuple[Replay | None, list[CollectiveUse]]:
     """Return the corrected replay of a compiled run, or None without a schedule, and the collectives of its program.
 
-    Only the TPU compiler leaves a schedule with its own cycle estimates. For other targets, collectives have bytes and
-    no times.
+    Only the TPU compiler leaves a schedule with cycle estimates. For other targets, collectives have bytes but no
+    times.
     """
     target, step = run.config.target, compiled.outcome.step
     assert step is not None, "only a layout that fits is replayed"
@@ -74,7 +74,7 @@ def corrected(raw: Replay, target: TargetConfig) -> Replay:
 def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positions: Sequence[Position]) -> Replay:
     """Replay a scheduled module on a slice. Raises ValueError if a figure of the slice's chip is missing.
 
-    `axes` are names and sizes of the mesh's axes, in order; `positions` those of its devices, flattened.
+    `axes` are the names and sizes of the mesh's axes, in order. `positions` are those of its devices, flattened.
     """
     assert target.chip is not None
     return replay(module, Machine(target.chip, topology_of(target), tuple(positions), axes))
@@ -83,11 +83,11 @@ def replay_on(target: TargetConfig, module: Module, axes: dict[str, int], positi
 REPLAYS: dict[str | None, Callable[[TargetConfig, Module, dict[str, int], Sequence[Position]], Replay]] = {
     "libtpu": replay_on,
 }
-"""What replays a compiled module, by the platform's `replay`."""
+"""Functions that replay a compiled module, by the platform's `replay`."""
 
 
 def _digest(target: TargetConfig) -> str:
-    """Return a digest of what decides a replay besides the module: the source of the replay, the target's figures."""
+    """Return a digest of the inputs of a replay other than the module: its source code and the target's figures."""
     figures = json.dumps(target_settings(target), sort_keys=True, default=str)
     source = source_digest("compiled", "machine", "hardware")
     return digest(figures + source)[:16]

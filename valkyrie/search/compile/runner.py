@@ -1,6 +1,6 @@
-"""Compiles a layout in a child process with a time limit and a cache, so that a crash cannot take the caller along.
+"""Compiles a layout in a child process with a time limit and a cache, so that a crash does not end the caller.
 
-Imports no JAX: a layout compiled before is answered from the cache in about the time that Python needs to start.
+Imports no JAX: a layout compiled before is read from the cache in about the time that Python needs to start.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Compiled:
     """Result of a compile.
 
     Args:
-        outcome: What the child process returned.
+        outcome: Result of the child process.
         folder: Folder of the request in the cache.
         programs: Folder that holds the compiled program, by its key.
         cached: Whether the program had been compiled before.
-        seconds: Seconds that it took to find out.
-        note: Why the result is not kept in the cache, or None if it is. The program is then deleted when this
-            process ends.
+        seconds: Seconds until the result was known.
+        note: Why the result is not stored in the cache, or None if it is. The program is then deleted when this process
+            ends.
     """
 
     outcome: CompileOutcome
@@ -59,7 +59,7 @@ class Compiled:
 
     @property
     def status(self) -> CompileStatus:
-        """Result of the compile."""
+        """Status of the compile."""
         return self.outcome.status
 
     @property
@@ -77,13 +77,13 @@ class Compiled:
 def compile_layout(
     run: Run, limit_s: float | int, use_cache: bool = True, progress: Progress | None = None
 ) -> Compiled:
-    """Compile a run's step for its target. Does not raise for what the compiler does.
+    """Compile a run's step for its target. Does not raise if the compiler fails.
 
     Args:
         run: The run.
         limit_s: Time limit of the child process, in seconds.
-        use_cache: Whether a result of an earlier compile may be returned. Results that would be the same again (fits,
-            does not fit) are kept under `VALKYRIE_CACHE` in any case.
+        use_cache: Whether a result of an earlier compile may be returned. Results that another compile would repeat
+            (fits, does not fit) are stored under `VALKYRIE_CACHE` in any case.
         progress: Called about five times a second with a line to show.
     """
     began = time.perf_counter()

@@ -38,11 +38,11 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "calls": lambda calls: f"{calls:,.0f}",
     "sent": sent_text,
 }
-"""How the values of a column of numbers are written, by its title."""
+"""Formats of number columns, by title."""
 
 
 def show(result: Prediction | Measurement, console: Console) -> None:
-    """Print what `compile.json` or `measure.json` holds."""
+    """Print the content of `compile.json` or `measure.json`."""
     _show_subject(result, console)
     if result.status is not CompileStatus.ok:
         text = f"{result.status.value}: {result.reason}"
@@ -63,7 +63,7 @@ def show(result: Prediction | Measurement, console: Console) -> None:
 
 
 def make_table(title: str, columns: Sequence[str], right: Iterable[str] = _FORMATS) -> Table:
-    """Return an empty table; the columns in `right` hold numbers, which are aligned and not wrapped."""
+    """Return an empty table. The columns in `right` hold numbers: they are right-aligned and not wrapped."""
     table, right = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE), set(right)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
@@ -96,7 +96,7 @@ def _show_subject(result: Prediction | Measurement, console: Console) -> None:
 
 
 def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
-    """Describe a layout that does not fit: bytes needed and usable, the largest arrays, and what might fit."""
+    """Describe a layout that does not fit: bytes needed and usable, the largest arrays, and changes that might fit."""
     if memory.needed is None:
         return f"does not fit: {reason}"
     text = f"does not fit: needs {gib(memory.needed)} of {gib(memory.usable)} usable"
@@ -110,7 +110,7 @@ def describe_shortage(memory: MemoryReport, reason: str | None) -> str:
 
 
 def _describe_options(options: Sequence[Option]) -> str:
-    """Return the compiler's options by who set them: `a=1, b=true (chip default) · c=2, d removed (you)`."""
+    """Format the compiler's options by who set them: `a=1, b=true (chip default) · c=2, d removed (you)`."""
     by: dict[str, list[str]] = {}
     for option in options:
         by.setdefault(option.set_by, []).append(str(option))
@@ -239,7 +239,7 @@ def _show_costs(prediction: Prediction, step_s: float, console: Console) -> None
         rows.append((*numbers, what, short_cause(cost.op_name), short_source(cost.source)))
     columns = ("ms", "%", "calls", "what", "operation", "source")
     _print_table(f"the {len(rows)} slowest operations", columns, rows, console)
-    if "program" in prediction.about and prediction.lines:  # of our own step, the operations above name the lines
+    if "program" in prediction.about and prediction.lines:  # for a training step, the operations above name their lines
         lines = [
             (line.seconds, line.seconds / step_s, line.waiting_s, short_source(line.source), escape(line.text or ""))
             for line in prediction.lines

@@ -1,4 +1,4 @@
-"""Makes the prediction of a compiled layout, which `compile.json` stores: fits or not, step time, and why."""
+"""Builds the prediction of a compiled layout, which `compile.json` stores: fits or not, step time, and why."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from valkyrie.train.memory import ExpectedMemory
 
 _LISTED = 10
-"""Number of operations and of source lines that are listed, the slowest first."""
+"""Number of operations and of source lines to list, the slowest first."""
 _LINE_LENGTH = 60
-"""Characters of a source line that are shown."""
+"""Number of characters of a source line to show."""
 _RECOMPUTED = "rematted_computation"
-"""JAX's name for what `jax.checkpoint` recomputes, in the names of operations."""
+"""Part of the names of operations that `jax.checkpoint` recomputes."""
 _HOW = frozenset({"model.s5.scan_block", "model.loss_chunk"})
-"""Settings that decide how a model is computed, in addition to the choices of `implementation_settings`."""
+"""Settings that decide how a model is computed, in addition to those of `implementation_settings`."""
 
 
 def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
@@ -54,7 +54,8 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
     Args:
         run: The run.
         compiled: Result of its compile.
-        replay: Replay of its step. None for a CPU target and a layout that was not compiled; no time is then predicted.
+        replay: Replay of its step, or None for a CPU target or a layout that was not compiled. Without one, no time is
+            predicted.
         uses: Collectives of its program, with times only if there is a replay.
     """
     outcome, step = compiled.outcome, compiled.outcome.step
@@ -87,7 +88,7 @@ def summarise(run: Run, compiled: Compiled, replay: Replay | None, uses: Iterabl
 
 
 def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[CollectiveUse]) -> Prediction:
-    """Return a prediction with what a step of any program sends and, if it was replayed, where its time goes."""
+    """Add the communication of a step to a prediction and, if it was replayed, the time by part, operation and line."""
     if replay is None:
         return replace(prediction, communication=sum_communication(uses))
     costs = sorted(replay.costs, key=lambda cost: -cost.seconds)[:_LISTED]
@@ -102,7 +103,7 @@ def with_parts(prediction: Prediction, replay: Replay | None, uses: Iterable[Col
 
 
 def source_lines(costs: Iterable[Cost]) -> tuple[SourceLine, ...]:
-    """Return the slowest lines of the source."""
+    """Return the slowest source lines."""
     seconds: dict[str, float] = defaultdict(float)
     waiting: dict[str, float] = defaultdict(float)
     for cost in costs:
@@ -118,7 +119,7 @@ def _read_line(line: str) -> str | None:
 
 
 def model_settings(run: Run) -> dict[str, str]:
-    """Return the settings that decide what a model computes, by key, without those that decide how."""
+    """Return the settings that decide the function that a model computes, by key, without implementation choices."""
     how = {f"model.{block}.{name}" for block, name, _ in implementation_settings(run)} | _HOW
     return {key: value for key, value in run.values().items() if key.startswith("model.") and key not in how}
 
@@ -134,9 +135,9 @@ def implementation_settings(run: Run) -> Iterator[tuple[str, str, Enum]]:
 
 
 def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
-    """Return what a run saves for its backward pass and what it recomputes, by the costs of a replay.
+    """Return the activations that a run saves for its backward pass, and those that it recomputes.
 
-    The seconds of an activation are those of the recomputed operations with its name.
+    The seconds of an activation are those of the recomputed operations with its name, from the costs of a replay.
     """
     kept, remat = saved_bytes(run), run.config.remat
     paths = [(set(cost.op_name.split("/")), cost.seconds) for cost in costs if _RECOMPUTED in cost.op_name]
@@ -149,10 +150,10 @@ def remat_report(run: Run, costs: Iterable[Cost]) -> RematReport:
 
 
 def memory_report(chip: ChipConfig | None, memory: ProgramMemory, state: ExpectedMemory | None = None) -> MemoryReport:
-    """Return the memory of one device at the peak of a step, as XLA counts it.
+    """Return the memory of one device at the peak of a step, as counted by XLA.
 
     `state` splits the arguments and temporaries of a training step by the known shapes of its parameters, optimizer
-    state and gradients; the other temporaries are activations and working space.
+    state and gradients. The other temporaries are activations and working space.
     """
     usable, peak = usable_hbm(chip), memory.peak
     if state is None:
@@ -203,7 +204,7 @@ def program_step(
 ) -> PredictedStep:
     """Return the predicted time of a step of any program.
 
-    `tokens` and `model_flops` are those of one step of all devices; rates that need them are None without.
+    `tokens` and `model_flops` are for one step on all devices. Rates that need them are None without them.
     """
     chips = devices / chip.devices
     per_second = tokens / replay.step_s if tokens else None

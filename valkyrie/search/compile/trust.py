@@ -1,9 +1,9 @@
-"""What published runs say of a prediction: the correction of a replay by them, and the interval it carries.
+"""Corrects replays by published runs, and gives predictions an interval.
 
-`target.chip.replay` has the same of one's own runs, where `mode=calibrate` found it. Of published ones,
-`published.json` holds measured over replayed seconds of every published run; experiments/published/predict.py writes
-it. A replay is multiplied by what the runs on its chip took of theirs (the median of their families), and for every
-doubling of slices by what runs lost to it. What is said of a published run itself leaves its own family out.
+`published.json` has measured over replayed seconds of every published run; experiments/published/predict.py writes it.
+A replay is multiplied by the ratio of the runs on its chip (the median of their families), and by the loss of published
+runs for every doubling of slices. The prediction of a published run excludes the runs of its family. If
+`mode=calibrate` has set `target.chip.replay`, the user's own runs replace the published ones on that chip.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from valkyrie.search.compile.prediction import StepInterval
 
 FILE = Path(__file__).with_name("published.json")
 ENOUGH = 4
-"""Runs that an interval needs. Of published ones those of all chips count where a chip has fewer."""
+"""Number of runs that an interval needs. If a chip has fewer published ones, those on all chips are used."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published run that was replayed. `ratio`: measured over replayed seconds of a step.
+    """A published run that was replayed. `ratio` is measured over replayed seconds of a step.
 
-    Runs of one `family` are one recipe on one chip.
+    Runs of one `family` share recipe and chip.
     """
 
     row: str
@@ -42,9 +42,9 @@ class Published:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a replay is multiplied by: `of_chip`, and `of_slices` for several slices that wait for each other.
+    """Factors for a replay: `of_chip`, and `of_slices` for several slices that wait for each other.
 
-    `rows` and `families`: the published runs on the chip that it comes from.
+    `rows` and `families` are the numbers of runs on the chip and of their families.
     """
 
     of_chip: float
@@ -54,15 +54,15 @@ class Correction:
 
     @property
     def factor(self) -> float:
-        """The product of both."""
+        """Product of both factors."""
         return self.of_chip * self.of_slices
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The least and the largest ratio of measured to predicted seconds of published runs, each without its family.
+    """Smallest and largest ratio of measured to predicted seconds, where predictions exclude the run's family.
 
-    `chip`: theirs, None where they are of several. `yours`: they are of one's own runs.
+    `chip` is None for runs on several chips. `yours` if they are the user's own runs.
     """
 
     low: float
@@ -75,7 +75,7 @@ class Interval:
 
 
 def correction_of(target: TargetConfig) -> Correction:
-    """Return what a replay on a slice is multiplied by: as one's own runs took on its chip, else published ones."""
+    """Return the correction of a replay on a slice, by the user's own runs on its chip or else by published ones."""
     chip = target.chip
     assert chip is not None
     found, own = correction(published(), chip.name, target.slices), chip.replay
@@ -83,7 +83,7 @@ def correction_of(target: TargetConfig) -> Correction:
 
 
 def correction(rows: Sequence[Published], chip: str, slices: int, without: str | None = None) -> Correction:
-    """Return what published runs say of a replay on a chip, those of the family `without` left out."""
+    """Return the correction of a replay on a chip by published runs, except those of the family `without`."""
     others = [row for row in rows if row.family != without]
     loss = _loss(others)
     on_chip = [row for row in others if row.chip == chip]
@@ -93,15 +93,19 @@ def correction(rows: Sequence[Published], chip: str, slices: int, without: str |
 
 
 def median_by_family(ratios: Sequence[tuple[str, float]]) -> float | None:
-    """Return the median of the families' medians, by logarithm; None of nothing. Each ratio stands by its family."""
+    """Return the median of the families' medians, by logarithm, or None without ratios.
+
+    `ratios` are pairs of family and ratio.
+    """
     each = [_median(ratio for family, ratio in ratios if family == f) for f in sorted({f for f, _ in ratios})]
     return _median(each) if each else None
 
 
 def interval(rows: Sequence[Published], chip: str) -> Interval | None:
-    """Return how published runs did, each predicted by the runs of other families on its chip.
+    """Return the errors of published runs, each predicted by the other families on its chip.
 
-    Those on the chip, or of all chips where fewer than four are left; None where these are too few as well.
+    Uses the runs on the chip, or those on all chips if fewer than four are left. Returns None if these are also too
+    few.
     """
     ratios = {row: ratio for row in rows if (ratio := unseen_ratio(rows, row)) is not None}
     on_chip = {row: ratio for row, ratio in ratios.items() if row.chip == chip}
@@ -114,7 +118,7 @@ def interval(rows: Sequence[Published], chip: str) -> Interval | None:
 
 
 def unseen_ratio(rows: Sequence[Published], row: Published) -> float | None:
-    """Return measured over predicted seconds of a run by those of other families; None without any on its chip."""
+    """Return measured over predicted seconds of a run by those of other families, or None without any on its chip."""
     found = correction(rows, row.chip, row.slices, without=row.family)
     return row.ratio / found.factor if found.families else None
 
@@ -144,7 +148,7 @@ def trust(step_s: float, chip: ChipConfig) -> StepInterval | None:
 
 
 def _loss(rows: Sequence[Published]) -> float:
-    """Return the logarithm by which a step grows with every doubling of slices: the slope within families."""
+    """Return the slope of the logarithm of the ratios over doublings of slices, within families."""
     products = squares = 0.0
     for family in {row.family for row in rows}:
         doublings = [math.log2(row.slices) for row in rows if row.family == family]

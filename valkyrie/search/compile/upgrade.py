@@ -1,4 +1,4 @@
-"""Reads version 1 of `compile.json` and `measure.json`, in which parts, mesh axes and positions were texts."""
+"""Reads version 1 of `compile.json` and `measure.json`, which stored parts, mesh axes and positions as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from valkyrie.records import encode
 def upgrade_results(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Convert version 1 of a prediction or measurement, or a subset of its keys, to this version's plain values.
 
-    Newer values come back as they are. Raises KeyError, TypeError, AttributeError or ValueError for malformed values.
+    Newer values are returned unchanged. Raises KeyError, TypeError, AttributeError or ValueError for malformed values.
     """
     new = dict(plain)
     if new.get("schema") == 1:
@@ -35,4 +35,4 @@ _CONVERT: dict[str, Callable[[Any], Any]] = {
     "positions": lambda place: encode(Position.parse(place)) if isinstance(place, str) else place,
     "hints": lambda hint: {"code": None, "text": hint} if isinstance(hint, str) else hint,
 }
-"""How each value of a list is converted, by its key."""
+"""Converters for the values of a list, by its key."""

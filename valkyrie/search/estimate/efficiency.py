@@ -1,4 +1,4 @@
-"""Efficiency of a chip: the shares of its published figures that a step reaches, for the estimate."""
+"""Efficiency of a chip: the shares of its published figures that a step achieves, for the estimate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Efficiency:
 
     Args:
         products, mixing: Share of peak FLOP/s of large products, and of attention.
-        half_rate_flops: FLOPs of a product that reaches half of that share.
+        half_rate_flops: FLOPs of a product that achieves half of that share.
         tile: Side of the matrix unit.
         float32_passes: Passes of a float32 product.
         hbm: Share of HBM bandwidth.
-        passes, passes_again, passes_kept: Moves of a declared activation per step; in addition if it is recomputed, or
-            saved.
+        passes, passes_again, passes_kept: Moves of a declared activation per step; additional moves if it is
+            recomputed, or saved.
         logits_passes: Moves of the logits.
         scores_passes: Moves of attention scores in a forward pass, unless a kernel keeps them on the chip.
         launch_s: Fixed cost of an operation, in seconds.
@@ -28,7 +28,7 @@ class Efficiency:
         scatters: Time of a reduce-scatter over an all-gather; 2 if the compiler sums whole arrays and takes a part.
         start_s, outer_start_s: Start of a collective, and of a message between hosts, in seconds.
         loop_sums: 1 if the compiler leaves gradient sums in a pipeline's loop.
-        whole_sums: 1 if it sums whole arrays of which ZeRO-1 needs a part.
+        whole_sums: 1 if the compiler sums whole arrays where ZeRO-1 needs only a part.
         whole_batches: Exposed share of gathering whole batches for gradients of parameters on two kinds of axes.
         windowed: 1 if each product gathers its own operands (windowed einsums), 0 if products share them.
         apart: 1 if gradients of an array that several products read are summed once per product.

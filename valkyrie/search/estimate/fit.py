@@ -45,15 +45,15 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Bounds of each constant."""
 FITTED = ("products", "float32_passes", "passes_kept", "hidden_weights", "hidden_gradients", "gathers", "sums")
-"""Constants that steps compiled for a TPU depend on."""
+"""Constants that affect steps compiled for a TPU."""
 _LOGARITHMIC = ("half_rate_flops", "launch_s")
 PULL = 0.2
-"""Weight of a constant's distance from its default, as a share of its range, against a row's relative error."""
+"""Weight of a constant's distance from its default, as a share of its range, relative to a row's relative error."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """Layouts of one model, partition and remat policy with known step times; `family` names what they share."""
+    """Layouts of one model, partition and remat policy with known step times. Rows of a family are similar."""
 
     work: Work
     layouts: Candidates
@@ -69,7 +69,7 @@ class Known:
 
 
 def known_of(runs: Sequence[Run], step_s: Sequence[float], family: str) -> Known:
-    """Return runs of one model, partition and remat policy with the same mesh axes, and the seconds of their steps."""
+    """Return the known step times of runs with the same model, partition, remat policy and mesh axes."""
     config = runs[0].config
     assert config.target.chip is not None
     return Known(work_of(runs[0]), candidates_of(runs), config.remat, config.target.chip, np.array(step_s), family)
@@ -103,7 +103,7 @@ def fitted(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> E
 
 
 def without_family(known: Sequence[Known], start: Efficiency, names: Sequence[str]) -> list[tuple[Known, np.ndarray]]:
-    """Return the known layouts with their estimates by constants fitted to all other families."""
+    """Return the known layouts, each with its estimates by constants fitted to all other families."""
     estimates = []
     for family in dict.fromkeys(rows.family for rows in known):
         others = [rows for rows in known if rows.family != family]

@@ -1,9 +1,9 @@
 """Seconds of collectives over mesh axes, for many layouts at once.
 
-All-gather and reduce-scatter of B bytes over n devices send B (n-1)/n from each, an all-reduce twice that; several axes
-of a torus carry parts at the same time (scaling book, sharding: jax-ml.github.io/scaling-book/sharding). Between slices
-of TPUs goes what the devices of each have summed; a ring of GPUs goes through all hosts, as fast as the network cards
-of its devices (NCCL).
+An all-gather or reduce-scatter of B bytes over n devices sends B (n-1)/n from each, an all-reduce twice that. Several
+axes of a torus carry parts at the same time (scaling book, sharding: jax-ml.github.io/scaling-book/sharding). TPU
+slices exchange arrays that the devices of each slice have already reduced. A ring of GPUs passes through all hosts, as
+fast as the network cards of its devices (NCCL).
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from valkyrie.search.estimate.efficiency import Efficiency
 
 @dataclass(frozen=True)
 class CollectiveModel:
-    """The links of a chip: whether axes add up (a torus) or share one port (a switch), and what links reach.
+    """The links of a chip, and the share of their rates that collectives achieve.
 
-    `gathers` and `sums`: shares of the fast links' rate that gathers and all-reduces reach; `outside` of the slow.
-    `scatters`: how many times as long as an all-gather a reduce-scatter is.
-    `start_s` is the start of a collective, `hop_s` of each hop, `outer_start_s` of a message over slow links.
+    Args:
+        adds_up: Whether the rates of several axes add up (a torus), or the axes share one port (a switch).
+        gathers, sums: Shares of the fast links' rate that gathers and all-reduces achieve.
+        outside: Share of the slow links' rate.
+        start_s: Start of a collective, in seconds.
+        hop_s: Latency of each hop, in seconds.
+        outer_start_s: Start of a message over slow links, in seconds.
+        scatters: Time of a reduce-scatter over an all-gather.
     """
 
     adds_up: bool
@@ -42,7 +47,8 @@ class CollectiveModel:
     ) -> np.ndarray:
         """Return the seconds of an all-gather to `full` bytes on each device.
 
-        `one_ring`: by one ring through all of them, as XLA gathers activations along an axis that is not their first.
+        With `one_ring`, a single ring goes through all devices. XLA gathers activations like this along any dimension
+        but the first.
         """
         return self._seconds(layouts, axes, full, self.gathers, one_ring)
 
@@ -57,7 +63,7 @@ class CollectiveModel:
         return 2 * self._seconds(layouts, axes, full, self.sums)
 
     def exchange(self, layouts: Candidates, axes: Sequence[str], sent: np.ndarray) -> np.ndarray:
-        """Return the seconds in which each device sends so many bytes to its neighbour along axes."""
+        """Return the seconds that a device needs to send `sent` bytes to its neighbour along each of the axes."""
         seconds = np.zeros(len(layouts))
         for axis in axes:
             span, size = layouts.spans[axis], layouts.sizes[axis]
@@ -88,7 +94,7 @@ class CollectiveModel:
 
 
 def network_of(chip: ChipConfig, efficiency: Efficiency) -> CollectiveModel:
-    """Return the links of a chip at the rates that it reaches."""
+    """Return the links of a chip, with the rates that its efficiency allows."""
     hop = (chip.hop_us or 0.0) * 1e-6
     torus = platform_of(chip.platform).has_torus
     e = efficiency

@@ -21,7 +21,7 @@ from valkyrie.train.memory import ExpectedMemory, MemoryEstimator
 
 @dataclass(frozen=True)
 class Estimated:
-    """A layout with its estimate: seconds of a step by part, and peak bytes per device."""
+    """A layout with its estimate: seconds per step by part, and peak bytes per device."""
 
     group: Group
     number: int
@@ -46,13 +46,13 @@ class Estimated:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits the usable memory; an unknown memory is no limit."""
+        """Whether the peak fits the usable memory. If that is unknown, every layout fits."""
         usable = usable_hbm(self.group.target.chip)
         return usable is None or self.bytes <= usable
 
     @cached_property
     def candidate(self) -> Candidate:
-        """The layout without its estimate: equal for equal layouts of two rankings."""
+        """The layout without its estimate. Equal layouts of two rankings have equal candidates."""
         return self.group.candidate(self.number, self.remat)
 
     def run(self, run: Run) -> Run:
@@ -79,7 +79,7 @@ class Ranking:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """Indices into `estimates` and into their layouts, the fastest first, then the plainest partition."""
+        """Indices into `estimates` and into their layouts, the fastest first. Ties go to the plainest partition."""
         sizes = [len(e.times.step_s) for e in self.estimates]
         step = np.concatenate([e.times.step_s for e in self.estimates] or [np.zeros(0)])
         which, number = np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes] or [[]])
@@ -105,7 +105,7 @@ class Ranking:
         return Estimated(e.group, int(e.memory.total.argmin()), e.remat, e.times, e.memory)
 
     def __iter__(self) -> Iterator[Estimated]:
-        """Yield every layout, the fastest first. Equal estimates on one slice count as the same layout."""
+        """Yield every layout, the fastest first. Layouts on one slice with equal estimates count as the same layout."""
         seen: set[tuple[object, ...]] = set()
         for which, number in self.order:
             e = self.estimates[which]

@@ -1,4 +1,4 @@
-"""Estimates of composed runs, each with its own mesh and placement."""
+"""Estimates of composed runs, each with a separate mesh and placement."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def candidates_of(runs: Sequence[Run]) -> Candidates:
 
 
 def axis_placements(target: TargetConfig, layout: Layout) -> dict[str, AxisPlacement]:
-    """Return where the axes of a layout are placed on the torus of a target."""
+    """Return the placement of each axis of a layout on the torus of a target."""
     axes, placement = dict(layout.mesh.axes), layout.mesh.placement
     topology = topology_of(target)
     if placement is not None:

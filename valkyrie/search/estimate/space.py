@@ -1,7 +1,7 @@
 """Every layout of a model on a target, as arrays: partition, mesh, placement, remat, microbatches.
 
-Mesh axes that a partition treats alike are one class, in which only the product of their sizes matters: the first axis
-of the class gets all of its devices, and the other divisions are counted as duplicates.
+Mesh axes that appear in the same rules of a partition form a class. Only the product of their sizes matters: the first
+axis of the class gets all of its devices, and the other divisions are counted as duplicates.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from valkyrie.search.estimate.spans import between_slices, spans_of
 from valkyrie.train.memory import location_of
 
 MOST_MICROBATCHES = 128
-"""More do not shorten a pipeline's bubble by one percent."""
+"""Largest number of microbatches in a pipeline. More do not shorten its bubble by one percent."""
 MOST_ACCUMULATED = 32
-"""Microbatches that are tried without a pipeline, where they only save memory."""
+"""Largest number of microbatches to try without a pipeline, where they only save memory."""
 ROUNDS = (2, 4)
-"""Stretches of layers per stage that are tried under the circular schedule."""
+"""Numbers of rounds to try under the circular schedule: stretches of layers per stage."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout on one slice: its identity in a search, from which the command line follows."""
+    """One layout on one slice. Identifies it in a search, and determines its command line."""
 
     target: str
     slices: int
@@ -75,7 +75,7 @@ class Candidate:
 class Group:
     """Candidates of one partition on one target, each with every remat policy.
 
-    `meshes`: the mesh of each candidate, with its placement. `classes`: the number of classes of mesh axes.
+    `meshes` has the mesh of each candidate, with its placement. `classes` is the number of classes of mesh axes.
     """
 
     target: TargetConfig
@@ -134,7 +134,7 @@ def enumerate_layouts(
     """Return every layout of a run's model. Raises ProblemError if every partition is refused on every mesh.
 
     Args:
-        run: Model, batch and sequence length; its remat policy is always tried.
+        run: Model, batch and sequence length. Its remat policy is always tried.
         targets: Slices.
         partitions: Partitions, each with its schedule.
         remats: Further remat policies.
@@ -160,9 +160,9 @@ def enumerate_layouts(
 
 
 def partition_variants(partition: PartitionConfig, named: Collection[str] = ()) -> Iterator[PartitionConfig]:
-    """Yield a partition with each schedule, if it has a pipeline, and each without and with ZeRO-1.
+    """Yield a partition with each schedule, if it has a pipeline, and each of these with and without ZeRO-1.
 
-    Of `schedule`, `rounds` and `zero1`, those that are `named` keep their values.
+    Settings in `named` (`schedule`, `rounds`, `zero1`) keep their values.
     """
     gpipe, circular, own = PipelineSchedule.gpipe, PipelineSchedule.circular, (partition.schedule, partition.rounds)
     every = [(gpipe, 1), (PipelineSchedule["1f1b"], 1), *((circular, rounds) for rounds in ROUNDS)]
@@ -182,7 +182,7 @@ def partition_variants(partition: PartitionConfig, named: Collection[str] = ()) 
 
 
 def _distinct_policies(run: Run, remats: Sequence[RematConfig]) -> list[RematConfig]:
-    """Return the policies that save different activations of this model, the run's own first."""
+    """Return the policies that save different activations of this model, starting with the run's."""
     saved, distinct = run.model.kept(), {}
     for remat in [run.config.remat, *remats]:
         distinct.setdefault(tuple(location_of(entry, remat) for entry in saved), remat)
@@ -203,7 +203,7 @@ def _indivisible(batch: int, microbatches: int, targets: Sequence[TargetConfig])
 def _mesh_independent_problems(
     run: Run, target: TargetConfig, partition: PartitionConfig, remat: RematConfig
 ) -> list[Problem]:
-    """Return the problems that a partition and a remat policy have on every mesh of a target."""
+    """Return the problems of a partition and a remat policy that occur on every mesh of a target."""
     stages = partition.parameters.get(LAYERS, ())
     mesh = parse_mesh(f"{target.slices}s1x1x1x1" if target.slices > 1 else "1x1x1x1")
     axis = next((axis for axis in mesh.axes if axis in stages and axis != SLICE_AXIS), None)
@@ -293,7 +293,7 @@ def _candidates(
 
 
 def _axis_classes(mesh: MeshConfig, parameters: Rules, activations: Rules) -> list[list[str]]:
-    """Return the mesh axes that are in some rule, grouped by the rules they are in; x, y and z before w."""
+    """Return the mesh axes that appear in some rule, grouped by those rules; x, y and z before w."""
     role_of = roles(mesh, parameters, activations)
     classes: dict[tuple[object, ...], list[str]] = {}
     for axis in sorted(mesh.axes, key=lambda axis: (axis == "w", axis)):
@@ -306,7 +306,7 @@ def _axis_classes(mesh: MeshConfig, parameters: Rules, activations: Rules) -> li
 
 
 def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write n as a product of `parts` factors, in ascending order."""
+    """Yield every way to write n as an ordered product of `parts` factors, in lexicographic order."""
     if parts < 2:
         if parts == 1 or n == 1:
             yield (n,) * parts
@@ -317,7 +317,7 @@ def divisions(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _microbatches(batch: int, shards: int, stages: int) -> list[int]:
-    """Return counts of microbatches: powers of two, with a pipeline at least one per stage."""
+    """Return counts of microbatches: powers of two, and with a pipeline at least one per stage."""
     most = min(batch // shards, MOST_MICROBATCHES if stages > 1 else MOST_ACCUMULATED)
     counts = [2**i for i in range(most.bit_length())]
     return [n for n in counts if n >= stages] if stages > 1 else counts

@@ -14,15 +14,19 @@ from valkyrie.parallel.axis_links import AxisPlacement
 from valkyrie.parallel.candidates import AxisLinks
 
 LEAST_LINKS = 0.25
-"""Links of a torus axis of a run's own placement, at least; a search tries placements that share links further."""
+"""Lower bound on the links of a torus axis in a run's placement. A search tries placements that share links further."""
 
 
 def spans_of(
     placed: Sequence[Sequence[AxisPlacement]], names: Sequence[str], chip: ChipConfig, *, least_links: float = 0.0
 ) -> Mapping[str, AxisLinks]:
-    """Return the links of mesh axes with these placements, one per layout and axis.
+    """Return the links of mesh axes by name, with one entry per layout.
 
-    `least_links`: lower bound on the links of an axis on the torus.
+    Args:
+        placed: Placements of the axes of each layout, in the order of `names`.
+        names: Names of the axes.
+        chip: The chip.
+        least_links: Lower bound on the links of an axis on the torus.
     """
     of_host = max(math.prod(chip.host_bounds or [1]), 1)
     outside = (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host / chip.devices
@@ -52,7 +56,7 @@ def between_slices(count: int, target: TargetConfig) -> AxisLinks:
 
 
 def host_spans(sizes: Mapping[str, np.ndarray], chip: ChipConfig) -> dict[str, AxisLinks]:
-    """Return the links of mesh axes over hosts whose devices share a switch; the last axis varies fastest."""
+    """Return the links of mesh axes over hosts, each with one switch for its devices. The last axis varies fastest."""
     of_host = int(np.prod(chip.host_bounds or [1]))
     inside, outside = (chip.switch_gbs or 1.0) * 1e9, (chip.dcn_gbs_per_host or 1.0) * 1e9 / of_host
     spans, stride = {}, np.ones(len(next(iter(sizes.values()))))

@@ -1,9 +1,9 @@
 """The step time of many layouts by closed formulas, part by part.
 
-FLOPs and bytes are those that the blocks declare. What a partition's rules make of a product follows from where its
-operands lie (GSPMD, arXiv 2105.04663): axes that split the sum leave partial results, which are summed; axes that split
-an operand and not the parameter are gathered. A pipeline of p stages is idle for (p - 1)/(m + p - 1) of a step of m
-microbatches, interleaved rounds divide that (Megatron-LM, arXiv 2104.04473).
+FLOPs and bytes are those that the blocks declare. The collectives of a product follow from the sharding of its operands
+(GSPMD, arXiv 2105.04663): mesh axes that split the summed dimension leave partial results, which are summed; axes that
+split an operand but not the parameter are gathered. A pipeline of p stages is idle for (p - 1)/(m + p - 1) of a step of
+m microbatches, and interleaved rounds divide that (Megatron-LM, arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from valkyrie.search.estimate.network import CollectiveModel
 from valkyrie.search.estimate.work import Mixing, Product, Work
 
 BACKWARD = 2.0
-"""A product's backward pass has two products of its size."""
+"""FLOPs of a product's backward pass over those of its forward pass: it has two products of the same size."""
 MIXING_BACKWARD = 2.5
-"""Attention's backward pass has five products for the forward's two (FlashAttention-2, arXiv 2307.08691)."""
+"""The same ratio for attention: five products to two (FlashAttention-2, arXiv 2307.08691)."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step by part, one entry a layout; their sum is the step.
+    """Seconds per step by part, with one entry per layout. The parts add up to the step.
 
-    `products`, `mixing` (attention's scores, scans), `moving` (activations through HBM), `head`, `optimizer`,
-    `launching` (what starting operations takes beyond them), `bubble` of a pipeline, and waiting: `weights` gathered,
-    `gradients` summed, `activations` of tensor and sequence parallelism, `host` memory, `stages` that hand on
-    activations.
+    Compute is `products`, `mixing` (attention scores, scans), `moving` (activations through HBM), `head`, `optimizer`,
+    `launching` (starting operations, as far as it takes longer than they do), and the `bubble` of a pipeline. Waiting
+    is for `weights` gathered, `gradients` summed, `activations` of tensor and sequence parallelism, `host` memory, and
+    activations sent between `stages`.
     """
 
     parts: dict[str, np.ndarray]
 
     @cached_property
     def step_s(self) -> np.ndarray:
-        """Seconds of a step."""
+        """Seconds per step."""
         return np.sum(list(self.parts.values()), axis=0)
 
 
 class Step:
-    """The seconds of a step of each layout on a chip; what no remat policy changes is computed once for all of them."""
+    """Step times of layouts on a chip. Everything that does not depend on the remat policy is computed once."""
 
     def __init__(
         self, work: Work, layouts: Candidates, chip: ChipConfig, efficiency: Efficiency, network: CollectiveModel
@@ -63,7 +63,7 @@ class Step:
         self.rows = self.rows / layouts.microbatches
         """Tokens of a device in a microbatch."""
         self.share = work.passes / layouts.stages
-        """The part of all layers that a device has."""
+        """Share of all layers that a device has."""
 
     def under(self, remat: RematConfig) -> Times:
         """Return the parts of a step under a remat policy."""
@@ -100,7 +100,7 @@ class Step:
 
     @cached_property
     def _products(self) -> list[np.ndarray]:
-        """The seconds of each product with a parameter of a block, once for a microbatch."""
+        """Seconds of each product with a parameter of a block, once per microbatch."""
         return [product.count * self._product(product) for product in self.work.products]
 
     def _product(self, product: Product) -> np.ndarray:
@@ -122,7 +122,7 @@ class Step:
 
     @cached_property
     def _head(self) -> np.ndarray:
-        """The seconds of the logits, forward and backward, which the stages of a pipeline may share."""
+        """Seconds of the logits, forward and backward, which the stages of a pipeline may share."""
         model = self.work.run.model
         rows = self.rows / self._loss_rows() / (self.layouts.stages if self.layouts.shares_loss else 1)
         n = model.vocab_rows / self.layouts.split("vocab", "used", model.vocab_rows)
@@ -131,12 +131,12 @@ class Step:
         return (1 + BACKWARD) * self._matrix(rows, k, np.asarray(n)) + self.efficiency.logits_passes * logits
 
     def _loss_rows(self) -> np.ndarray:
-        """Return into how many parts axes of the residual stream that split no vocabulary split the loss' positions."""
+        """Return the number of parts of the loss's positions: axes split them that split `embed` but not `vocab`."""
         free = [a for a in self.layouts.activations["embed"] if a not in self.layouts.activations["vocab"]]
         return self.layouts.parts(free)
 
     def _mixing_under(self, remat: RematConfig) -> np.ndarray:
-        """Return the seconds of attention's scores and of scans, forward, again and backward."""
+        """Return the seconds of attention scores and scans in forward, recomputation and backward."""
         again = [remat.location(mixing.name) is ActivationLocation.nowhere for mixing in self.work.mixing]
         flops = _total((1 + MIXING_BACKWARD + a) * n for a, n in zip(again, self._mixing_flops, strict=True))
         scores = _total((1 + BACKWARD + a) * n for a, n in zip(again, self._scores, strict=True))
@@ -158,7 +158,7 @@ class Step:
         return self.layouts.parts(tuple(dict.fromkeys([*split, *free])))
 
     def _moved_under(self, remat: RematConfig) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes of activations that go through HBM: forward, again and backward; and those to the host."""
+        """Return the bytes of activations that go through HBM, in all passes, and of those that go to the host."""
         e, moved, to_host = self.efficiency, np.zeros(len(self.layouts)), np.zeros(len(self.layouts))
         for (kept, _), bytes_ in zip(self.work.moved, self._moved, strict=True):
             place = remat.location(kept.name, product=kept.product)
@@ -170,7 +170,7 @@ class Step:
 
     @cached_property
     def _moved(self) -> list[np.ndarray]:
-        """The bytes of each kind of activation of a microbatch."""
+        """Bytes of each kind of activation in a microbatch."""
         each = []
         for kept, count in self.work.moved:
             numbers = kept.count * count * self.rows
@@ -180,7 +180,7 @@ class Step:
         return each
 
     def _activations_under(self, remat: RematConfig, again: Sequence[bool]) -> np.ndarray:
-        """Return the seconds of what products and mixing send of activations in a microbatch."""
+        """Return the seconds of activation collectives of products and mixing in a microbatch."""
         sent = zip(again, self._sent_by_products, strict=True)
         seconds = _total((1 + a) * f + b + (0 if a else anew) for a, (f, b, anew) in sent)
         for mixing, sent in zip(self.work.mixing, self._sent_by_mixing, strict=True):
@@ -201,10 +201,11 @@ class Step:
         return [self._neighbours(mixing) for mixing in self.work.mixing]
 
     def _sent_by(self, product: Product, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the seconds of the collectives around a product, forward and backward; `first` of its operand.
+        """Return the seconds of the collectives around a product: forward, backward, and repeated gathers.
 
-        What comes in scattered is gathered for the gradient of the operand and for that of the parameter; last, what
-        the latter gathers of the operand where no pass that computes it again has done so.
+        Scattered gradients of the result are gathered both for the gradient of the operand and for that of the
+        parameter. The latter also needs the gathered operand: the third result is the time to gather it again, unless a
+        recomputation has done so. `first` if no earlier product has gathered the same operand.
         """
         layouts, network = self.layouts, self.network
         reading = [(a, n, layouts.activations[a], layouts.used(a)) for a, n in product.reads]
@@ -238,10 +239,10 @@ class Step:
         return forward, backward, anew
 
     def _whole_batches(self, logical: str, other: np.ndarray) -> np.ndarray:
-        """Return the seconds of gathering a product's other side over data for the gradient of its parameter.
+        """Return the seconds of gathering a product's other side over data axes for the gradient of its parameter.
 
-        XLA does so where an axis of the parameter lies on mesh axes of both kinds, that split data and that do not,
-        for it cannot scatter a sum within a part.
+        XLA does this if an axis of the parameter is split over both kinds of mesh axes, those that split data and those
+        that do not, because it cannot scatter a sum within a part.
         """
         layouts, stored = self.layouts, self.layouts.stored(logical)
         data = tuple(axis for axis in stored if axis in layouts.data)
@@ -251,7 +252,7 @@ class Step:
         return np.where(both, self.efficiency.whole_batches * seconds, 0.0)
 
     def _neighbours(self, mixing: Mixing) -> np.ndarray:
-        """Return the seconds in which a block fetches what it reads of other parts of the sequence."""
+        """Return the seconds that a block needs to fetch activations from other shards of the sequence."""
         layouts, axes = self.layouts, self.layouts.activations[SEQ]
         seconds, seq = np.zeros(len(layouts)), self.work.run.config.seq
         for kept, positions in mixing.neighbours:
@@ -267,7 +268,7 @@ class Step:
 
     @cached_property
     def _table_collectives(self) -> np.ndarray:
-        """The seconds of summing over the vocabulary: looked-up rows, and the gradient of the last hidden states."""
+        """Seconds of summing over the vocabulary: looked-up rows, and the gradient of the last hidden states."""
         layouts, vocab = self.layouts, self.layouts.used("vocab")
         stream = self.rows * self.work.embed * self.work.itemsize
         free = [a for a in layouts.activations["embed"] if a not in layouts.activations["vocab"]]
@@ -276,7 +277,7 @@ class Step:
 
     @cached_property
     def _weights(self) -> np.ndarray:
-        """Return the seconds of gathering parameters that rest split over data, forward and backward."""
+        """Seconds of gathering parameters that are stored split over data axes, forward and backward."""
         seconds, itemsize = np.zeros(len(self.layouts)), self.work.itemsize
         for spec in self.work.parameters.values():
             axes = self._gathered_axes(spec)
@@ -286,15 +287,16 @@ class Step:
 
     @cached_property
     def _gradients(self) -> np.ndarray:
-        """Return the seconds of summing gradients over the axes that split data, in all microbatches.
+        """Seconds of summing gradients over data axes, in all microbatches.
 
-        A pipeline sums them once, after its last microbatch. Under ZeRO-1 those are scattered that are whole otherwise.
+        A pipeline sums them once, after its last microbatch. ZeRO-1 scatters gradients that are otherwise summed whole.
         """
         layouts, seconds = self.layouts, np.zeros(len(self.layouts))
         itemsize = self.work.run.config.precision.reduction.itemsize
         for spec in self.work.parameters.values():
             split, stored = self._gathered_axes(spec), [m for axis in spec.axes for m in layouts.stored(axis)]
-            rest = tuple(axis for axis in layouts.data if axis not in stored)  # a dispatched shard gets all its tokens
+            # No sum over data axes that split the parameter: they scatter it, or its shard gets all dispatched tokens.
+            rest = tuple(axis for axis in layouts.data if axis not in stored)
             bytes_ = self.layouts.shard(spec, "used") * itemsize
             seconds += self.network.scatter(layouts, split, bytes_)
             scattered = layouts.partition.zero1 and not self.efficiency.whole_sums
@@ -307,10 +309,10 @@ class Step:
 
     @cached_property
     def _over_stages(self) -> np.ndarray:
-        """Return the seconds of what a pipeline sends once a step beside what stages hand on.
+        """Seconds of the communication of a pipeline once per step, in addition to that between stages.
 
-        The stream of all microbatches goes to the first stage and from the last to all, and back; gradients of
-        parameters that are no layer's are summed over the stages.
+        The stream of all microbatches goes to the first stage, from the last stage to all, and back. Gradients of
+        parameters outside the layers are summed over the stages.
         """
         layouts, axes = self.layouts, self.layouts.parameters.get(LAYERS, ())
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
@@ -324,7 +326,7 @@ class Step:
 
     @cached_property
     def _updated(self) -> np.ndarray:
-        """Return the seconds of gathering what ZeRO-1 updated in parts, once a step."""
+        """Seconds of gathering the parameters that ZeRO-1 updated in parts, once per step."""
         seconds = np.zeros(len(self.layouts))
         if self.layouts.partition.zero1:
             for spec in self.work.parameters.values():
@@ -337,7 +339,7 @@ class Step:
 
     @cached_property
     def _handed_on(self) -> np.ndarray:
-        """Return the seconds in which a stage hands a microbatch on, forward and backward."""
+        """Seconds of sending a microbatch to the next stage, forward and backward."""
         layouts = self.layouts
         width = self.work.embed / layouts.split("embed", "active", self.work.embed)
         bytes_, axes = self.rows * width * self.work.itemsize, layouts.parameters.get(LAYERS, ())
@@ -350,7 +352,7 @@ class Step:
 
     @cached_property
     def _optimizer(self) -> np.ndarray:
-        """The seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's."""
+        """Seconds of the optimizer's step: its bytes at HBM's rate, and its products at the matrix unit's."""
         # TODO: count Muon's two exchanges of matrices in the compute dtype. XLA makes an all-to-all, a gather or a
         # slice of each, by how the matrix is stored, and no closed form of that choice has been checked.
         config = self.work.run.config.optimizer
@@ -362,12 +364,11 @@ class Step:
 
 
 def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the sum of arrays."""
     return functools.reduce(np.add, arrays)
 
 
 def _exposed(sent: np.ndarray, computing: np.ndarray, hidden: float) -> np.ndarray:
-    """Return the seconds that communication is waited for: a share is hidden while there is computing beside it."""
+    """Return the exposed seconds of communication. At most the share `hidden` overlaps, if there is enough compute."""
     return np.maximum((1 - hidden) * sent, sent - computing)
 
 

@@ -1,4 +1,4 @@
-"""What a step has to do, whatever its layout: products, mixing, activations, parameters, as blocks declare them."""
+"""The work of a step under any layout, as blocks declare it: products, mixing, activations, parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ _OF_PRODUCTS = ("matrix", "ssm")
 class Product:
     """A product of every token with a parameter, in `count` layers.
 
-    `reads` and `makes` are the logical axes of its operand and of its result, with their lengths. `numbers` is the size
-    of the parameter over those, 2 for complex ones. Products of a layer with the same `operand` read the same
-    activations. `name` is that of its result as remat knows it; None where remat does not.
+    Args:
+        reads, makes: Logical axes of the operand and of the result, with their lengths.
+        count: Number of layers.
+        numbers: Size of the parameter over those lengths; 2 for complex parameters.
+        float32: Whether it is computed in float32.
+        operand: Key of the operand. Products of a layer with the same key read the same activations.
+        name: Name of the result in remat policies, or None if it has none.
+        remade: Whether a backward pass that finds no activation of the block needs the result.
     """
 
     reads: tuple[tuple[str, int], ...]
@@ -31,30 +36,35 @@ class Product:
     operand: tuple[object, ...]
     name: str | None
     remade: bool
-    """Whether a backward pass that finds none of the block's activations needs its result."""
 
     @property
     def k(self) -> int:
-        """The length it sums over."""
+        """Length of the dimension that it sums over."""
         return math.prod(n for _, n in self.reads)
 
     @property
     def n(self) -> int:
-        """The length of its result."""
+        """Length of its result."""
         return math.prod(n for _, n in self.makes)
 
     def is_remade(self, remat: RematConfig) -> bool:
-        """Return whether a backward pass computes it again."""
+        """Check whether a backward pass recomputes the product."""
         return self.remade and remat.location(self.name, product=True) is ActivationLocation.nowhere
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """What a block does beside its products, in `count` layers: `flops` of a token forward, `axes` that split it.
+    """The work of a block other than its products, such as attention scores or a scan.
 
-    `scores`: numbers of a token that it makes of pairs of positions; they stay on the chip where a kernel makes them.
-    `name` is that of its result as remat knows it. `over_rows`: axes of the residual stream that split none of `axes`
-    split its rows. `neighbours`: what it reads of positions that another device holds where the sequence is split.
+    Args:
+        flops: FLOPs per token of a forward pass.
+        scores: Numbers per token that belong to pairs of positions. If a kernel computes them, they stay on the chip.
+        axes: Logical axes that split the work.
+        count: Number of layers.
+        name: Name of the result in remat policies, or None if it has none.
+        over_rows: Whether mesh axes that split the residual stream, and none of `axes`, split its rows.
+        neighbours: Activations that it reads from other shards of the sequence, with the number of positions (None:
+            all).
     """
 
     flops: float
@@ -70,8 +80,8 @@ class Mixing:
 class Work:
     """A step of a model: its products, mixing, and parameters.
 
-    `embed` is the width of the residual stream, `passes` the number of passes through the stack. `moved` are
-    activations that are written and read again, with the number of layers that have each.
+    `embed` is the width of the residual stream, `passes` the number of passes through the stack. `moved` are the
+    activations that are written and read again, each with its number of layers.
     """
 
     run: Run
@@ -94,9 +104,10 @@ class Work:
 
 
 def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
-    """Return the work of a step of a run; ValueError for a model that does not declare its layers.
+    """Return the work of a step of a run. Raises ValueError for a model that does not declare its layers.
 
-    `whole_blocks`: blocks are computed again to their last product, as by PyTorch; XLA leaves out what nothing reads.
+    With `whole_blocks`, blocks are recomputed up to their last product, as PyTorch does. XLA leaves out results that
+    nothing reads.
     """
     model = run.model
     if not isinstance(model, Layered):
@@ -122,7 +133,7 @@ def work_of(run: Run, *, whole_blocks: bool = False) -> Work:
 
 
 def _products(block: Block, site: BlockContext, count: int, place: tuple[object, ...], last: bool) -> list[Product]:
-    """Return the products of a block; each takes the name of the next activation of its result's axes."""
+    """Return the products of a block. Each takes the name of the next named activation of the same size."""
     named = [pair for pair in zip(block.saves(site), block.kept(site), strict=True) if pair[0].product]
     products = []
     for parameter in block.parameters(site).values():
@@ -143,7 +154,7 @@ def _products(block: Block, site: BlockContext, count: int, place: tuple[object,
 
 
 def _mixing(block: Block, site: BlockContext, count: int, seq: int, of_products: float) -> Mixing:
-    """Return what a block of so many FLOPs of products does beside them."""
+    """Return the work of a block that is not in its products. `of_products` is the number of FLOPs in those."""
     inner = [kept for kept in block.kept(site) if kept.name is not None and not kept.product]
     axes = tuple(a for a in (block.activations[0] if block.activations else ()) if a not in (BATCH, SEQ))
     of_positions = tuple(block.neighbours(site))

@@ -1,4 +1,4 @@
-"""Compares two layouts: what their steps take, part by part, what they send, recompute and keep.
+"""Compares two layouts: their step times by part, and what they send, recompute and keep in memory.
 
 Uses their predictions and nothing else, so every number in a sentence was computed. Reports compare measured layouts in
 the same way.
@@ -22,11 +22,11 @@ LETTERS = ("A", "B")
 NO_STEP = "compile for a TPU slice, such as target=v4-64."
 """Advice for a layout that has no predicted step."""
 _LEAST_SHARE = 0.1
-"""A part gets a sentence from this share of the difference between the steps."""
+"""Smallest share of the difference between the steps for which a part gets a sentence."""
 _MAIN_SHARE = 0.5
-"""A kind of memory is called most of the difference between two peaks from this share of it."""
+"""Smallest share of the difference between two peaks for which a kind of memory is called most of it."""
 _MORE_FLOPS = 0.03
-"""Relative difference between two counts of executed FLOPs that gets a sentence."""
+"""Smallest relative difference between two counts of executed FLOPs that gets a sentence."""
 _LISTED = 5
 """Length of lists: collectives of each layout, recomputed activations, settings."""
 _PRODUCTS = (PartKind.matmul, PartKind.kernel)
@@ -34,7 +34,7 @@ _COMMUNICATION = {
     PartKind.exposed: ("waiting for communication", "waits"),
     PartKind.collectives: ("time in collectives, waiting included", "spends"),
 }
-"""Communication in sentences: its name, and the verb of a layout. Measured steps have collectives alone."""
+"""Names of communication in sentences, and the verb for a layout. Measured steps have only `collectives`."""
 _SUBJECTS = {
     PartKind.memory: "Memory-bound operations",
     PartKind.compute: "Other arithmetic",
@@ -45,7 +45,7 @@ _SUBJECTS = {
 
 @dataclass(frozen=True)
 class Pair:
-    """A quantity of both layouts, in seconds or bytes of one device and step."""
+    """A quantity of both layouts, in seconds or bytes per device and step."""
 
     name: str
     first: float
@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def more(self) -> float:
-        """By how much the second exceeds the first."""
+        """Excess of the second over the first."""
         return self.second - self.first
 
 
@@ -72,7 +72,7 @@ class WaitedCollective:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two layouts of one model side by side, as `explain.json` stores it.
+    """Two layouts of one model side by side, as `explain.json` stores them.
 
     Seconds and bytes sent of the second layout are scaled to the tokens of a step of the first.
 
@@ -83,7 +83,7 @@ class Difference:
         bytes_sent: Bytes that a device sends, by mesh axes.
         bytes_at_peak: Peak memory of a device by what it holds, of whole steps.
         collectives: Collectives of each layout with the longest waits.
-        sentences: Which of them is faster, and why.
+        sentences: A headline with the faster layout, then the reasons.
     """
 
     names: tuple[str, str]
@@ -96,13 +96,13 @@ class Difference:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why one of them is faster, without the headline that says which."""
+        """Reasons why one layout is faster, without the headline."""
         return self.sentences[1:]
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What is compared of a layout: seconds, bytes sent and memory by name, and the tokens of a step."""
+    """Quantities of a layout that are compared: seconds, bytes sent and memory by name, and the tokens of a step."""
 
     seconds: dict[str, float]
     sent: dict[str, float]
@@ -136,7 +136,7 @@ def difference(
 ) -> Difference:
     """Compare two layouts. Raises ValueError with all reasons if they cannot be compared.
 
-    They must be of one model, fit, and have step times.
+    Both must be of the same model, fit, and have step times.
 
     Args:
         first: A layout.
@@ -164,7 +164,7 @@ def difference(
 
 
 def sides(prediction: Prediction) -> Sides:
-    """Return what is compared of a layout. Mesh axes are named with their roles: `x,y (FSDP)`."""
+    """Return the quantities of a layout that are compared. Mesh axes are named with their roles: `x,y (FSDP)`."""
     about, traffic, held = prediction.about, prediction.communication, prediction.memory
     seconds = {describe_part(part.kind, _axes(part.mesh_axes, about)): part.seconds for part in prediction.parts}
     over = {} if traffic is None else {_axes(axes, about): size for axes, size in traffic.by_mesh_axes.items()}
@@ -172,7 +172,7 @@ def sides(prediction: Prediction) -> Sides:
 
 
 def other_models(first: Prediction, second: Prediction) -> list[str]:
-    """Return why two layouts are not of one model: another name, or other values of settings that both have."""
+    """Return the reasons why two layouts are of different models: their names, or values of settings that both have."""
     models = [prediction.about["model"] for prediction in (first, second)]
     shared = first.model.keys() & second.model.keys()
     changed = [key for key in first.model if key in shared and first.model[key] != second.model[key]]
@@ -185,7 +185,7 @@ def other_models(first: Prediction, second: Prediction) -> list[str]:
 
 
 def without_step(prediction: Prediction, letter: str) -> str | None:
-    """Return why a prediction has no step of a layout, or None if it has one."""
+    """Return the reason why a prediction has no step time of a layout, or None if it has one."""
     name = prediction.about.get("layout")
     if name is None:
         return f"{letter} is no layout of a model but another program: {prediction.about.get('program')}."
@@ -198,9 +198,9 @@ def without_step(prediction: Prediction, letter: str) -> str | None:
 
 
 def _names(first: Prediction, second: Prediction, requests: tuple[str, str] | None) -> tuple[str, str]:
-    """Return both layouts by what distinguishes them: their names, other settings of the compile, or `requests`.
+    """Name both layouts so that they differ: by name, by other settings of the compile, or by `requests`.
 
-    Raises ValueError if nothing does, or if both are one program with the same step time.
+    Raises ValueError if they do not differ, or if both are one program with the same step time.
     """
     pair = (first, second)
     names = [prediction.about["layout"] for prediction in pair]
@@ -242,7 +242,7 @@ def _axes(mesh_axes: tuple[str, ...], about: Mapping[str, Any]) -> str:
 
 
 def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
-    """Return the collectives with the longest waits; the forward and backward pass of one operation are one."""
+    """Return the collectives with the longest waits. The forward and backward pass of one operation count as one."""
     merged: dict[tuple[str, str, str, str], tuple[float, float, float]] = {}
     traffic = side.prediction.communication
     for use in () if traffic is None else traffic.collectives:
@@ -254,7 +254,7 @@ def _longest_waits(side: _Side) -> tuple[WaitedCollective, ...]:
 
 
 def _sentences(a: _Side, b: _Side) -> list[str]:
-    """Return which of two layouts is faster, and why."""
+    """Explain which of two layouts is faster, and why."""
     fast, slow = (a, b) if a.step_s <= b.step_s else (b, a)
     text = f"{fast.label} is {slow.step_s / fast.step_s:.2f} times as fast as {slow.label}: "
     text += f"{duration(fast.step_s)} a step, not {duration(slow.step_s)}."
@@ -276,12 +276,12 @@ def _sentences(a: _Side, b: _Side) -> list[str]:
 
 
 def _share(fast: _Side, slow: _Side, *kinds: PartKind) -> float:
-    """Return the share of the difference between the steps that these parts make up; negative if they oppose it."""
+    """Return the share of the difference between the steps due to these parts. Negative if they oppose it."""
     return (slow.seconds(*kinds) - fast.seconds(*kinds)) / (slow.step_s - fast.step_s)
 
 
 def _communication(fast: _Side, slow: _Side) -> list[str]:
-    """Compare seconds and bytes of communication; the bytes alone if no step has known parts."""
+    """Compare seconds and bytes of communication, or only the bytes if neither step is split into parts."""
     fast_bytes, slow_bytes = (sent(side.scale * sum(side.parts.sent.values())) for side in (fast, slow))
     if not (fast.parts.seconds or slow.parts.seconds):
         known = fast.parts.sent or slow.parts.sent

@@ -33,9 +33,9 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory, sent
 
 _LEAST_PART = 0.001
-"""Share of the longer step from which a part is listed."""
+"""Smallest share of the longer step for which a part is listed."""
 _LEAST_MEMORY = 0.01
-"""Share of the largest kind of memory from which a kind is listed."""
+"""Smallest share of the largest kind of memory for which a kind is listed."""
 _OF_THE_MODE = ("mode", "first", "second", "name")
 
 
@@ -69,7 +69,7 @@ def _folder(run: Run, predictions: Sequence[Prediction]) -> Path:
 
 
 def _predictions(run: Run, requests: tuple[str, str], console: Console) -> tuple[Prediction, Prediction]:
-    """Return the predictions of two folders, or of the command's run with two sets of overrides.
+    """Return the predictions of two layouts, each read from a folder or compiled with overrides of the command's run.
 
     Raises ValueError with all problems before it compiles anything.
     """
@@ -125,7 +125,7 @@ def _layout(run: Run, request: str) -> Run | Prediction:
 
 
 def _known(layout: Run | Prediction) -> Prediction:
-    """Return what is known of a layout before it is compiled."""
+    """Return a prediction with the model and layout of a run that is not compiled yet."""
     if isinstance(layout, Prediction):
         return layout
     return Prediction(about=encode(layout.about()), status=CompileStatus.ok, model=model_settings(layout))

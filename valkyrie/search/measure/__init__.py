@@ -1,1 +1,1 @@
-"""Times the real step, and what the devices reach, on the devices of this machine."""
+"""Times the real step, and the speed of the devices, on this machine."""

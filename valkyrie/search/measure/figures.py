@@ -1,7 +1,8 @@
-"""`mode=figures`: times what the devices at hand reach, as the figures of a chip that the estimate of a step needs.
+"""`mode=figures`: measures the speed of the devices at hand, as the chip figures that the estimate needs.
 
-Products, memory and attention on all devices at once, for CPU devices share cores; collectives among the devices of a
-process, and among all; each by the least of a few calls. No layout of any model is looked at.
+Times products, memory and attention on all devices at once, because CPU devices share cores, and collectives among the
+devices of a process and among all devices. Each figure is from the fastest of a few calls. Involves no layout and no
+model.
 """
 
 from __future__ import annotations
@@ -34,22 +35,25 @@ from valkyrie.train.screen import make_console
 
 REPEATS = 5
 LARGE, SMALL = 512, 64
-"""Sides of the products that are timed: of the peak rate, and of a small one."""
+"""Sides of the products that are timed: of a large one for the peak rate, and of a small one."""
 MEMORY, LEAST_MEMORY = 2**28, 2**24
-"""Bytes that the devices of a process read and write at once, more than nearly any cache holds; and one at least."""
+"""Bytes of a process's arrays, more than nearly any cache holds, and least bytes of the array of one device."""
 LONG_S = 0.15
-"""Once a collective takes so long no larger one is timed, and once calls in a row take half as long no more."""
+"""Seconds of a call after which no larger collective is timed.
+
+Other functions are not repeated more often in a row once the calls take half of this.
+"""
 MOST = 2**25
-"""Bytes that a device has after the largest collective."""
+"""Largest number of bytes that a device has after a collective."""
 MOST_CALLS = 2**14
-"""Calls of a function in a row."""
+"""Functions are not repeated more often in a row beyond this number of calls."""
 POSITIONS, WIDTH, HEADS = 256, 32, 4
-"""Attention that is timed."""
+"""Sizes of the attention that is timed."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Collectives among some devices: GB/s one way of a device in gathers and in sums, and the seconds of a start."""
+    """Collectives among some devices: GB/s sent by a device in gathers and in sums, and the seconds of a start."""
 
     gather: float
     sum: float
@@ -57,7 +61,7 @@ class Link:
 
 
 def figures_mode(run: Run) -> int:
-    """Time the devices at hand, print their figures, keep them in the run folder, and return the exit status."""
+    """Time the devices at hand, print their figures, store them in the run folder, and return the exit status."""
     with together(run) as team:
         console = make_console()
         devices = prepare_devices(run, console.print, team).devices
@@ -74,9 +78,9 @@ def figures_mode(run: Run) -> int:
 
 
 def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any]:
-    """Return the figures of a chip, as its file has them, of which there are as many as devices.
+    """Return the figures of the devices in the format of a chip's file.
 
-    A process counts as a host. Called by all processes of the team.
+    A process counts as a host. All processes of the team must call this.
     """
     dtype, places = jnp.dtype(compute.value), Mesh(np.array(devices), ("all",))
     timer = _Timer(team, places)
@@ -85,7 +89,7 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any
     estimate = {"products": 1.0, "hbm": 1.0, "tile": 1.0, "float32_passes": 1.0, "gathers": 1.0, "outside": 1.0}
     estimate |= {f"hidden_{what}": 0.0 for what in ("weights", "updates", "gradients", "activations", "stages", "host")}
     of_programs = {"loop_sums": 1.0, "apart": 1.0, "windowed": 0.0, "whole_batches": 0.0}
-    estimate |= of_programs  # of XLA's CPU compiler
+    estimate |= of_programs  # properties of XLA's CPU compiler
     estimate |= {"half_rate_flops": half, "mixing": _attention(timer, dtype) / peak, "launch_s": _launch(timer, dtype)}
     chip: dict[str, Any] = {
         "name": "cpu",
@@ -104,26 +108,29 @@ def figures(devices: Sequence[Any], compute: DType, team: Team) -> dict[str, Any
         between = _links(timer, dtype, len(devices))
         chip["dcn_gbs_per_host"] = statistics.geometric_mean([between.gather, between.sum])
         estimate["outer_start_s"] = max(between.start_s - estimate["start_s"], 0.0) / math.log2(team.count)
-    # XLA's CPU compiler makes an all-reduce and a slice of what a partition asks to be scattered.
+    # XLA's CPU compiler implements a reduce-scatter as an all-reduce and a slice.
     estimate["scatters"] = 2.0 if inside is None else 2 * inside.gather / inside.sum
     return chip | {"estimate": estimate}
 
 
 class _Timer:
-    """Times functions of arrays that lie split over all devices; every process of a team has the same seconds."""
+    """Times functions of arrays that are split over all devices. Every process of a team gets the same result."""
 
     def __init__(self, team: Team, mesh: Mesh) -> None:
         self.team, self.mesh, self._calls = team, mesh, 0
 
     @property
     def count(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return self.mesh.size
 
     def __call__(
         self, function: Callable[..., Any], shape: Sequence[int], dtype: Any = jnp.float32, mesh: Mesh | None = None
     ) -> float:
-        """Return the least seconds of a function of an array of this shape, which all devices begin together."""
+        """Return the shortest time of a function, in seconds, over calls that all devices begin together.
+
+        `shape` is the shape of the array on each device.
+        """
         mesh = mesh or self.mesh
         axes = PartitionSpec(mesh.axis_names)
         part = np.full(tuple(shape), 0.01, dtype)
@@ -142,7 +149,7 @@ class _Timer:
 
 
 def _products(timer: _Timer, dtype: Any) -> tuple[float, float]:
-    """Return FLOP/s of a device in large products, and the FLOPs of a product at half that rate."""
+    """Return the FLOP/s of a device in large products, and the FLOPs of a product at half that rate."""
 
     def seconds(side: int) -> float:
         def one(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -156,13 +163,13 @@ def _products(timer: _Timer, dtype: Any) -> tuple[float, float]:
 
 
 def _memory(timer: _Timer, devices: int) -> float:
-    """Return bytes a second that each of the devices of a process moves: it reads an array, and writes another."""
+    """Return the bytes per second that each device of a process moves when it reads one array and writes another."""
     bytes_ = max(MEMORY // devices, LEAST_MEMORY)
     return 2 * bytes_ / _again(timer, lambda _, y: 1.01 * y, (bytes_ // 4,), jnp.float32)
 
 
 def _again(timer: _Timer, one: Callable[[jax.Array, jax.Array], jax.Array], shape: Sequence[int], dtype: Any) -> float:
-    """Return the seconds of a function of an array and its last result, called so often that devices overlap."""
+    """Return the seconds of a function of an array and its last result, repeated until devices overlap."""
 
     def repeated(calls: int) -> Callable[[jax.Array], jax.Array]:
         return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: one(x, y), x)
@@ -174,13 +181,13 @@ def _again(timer: _Timer, one: Callable[[jax.Array, jax.Array], jax.Array], shap
 
 
 def _attention(timer: _Timer, dtype: Any) -> float:
-    """Return FLOP/s of a device in attention's products, two forward and four backward."""
+    """Return the FLOP/s of a device in attention's products, two forward and four backward."""
     flops = 3 * 4.0 * HEADS * POSITIONS**2 * WIDTH
     return flops / timer(_forward_and_backward, (HEADS, POSITIONS, WIDTH), dtype)
 
 
 def _forward_and_backward(x: jax.Array) -> jax.Array:
-    """Return what attention hands on, beside its gradient, so that none of its products is left out."""
+    """Return the output of attention together with its gradient, so that no product is optimised away."""
     out, backward = jax.vjp(_attend, x)
     return jnp.stack([out, *backward(out)], axis=1)
 
@@ -191,17 +198,17 @@ def _attend(x: jax.Array) -> jax.Array:
 
 
 def _launch(timer: _Timer, dtype: Any) -> float:
-    """Return the seconds of a product that is too small to matter, with what stands around it."""
+    """Return the seconds of a product that is too small to matter, including the operations around it."""
     return _again(timer, lambda x, y: jnp.tanh(y @ x) + 1, (8, 8), dtype)
 
 
 def _links(timer: _Timer, dtype: Any, members: int) -> Link:
-    """Return what collectives reach among so many neighbouring devices each, all at once."""
+    """Measure collectives in all groups of `members` neighbouring devices at once."""
     mesh = Mesh(timer.mesh.devices.reshape(-1, members), ("others", "group"))
     start = timer(lambda x: jax.lax.psum(x, "group"), (8,), dtype, mesh)
 
     def rate(function: Callable[[jax.Array], jax.Array], sent: float, growth: int = 1) -> float:
-        """Return GB/s where each device sends `sent` of its bytes; `growth`: how many times as many it then has."""
+        """Return the GB/s of a device that sends `sent` times the bytes it has. It then has `growth` times as many."""
         bytes_ = 2**16
         while True:
             seconds = timer(function, (bytes_ // jnp.dtype(dtype).itemsize,), dtype, mesh)

@@ -1,4 +1,4 @@
-"""The figures of devices as `mode=figures` leaves them: read as a chip, and in words. Imports no JAX."""
+"""Reads the figures that `mode=figures` writes, as a chip and as text. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from valkyrie.units import duration
 
 
 def read_figures(file: Path) -> ChipConfig:
-    """Return the chip that a `figures.json` describes; OSError and ValueError where it is none."""
+    """Return the chip that a `figures.json` describes. Raises OSError or ValueError if it describes none."""
     values = OmegaConf.create(file.read_text())
     chip = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ChipConfig), values))
     assert isinstance(chip, ChipConfig), file
@@ -23,7 +23,7 @@ def read_figures(file: Path) -> ChipConfig:
 
 
 def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> bool:
-    """Return whether a folder has the figures of so many devices of a process on this machine, for this dtype."""
+    """Check whether a folder has figures for `devices` devices per process on this machine, in this dtype."""
     if not ((folder / FIGURES).is_file() and (folder / MACHINES).is_file()):
         return False
     chip, machines = read_figures(folder / FIGURES), json.loads((folder / MACHINES).read_text())
@@ -31,7 +31,7 @@ def has_figures(folder: Path, machine: str, compute: DType, devices: int) -> boo
 
 
 def in_words(chip: ChipConfig) -> str:
-    """Return what devices reach, in a line."""
+    """Describe the figures of devices in a line."""
     of = chip.estimate
     ((dtype, tflops),) = chip.peak_tflops.items()
     parts = [f"{1e3 * tflops:.3g} GFLOP/s in {dtype} and {chip.hbm_gbs or 0.0:.3g} GB/s of memory a device"]

@@ -1,4 +1,4 @@
-"""Measures a layout: the real step on the devices at hand, warmed up, then timed step by step."""
+"""Measures a layout: runs the real step on the devices at hand, first to warm up, then timed step by step."""
 
 from __future__ import annotations
 
@@ -38,13 +38,20 @@ from valkyrie.train.room import DoesNotFit, check_room
 def measure(
     run: Run, devices: Devices, trace: Path | None = None, say: Callable[[str], Any] | None = None
 ) -> Measurement:
-    """Time a layout: seconds of each timed step, rates, memory, and what the program sends.
+    """Time a layout: seconds of each timed step, rates, memory, and communication.
 
-    Every step waits for its result before the next one starts, so that a step's seconds are its own. The batch is
-    random tokens of the run's shape that lie on the devices, or comes from the run's loader, whose time then counts.
-    A few more steps are traced for the time of collectives; the trace stays in the folder `trace` if one is given.
-    What does not fit comes back as a result; ValueError where the arrays of simulated devices are larger than this
-    machine's memory. `say` is given a line where the memory may not be enough. `simulated` says that no time is real.
+    Every step waits for its result before the next one starts, so that steps are timed separately. The batch is random
+    tokens of the run's shape, already on the devices, or comes from the run's loader. The loader's time then counts. A
+    few more steps are traced for the time of collectives.
+
+    A layout that does not fit is returned with that status. Raises ValueError if the arrays of simulated devices are
+    larger than this machine's memory. With `simulated` devices, no time is real.
+
+    Args:
+        run: The run.
+        devices: The devices.
+        trace: Folder to keep the trace in, or None to delete it.
+        say: Called with a warning if the memory may not be enough.
     """
     blank = Measurement(
         about=encode(run.about()),
@@ -107,7 +114,7 @@ def _measured(
 
 @contextlib.contextmanager
 def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
-    """Give batches on the devices without end: one of random tokens again and again, or those of a training."""
+    """Provide endless batches on the devices: the same random tokens every time, or those of a training."""
     config = run.config
     if settings_for(MeasureMode, config.mode).data is MeasuredData.random:
         batch = program.task.random_batch(config.batch, config.seq, run.model.vocab_size, config.seed, program.places)
@@ -119,7 +126,7 @@ def _batches(run: Run, program: StepProgram) -> Iterator[Iterator[Any]]:
 
 
 def _speed(run: Run, devices: Devices, seconds: list[float], warmup: int) -> MeasuredStep:
-    """Return median, 90th percentile and least seconds of the steps after the warm-up, and the rates by the median."""
+    """Return median, 90th percentile and minimum of the seconds after the warm-up, and the rates by the median."""
     config, chip, timed = run.config, devices.chip, seconds[warmup:]
     tokens, median = config.batch * config.seq, statistics.median(timed)
     peak = None if chip is None else chip.peak_flops(config.precision.compute)
@@ -137,7 +144,7 @@ def _speed(run: Run, devices: Devices, seconds: list[float], warmup: int) -> Mea
 
 
 def _reported_peak(devices: Devices) -> int | None:
-    """Return the bytes of a device of this process at its peak, as it reports them; None where it does not."""
+    """Return the largest peak that a device of this process reports, in bytes, or None if none reports one."""
     of_devices = [device.memory_stats() for device in devices.devices if device.process_index == jax.process_index()]
     peaks = [stats["peak_bytes_in_use"] for stats in of_devices if stats and "peak_bytes_in_use" in stats]
     return max(peaks, default=None)

@@ -1,4 +1,4 @@
-"""Time in collectives of a real run: a few traced steps, whose events are joined with the compiled module."""
+"""Time in collectives of a real run: traces a few steps and joins their events with the compiled module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from valkyrie.problems import first_line
 from valkyrie.train.profile import tracing
 
 STEPS = 3
-"""How many steps are traced: their median is told."""
+"""Number of traced steps. The median is reported."""
 
 MEANING = (
     "seconds of a traced step in which a device is in a collective, waiting for the other devices included; the median "
@@ -29,9 +29,9 @@ MEANING = (
 
 
 class Event(NamedTuple):
-    """One operation that ran: its name in the module, the device, the run it belongs to (None: not told), its times.
+    """One operation that ran: its name in the module, the device, the run it belongs to (None if unknown), its times.
 
-    `start` is in seconds of the trace's clock, `seconds` is how long it took.
+    `start` is in seconds of the trace's clock, `seconds` is the duration.
     """
 
     op: str
@@ -53,7 +53,7 @@ def collective_times(
         with nullcontext(keep) if keep is not None else tempfile.TemporaryDirectory() as folder:
             files, step_s = _trace(step, Path(folder))
             events = [event for file in files for event in read_events(file, module)]
-    except (RuntimeError, OSError) as error:  # the profiler is no part of the measurement
+    except (RuntimeError, OSError) as error:  # a measurement does not need the profiler
         return _none(first_line(error))
     if not events:
         return _none("the profiler recorded no operation of the step")
@@ -64,12 +64,13 @@ def collective_times(
 
 
 def read_events(file: Path, module: Module) -> Iterator[Event]:
-    """Yield the operations of a module that a trace (`*.xplane.pb`) has, of every device of this process.
+    """Yield the operations of a module in a trace (`*.xplane.pb`), for every device of this process.
 
-    CPU devices share a plane, and their events name device and run. An accelerator has a plane of its own: on a TPU
-    one of its lines is of operations, on a GPU its lines are streams, and kernels name the operation they are for.
+    CPU devices share a plane, and their events name device and run. Each accelerator has a separate plane: on a TPU,
+    one of its lines has the operations; on a GPU, its lines are streams, and kernels name the operation that they
+    belong to.
     """
-    trace = jax.profiler.ProfileData.from_file(str(file))  # its planes do not keep it alive
+    trace = jax.profiler.ProfileData.from_file(str(file))  # the planes do not keep this object alive
     for plane in trace.planes:
         lines = list(plane.lines)
         for line in [line for line in lines if line.name == _OPERATIONS] or lines:
@@ -87,7 +88,7 @@ _STATS = {"hlo_op", "hlo_module", "device_ordinal", "run_id"}
 
 
 def known_collectives(module: Module, mesh_axes: dict[str, int]) -> dict[str, Collective]:
-    """Return what every operation that is, starts, ends or contains a collective does, by name, if it crosses axes."""
+    """Return the collectives that cross mesh axes, by the name of an operation that is, starts, ends or has one."""
     reader = Collectives(module, mesh_axes)
     found: dict[str, Collective] = {}
     for name, instruction in module.instructions.items():
@@ -105,8 +106,8 @@ def known_collectives(module: Module, mesh_axes: dict[str, int]) -> dict[str, Co
 def seconds_by_use(events: list[Event], collectives: dict[str, Collective]) -> list[CollectiveTime]:
     """Return seconds of a step by mesh axes and kind: the median run, mean over devices.
 
-    Mesh axes with most time come first, and of those the kind with most. The times sum to that in which any collective
-    is under way. Events that do not name their run are divided evenly among the traced steps.
+    Mesh axes with the most time come first, and within them the kind with the most. The times add up to the time during
+    which any collective is running. Events that do not name their run are divided evenly among the traced steps.
     """
     runs: dict[str, dict[int | None, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -130,7 +131,7 @@ _Use = tuple[tuple[str, ...], str]
 
 
 def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> dict[_Use, float]:
-    """Return the seconds of one device by mesh axes and kind; what overlaps shares its time evenly."""
+    """Return the seconds of one device by mesh axes and kind. Collectives that overlap share the time evenly."""
     edges: list[tuple[float, int, _Use]] = []
     for event in events:
         use = collectives[event.op].mesh_axes, collectives[event.op].kind
@@ -149,7 +150,7 @@ def _seconds_each(events: list[Event], collectives: dict[str, Collective]) -> di
 
 
 def _trace(step: Callable[[], object], folder: Path) -> tuple[list[Path], float]:
-    """Run the traced steps; return the files that the profiler wrote under the folder, and the median step, seconds."""
+    """Run the traced steps. Return the files that the profiler wrote to the folder, and the median step in seconds."""
     seconds = []
     with tracing(folder) as files:
         for _ in range(STEPS):
@@ -164,7 +165,7 @@ def _none(reason: str) -> CollectiveTrace:
 
 
 def _started(instruction: Instruction) -> Instruction | None:
-    """Return the collective that an instruction is, or whose end it waits for."""
+    """Return the collective that an instruction is or ends, or None."""
     if kind_of(instruction.opcode):
         return instruction
     if instruction.opcode.endswith("-done") and instruction.operands and kind_of(instruction.operands[0].opcode):

@@ -1,4 +1,4 @@
-"""The compiler options that may be worth setting on a chip: `compiler_options.yaml`, where each has its source."""
+"""Compiler options that may be worth setting on a chip, from `compiler_options.yaml`, which gives their sources."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class CompilerOption:
     Args:
         name: Name of the option.
         values: Values to try. None leaves the choice to the compiler.
-        does: What the option changes.
-        source: Where that is known from.
+        does: Effect of the option.
+        source: Source of that information.
         chips: Chips that have it, or None for all TPUs.
         also: Options set together with each value.
-        idle_on: Chips on which it changed none of the programs that were tried.
+        idle_on: Chips where it did not change any program that was tried.
         idle: Whether the chip of `options_for` is one of those.
     """
 
@@ -38,7 +38,7 @@ class CompilerOption:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The options that are set."""
+        """Names of the options that are set."""
         return (self.name, *self.also)
 
     @property
@@ -47,13 +47,13 @@ class CompilerOption:
         return all(isinstance(value, bool) for value in self.values)
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return what is tried for each value: options with their values."""
+        """Return the options to set for each value to try, by name."""
         return [{self.name: value, **self.also} for value in self.values]
 
 
 @cache
 def all_options() -> tuple[CompilerOption, ...]:
-    """Return all options, in the order in which they are tried."""
+    """Return all options, in the order of trying them."""
     from omegaconf import OmegaConf
 
     rows = OmegaConf.to_container(OmegaConf.load(FILE))
@@ -62,6 +62,6 @@ def all_options() -> tuple[CompilerOption, ...]:
 
 
 def options_for(chip: str) -> list[CompilerOption]:
-    """Return the options that may be worth setting on a chip, in the order in which they are tried."""
+    """Return the options that may be worth setting on a chip, in the order of trying them."""
     options = (option for option in all_options() if option.chips is None or chip in option.chips)
     return [replace(option, idle=chip in option.idle_on) for option in options]

@@ -1,4 +1,4 @@
-"""`mode=tune`: prints what compiler options and implementations are worth to a layout, and keeps the best."""
+"""`mode=tune`: prints the gain of compiler options and implementations for a layout, and stores the best."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from valkyrie.train.screen import make_console
 from valkyrie.units import duration, memory, seconds_of
 
 _WIDTHS = (10, 9, 10, 12)
-"""Columns of the step, its change, the peak and the verdict; the option stands last, for it is long."""
+"""Widths of the columns for step, change, peak and verdict. The option comes last, because it is long."""
 
 
 def tune_mode(run: Run) -> int:
-    """Tune the run's compiler options by compiling it, print and keep what comes out; return the exit status.
+    """Tune the run's compiler options by compiling it, print and store the results, and return the exit status.
 
-    Ctrl-C ends it with what is known so far: what was compiled is in the cache, where the same command finds it.
+    Ctrl-C ends it with the results so far. Compiled programs are in the cache, where the same command finds them.
     """
     console, folder = make_console(), run_folder(run)
     budget = settings_for(TuneMode, run.config.mode).budget
@@ -59,7 +59,7 @@ def tune_mode(run: Run) -> int:
 
 
 def _first(run: Run) -> str:
-    """Return what is compiled first, and that a budget does not end it."""
+    """Describe the first compile, including that a budget does not end it."""
     budget = settings_for(TuneMode, run.config.mode).budget
     text = f"compiling the layout as it is for {run.config.target.describe()}"
     if budget is None:
@@ -68,7 +68,7 @@ def _first(run: Run) -> str:
 
 
 class _Screen:
-    """What is shown while options are tried: a row for each result, and in a terminal the best so far."""
+    """Output while options are tried: a row for each result, and in a terminal the best so far."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console, self._status, self._best = console, status, ""
@@ -94,9 +94,9 @@ class _Screen:
 
 
 def row(attempt: Attempt) -> list[str]:
-    """Return the lines of an attempt: step, its change to the best before it, peak, verdict, option; and the reason."""
+    """Format an attempt as lines: step, change from the best before it, peak, verdict and option, then the reason."""
     names = ", ".join(assignments(attempt.options)) or "as it is"
-    if len(attempt.options) > 3:  # what is set together of one candidate is less
+    if len(attempt.options) > 3:  # more than one candidate sets
         names = f"{len(attempt.options)} options together: {', '.join(attempt.options)}"
     step, change, peak = "", "", ""
     if attempt.step_s is not None:
@@ -113,7 +113,7 @@ def _columns(step: str, change: str, peak: str, verdict: str, option: str) -> st
 
 
 def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -> None:
-    """Print what the options buy, the YAML that sets them, and the command that trains with them."""
+    """Print the gain of the options, the YAML that sets them, and the command that trains with them."""
 
     def tell(line: str, style: str | None = None) -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
@@ -139,7 +139,7 @@ def _show_end(tuned: Tuned, folder: Path, interrupted: bool, console: Console) -
 
 
 def bought(tuned: Tuned) -> list[str]:
-    """Return a line for each option that was kept: the step without and with it, when it was tried."""
+    """Return a line for each option that was kept: the step without and with it, at the time of the attempt."""
     lines = []
     for attempt in tuned.attempts:
         kept = {name: v for name, v in attempt.options.items() if (tuned.options | tuned.model).get(name, ...) == v}
@@ -151,7 +151,7 @@ def bought(tuned: Tuned) -> list[str]:
 
 
 def fragment(tuned: Tuned) -> str:
-    """Return the YAML that sets the options; its comments say how to use it, and what each option buys."""
+    """Return the YAML that sets the options, with comments on its use and on the gain of each option."""
     about, steps = tuned.run.about(), [duration(seconds) for seconds in (tuned.start_s, tuned.step_s)]
     lines = [
         "# @package _global_",
@@ -173,7 +173,7 @@ def fragment(tuned: Tuned) -> str:
 
 
 def training_command(tuned: Tuned) -> str:
-    """Return the command that trains the run with its options, in a folder of its own, as it was typed otherwise."""
+    """Return the command that trains the run with its options in a new folder. Other arguments are as typed."""
     own = ("mode", "name")
     typed = [a for a in tuned.run.arguments if key_value(a)[0] not in own and not key_value(a)[0].startswith("mode.")]
     return " ".join([command_name(), *map(shlex.quote, typed), *tuned.overrides])

@@ -1,6 +1,6 @@
-"""Tries compiler options of a layout, and other implementations of its model's blocks, by compile alone.
+"""Tunes a layout by compiling it with other compiler options and with other implementations of its model's blocks.
 
-One after another; those that shorten its step are kept.
+Tries one after another and keeps those that shorten the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from valkyrie.trees import with_value
 from valkyrie.units import gib
 
 LEAST_GAIN = 0.002
-"""Share of the step that an option must save to be kept, because a later compiler may refuse it."""
+"""Smallest share of the step that an option must save to be kept, because a later compiler may refuse the option."""
 ROUNDS = 2
 
 _WITHOUT_STEP = {CompileStatus[v.name]: v for v in (Verdict.refused, Verdict.does_not_fit, Verdict.timeout)}
@@ -41,7 +41,7 @@ class _BudgetSpent(Exception):
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled program, the seconds of its step, or None if it has none, and the seconds that compiling took."""
+    """A compiled program, its step time in seconds or None if it has none, and the seconds that compiling took."""
 
     compiled: Compiled
     step_s: float | None
@@ -54,7 +54,7 @@ class _Program:
         return step
 
     def options(self, *set_by: str) -> Options:
-        """The options that somebody set, by default all, as the compiler reads them."""
+        """Return the options set by these sources, by default all, as the compiler reads them."""
         return {option.name: option.value for option in self.step.options if not set_by or option.set_by in set_by}
 
 
@@ -65,20 +65,20 @@ def tune(
     on_result: Callable[[Tuned], None] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Find the compiler options and implementations with which a run's step is shortest.
+    """Find the compiler options and implementations that make a run's step shortest.
 
-    Each value of each option is tried on top of the best so far. If that kept any, a second round also tries to take
-    kept options back. Equal programs are compiled once, also across calls (`mode.cache`).
+    Each value of each option is tried on top of the best so far. If that kept any, a second round also tries to remove
+    kept options. Equal programs are compiled once, also across calls (`mode.cache`).
 
-    Raises ValueError if there is nothing to tune, or the layout as it is does not compile.
+    Raises ValueError if there is nothing to tune, or the baseline does not compile.
 
     Args:
         run: The run.
         candidates: Options to try. By default those of its chip, and then the other implementations of its model's
             blocks, except for settings that the run's command names.
-        budget_s: Seconds after which nothing more is tried; a running compile is ended. The baseline compile is
-            limited only by `mode.time_limit_s`.
-        on_result: Called with everything known after each attempt.
+        budget_s: Seconds after which nothing more is tried; a running compile is ended. The baseline compile is limited
+            only by `mode.time_limit_s`.
+        on_result: Called with all results so far after each attempt.
         progress: Called with a line to show during a compile.
     """
     if reason := not_tunable(run.config.target):
@@ -96,7 +96,7 @@ def tune(
 
 
 def not_tunable(target: TargetConfig) -> str | None:
-    """Return why a target has no compiler options to tune, or None if it has."""
+    """Return the reason why a target has no compiler options to tune, or None if it has some."""
     if platform_of(target.platform).replay is not None:
         return None
     return (
@@ -130,7 +130,7 @@ def with_settings(run: Run, options: Mapping[str, Any], model: Mapping[str, Enum
 
 @dataclass(frozen=True)
 class _Move:
-    """Options, and settings of the model, to set on top of the best.
+    """Options and settings of the model to set on top of the best.
 
     `combines` are the settings that were joined only to find out whether any of them changes the program.
     """
@@ -156,21 +156,21 @@ class _Tuner:
         self._mode = settings_for(CompileMode, run.config.mode)
         self._deadline = None if budget_s is None else time.monotonic() + budget_s
         self._at_start: Options = {}
-        """Options of the layout as it is, as the compiler reads them."""
+        """Options of the baseline, as the compiler reads them."""
         self._defaults: Options = {}
         """Those of them that the chip's YAML sets."""
         self._tried: set[_Texts] = {frozenset()}
         self._effects: dict[_Texts, Verdict] = {}
-        """Last verdict of each setting."""
+        """Last verdict on each setting."""
         self._steps: dict[str, float] = {}
         """Seconds of a step by the digest of its module."""
         self._model: dict[str, Enum] = {}
-        """Settings of the model of the best so far."""
+        """Settings of the model in the best so far."""
         self._digest = ""
-        """Module of the best so far."""
+        """Digest of the best module so far."""
 
     def start(self) -> None:
-        """Compile the layout as it is. Raises ValueError if it has no step."""
+        """Compile the baseline. Raises ValueError if it has no step time."""
         program = self._compile(self._run, "as it is", budgeted=False)
         if program.step_s is None:
             raise ValueError(
@@ -185,7 +185,10 @@ class _Tuner:
         self._report(self.tuned)
 
     def try_options(self, candidates: Sequence[CompilerOption]) -> None:
-        """Try the candidates, twice if that keeps any; the chip's defaults last, which are there for a reason."""
+        """Try the candidates, and try them again if any are kept.
+
+        Options that the chip's YAML sets come last, because they are set for a reason.
+        """
         theirs = self.tuned.set_by_user.keys()
         candidates = [candidate for candidate in candidates if theirs.isdisjoint(candidate.names)]
         candidates.sort(key=lambda candidate: candidate.name in self._defaults)
@@ -197,15 +200,15 @@ class _Tuner:
                 break
 
     def try_implementations(self, others: Sequence[tuple[str, Enum]]) -> None:
-        """Try each with the best options."""
+        """Try each implementation with the best options."""
         for key, value in others:
             self._attempt(_Move({}, {key: value}), 1)
 
     def _first_round(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield each value of each candidate, except the second one of a switch whose first changes the program.
+        """Yield each value of each candidate, except the second value of a switch if the first changes the program.
 
-        The first value of a switch that changes nothing may be the compiler's default, so the second is tried at the
-        end, together with others, as are the values of options that mostly change nothing on the chip.
+        The first value of a switch that changes nothing may be the compiler's default, so the second one is tried at
+        the end, together with others. Values of options that mostly change nothing on the chip are also tried together.
         """
         idle = [candidate.settings() for candidate in candidates if candidate.idle]
         others = [options for settings in idle for options in settings[1:]]
@@ -221,7 +224,7 @@ class _Tuner:
         yield from self._together(others)
 
     def _again(self, candidates: Sequence[CompilerOption]) -> Iterator[_Move]:
-        """Yield what changed nothing, together; then each kept option taken back, and the other values."""
+        """Yield the settings that changed nothing, together; then the removal of each kept option, and other values."""
         idle: dict[str, Options] = {}
         active: list[tuple[CompilerOption, list[Options]]] = []
         for candidate in candidates:
@@ -239,7 +242,7 @@ class _Tuner:
             yield from map(_Move, settings)
 
     def _together(self, settings: Sequence[Options]) -> Iterator[_Move]:
-        """Yield all settings at once and, if that changes the program, each half, to find those that change it."""
+        """Yield all settings at once and, if that changes the program, each half, to find those with an effect."""
         if len(settings) < 2:
             yield from map(_Move, settings)
             return
@@ -253,7 +256,7 @@ class _Tuner:
             yield from self._together(settings[half:])
 
     def _attempt(self, move: _Move, number: int) -> None:
-        """Compile the best so far with a move on top, and keep it if that is shorter."""
+        """Compile the best so far with a move on top, and keep it if the step is shorter."""
         best, model = self.tuned, self._model | move.model
         options = best.options | move.options
         options = {name: value for name, value in options.items() if option_text(value) != self._at_start.get(name)}
@@ -286,7 +289,7 @@ class _Tuner:
         )
 
     def _judge(self, move: _Move, program: _Program, number: int, fewer: bool = False) -> Attempt:
-        """Return the attempt with its verdict; `fewer` if it takes a kept option back."""
+        """Return the attempt with its verdict. `fewer` if it removes a kept option."""
         compiled, change = program.compiled, None
         attempt = Attempt(move.settings, Verdict.start, number, seconds=program.seconds, cached=compiled.cached)
         if program.step_s is None:
@@ -332,7 +335,7 @@ def _texts(options: Mapping[str, Any]) -> _Texts:
 
 
 def _reason(compiled: Compiled) -> str:
-    """Return why a program has no step, as a sentence."""
+    """Describe why a program has no step, as a sentence."""
     shortage = compiled.outcome.shortage
     if shortage is not None and shortage.needed:
         return f"it does not fit, it needs {gib(shortage.needed)} of {gib(shortage.usable)} usable."

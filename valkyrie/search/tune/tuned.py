@@ -1,4 +1,4 @@
-"""Results of tuning a layout: what was tried, and the best compiler options and implementations."""
+"""Results of tuning a layout: the attempts, and the best compiler options and implementations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Verdict(Enum):
     not_needed = "taken back"  # no slower without it
     no_gain = "no gain"
     same = "same program"
-    changed = "see below"  # several together; halves are tried next to find which of them changes it
+    changed = "see below"  # several options together; halves are tried next to find those with an effect
     refused = "refused"
     does_not_fit = "does not fit"
     timeout = "too long"
@@ -35,13 +35,13 @@ class Attempt:
 
     Args:
         options: Options that it changes, several if they are tried together.
-        verdict: What follows from it.
+        verdict: Result of the attempt.
         round: Round of the search, from 1.
-        step_s: Predicted seconds of a step.
-        peak: Bytes of a device.
-        change: Relative difference to the best step before it; negative if it is shorter.
+        step_s: Predicted seconds per step.
+        peak: Peak bytes per device.
+        change: Relative difference to the best step before it. Negative if it is shorter.
         reason: Why there is no step.
-        seconds: Seconds that the attempt took.
+        seconds: Duration of the attempt in seconds.
         cached: Whether the program had been compiled before.
     """
 
@@ -62,11 +62,11 @@ class Tuned:
 
     Args:
         run: The run with the best settings.
-        start_s: Seconds of a step without them.
-        step_s: Seconds of a step with them.
-        options: Compiler options to set in addition to the run's own.
-        attempts: Everything tried, in order.
-        to_fit: Options without which the program does not fit; a compile adds them, a training does not.
+        start_s: Seconds per step without them.
+        step_s: Seconds per step with them.
+        options: Compiler options to set in addition to the run's.
+        attempts: All attempts, in order.
+        to_fit: Options without which the program does not fit. A compile adds them, a training does not.
         set_by_user: Options that are not varied.
         model: Other implementations of its blocks, such as `model.s5.scan`: `blocked`.
         finished: False while there is more to try.
@@ -100,7 +100,7 @@ class Tuned:
 
 
 def tune_record(tuned: Tuned, versions: dict[str, str]) -> dict[str, Any]:
-    """Return what `tune.json` stores, with the versions of the packages that decide the numbers."""
+    """Return the content of `tune.json`, with the versions of the packages that decide the numbers."""
     known = {field.name: getattr(tuned, field.name) for field in fields(tuned) if field.name != "run"}
     return {"about": tuned.run.about(), "versions": versions, **known, "schema": 1}
 
