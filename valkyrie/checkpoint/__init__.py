@@ -1,8 +1,8 @@
-"""Checkpoints by Orbax in two tiers: durable ones in the run folder, fast ones on the disk or in the memory of a host.
+"""Orbax checkpoints in two tiers: durable ones in the run folder, fast ones on each host's disk or memory.
 
-`config`: what a run asks of them. `place`: where they lie. `steps`: which ones a run has, without JAX. `contents`: what
-is in one.
-`tier`: saving in the background and checking, the same for both. `durable`, `fast`: the tiers. `tiers`: both together.
+`config`: the settings. `place`: the location of durable checkpoints. `steps`: the steps a run has saved, without JAX.
+`contents`: what a checkpoint contains.
+`tier`: background saving and checks, shared by both tiers. `durable`, `fast`: the tiers. `tiers`: both combined.
 """
 
 from valkyrie.checkpoint.config import CheckpointConfig, FastConfig

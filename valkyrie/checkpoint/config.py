@@ -1,4 +1,4 @@
-"""What a run asks of its checkpoints: how often they are saved, and which of them are kept."""
+"""Checkpoint settings: how often to save, and which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 @dataclass
 class FastConfig:
-    """The fast tier: each host saves what its own devices hold every `every` steps (null: never), the newest `keep`.
+    """The fast tier: every `every` steps (null: never) each host saves its own devices' arrays; the newest `keep` stay.
 
-    `folder` is on each host, and outlives a process, not the host: null for the system's temporary files;
-    `/dev/shm/valkyrie` is memory. Of several processes one may be killed between two saves, so that they have only an
-    older one in common: hence two.
+    `folder` is a path on each host; null uses the system's temporary files, and `/dev/shm/valkyrie` is memory. Fast
+    checkpoints survive the death of a process, but not of the host. If one of several processes is killed between two
+    saves, only an older checkpoint is complete on all of them: hence `keep: 2`.
     """
 
     every: int | None = None
@@ -23,7 +23,7 @@ class FastConfig:
     keep: int = 2
 
     def problems(self) -> list[Problem]:
-        """Return everything that is wrong with these settings."""
+        """Return every problem with these settings."""
         problems = check_range("checkpoint.fast.every", self.every, least=1, otherwise="null for no fast tier")
         problems += check_range("checkpoint.fast.keep", self.keep, least=1)
         if self.folder is not None and scheme_of(self.folder) is not None:
@@ -34,14 +34,14 @@ class FastConfig:
 
 @dataclass
 class CheckpointConfig:
-    """The durable tier: saved in the background every `every` steps (null: only at the end), kept by policy.
+    """The durable tier: saved in the background every `every` steps (null: only at the end).
 
-    They lie in the run folder, or in `folder`, a path or a bucket (gs://, s3://) that all hosts reach, under the run's
-    name.
+    Checkpoints are stored in the run folder, or under the run's name in `folder`: a path or bucket (gs://, s3://) that
+    all hosts reach.
 
-    Kept are the newest `keep`, one for every `keep_every_h` hours (null: none), and the `keep_best` with the lowest
-    `best`, or with the highest where `highest_is_best`: a name of the evaluation, which is then made before such a
-    save where both are due.
+    These are kept: the newest `keep`, one for every `keep_every_h` hours (null: none), and the `keep_best` with the
+    lowest `best` (the highest with `highest_is_best`). `best` is the name of an evaluation metric. With `keep_best`, if
+    an evaluation and a save are due at the same step, the evaluation runs first.
     """
 
     name: str = "async"
@@ -55,7 +55,7 @@ class CheckpointConfig:
     fast: FastConfig = field(default_factory=FastConfig)
 
     def problems(self) -> list[Problem]:
-        """Return everything that is wrong with these settings."""
+        """Return every problem with these settings."""
         problems = check_range("checkpoint.every", self.every, least=1, otherwise="null to save only at the end")
         problems += check_range("checkpoint.keep", self.keep, least=1)
         problems += check_range("checkpoint.keep_every_h", self.keep_every_h, above=0, otherwise="null for none")

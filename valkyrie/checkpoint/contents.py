@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its arrays by name, and what it says about itself."""
+"""The contents of a checkpoint: its arrays by name, and its metadata (`about`)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def tree_of(state: Any) -> dict[str, Any]:
 
 
 HOLDS, PARAMETERS_ALONE = "holds", "parameters"
-"""What a checkpoint without optimizer state says of itself."""
+"""The metadata entry that marks a checkpoint without optimizer state."""
 
 
 def holds_parameters_alone(path: Any) -> bool:
-    """Return whether a checkpoint has parameters and no optimizer state; ValueError where it cannot be read."""
+    """Return whether a checkpoint has parameters but no optimizer state. ValueError if it cannot be read."""
     return read_about(path).get(HOLDS) == PARAMETERS_ALONE
 
 
 def parameters_alone(state: Any, parameters: Any) -> Any:
-    """Return a train state that has these parameters, and None for everything else."""
+    """Return a train state with these parameters and None in all other fields."""
     return state._replace(**{**dict.fromkeys(state._fields), "parameters": parameters})
 
 
@@ -37,7 +37,7 @@ def shapes_of(parameters: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_about(path: Any) -> dict[str, Any]:
-    """Return what a checkpoint says about itself; ValueError when that cannot be read."""
+    """Return the metadata of a checkpoint. ValueError if it cannot be read."""
     try:
         about = json.loads((path / "about" / "metadata").read_text())
         if not isinstance(about["parameters"], dict):
@@ -51,12 +51,12 @@ def read_about(path: Any) -> dict[str, Any]:
 
 
 def damage_of(path: Any) -> Problem | None:
-    """The first file of a checkpoint that fails its checksum, or None. Buckets verify their own objects."""
+    """Return the first file of a checkpoint that fails its checksum, or None. Buckets verify their own objects."""
     return None if in_bucket(path) else folder_damage(path)
 
 
 def refuse_other_shapes(path: Any, wanted: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of another model: ValueError names the parameters that differ."""
+    """Raise ValueError, naming the differing parameters, if the checkpoint is of another model."""
     saved = {name: tuple(shape) for name, shape in read_about(path)["parameters"].items()}
     built = shapes_of(wanted["parameters"])
     problems = [
@@ -74,14 +74,15 @@ def refuse_other_shapes(path: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[str, tuple[str, str]]) -> None:
-    """Refuse a sound checkpoint whose state has other arrays; one that cannot be read is left to the reading.
+    """Raise ValueError if the saved state has other arrays than the run, for example of another optimizer.
 
-    `changed` has the settings that are not the saved run's, by key: (asked, saved).
+    If the saved array names cannot be read, this returns silently; restoring then raises the error. `changed` maps the
+    key of each setting that differs from the saved run to (requested, saved).
     """
     saved, wanted_names = _saved_arrays(path), set(names_of(wanted))
     if saved is None or saved == wanted_names:
         return
-    # another number keeps the arrays; an optimizer, an average or a clipping that comes or goes does not
+    # a changed number keeps the arrays; adding or removing an optimizer, average or clipping does not
     options = {
         key: values
         for key, values in changed.items()
@@ -101,7 +102,10 @@ def refuse_other_state(path: Any, wanted: Mapping[str, Any], changed: Mapping[st
 
 
 def refuse_other_tokenizer(path: Any, wanted: Mapping[str, str] | None) -> None:
-    """Refuse the checkpoint of a model that learned other tokens; one that says none of its tokenizer is of any."""
+    """Raise ValueError if the checkpoint's model was trained with another tokenizer.
+
+    A checkpoint that records no tokenizer is accepted.
+    """
     saved = read_about(path).get("tokenizer")
     if wanted is None or saved is None or saved["fingerprint"] == wanted["fingerprint"]:
         return
@@ -118,12 +122,12 @@ def refuse_other_tokenizer(path: Any, wanted: Mapping[str, str] | None) -> None:
 
 
 def _run_of(path: Any) -> str:
-    """Return the name of the run of a checkpoint."""
+    """Return the name of the run that a checkpoint belongs to."""
     return (path.parent.parent if path.parent.name == FOLDER else path.parent).name
 
 
 def _saved_arrays(path: Any) -> set[str] | None:
-    """Return the dotted name of every array of a saved state; None where that cannot be read."""
+    """Return the dotted name of every array of a saved state, or None if the metadata cannot be read."""
     try:
         entries = json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values()
         return {
@@ -136,9 +140,9 @@ def _saved_arrays(path: Any) -> set[str] | None:
 
 
 def local_shards(tree: Any) -> dict[str, list[str]]:
-    """Return what the devices of this process hold of each array, by dotted name: its dtype, then slices of it.
+    """Return the parts of each array on this process's devices, by dotted name: its dtype, then the slices.
 
-    Of an array of shape [8, 4] a device may hold `0:4,0:4`. The tree has arrays, or shapes with their shardings.
+    For an array of shape [8, 4] a slice may be `0:4,0:4`. The tree has arrays, or shapes with their shardings.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""The durable tier: checkpoints in the run folder, written by all processes together, for any layout."""
+"""The durable tier: checkpoints in the run folder, written by all processes together, readable under any layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from valkyrie.processes.team import Team
 
 
 class Durable(Tier):
-    """The durable checkpoints of one run folder. They are restored under any mesh, partition and process count."""
+    """The durable checkpoints of one run folder. They can be restored under any mesh, partition and process count."""
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, *, read_only: bool, team: Team, about: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Durable(Tier):
     def _open(self) -> Any:
         import orbax.checkpoint as ocp
 
-        if self._read_only:  # another process may be saving here: its unfinished folders are not to be cleaned away
+        if self._read_only:  # another process may be saving here: do not clean up its unfinished folders
             options = ocp.CheckpointManagerOptions(read_only=True)
         else:
             options = ocp.CheckpointManagerOptions(
@@ -56,9 +56,10 @@ class Durable(Tier):
         return args.StandardRestore(wanted)
 
     def sound_step(self) -> int:
-        """Return the newest step whose files are as they were saved; ValueError where no checkpoint's are.
+        """Return the newest step with undamaged files. ValueError if every checkpoint is damaged.
 
-        Damaged ones before it are named in a note, and set aside so that their steps can be saved again.
+        Prints a note for each newer, damaged checkpoint and, unless read-only, moves it aside so that its step can be
+        saved again.
         """
         steps, damages = sorted(self._manager.all_steps(), reverse=True), []
         for step in steps:
@@ -76,7 +77,7 @@ class Durable(Tier):
         return step
 
     def set_all_aside(self) -> None:
-        """Set aside all checkpoints, which are damaged: their steps can be saved again."""
+        """Move all checkpoints aside because they are damaged, so that their steps can be saved again."""
         for step in self._manager.all_steps():
             self._set_aside(step)
 
@@ -86,7 +87,7 @@ class Durable(Tier):
 
 
 def _kept(config: CheckpointConfig) -> Any:
-    """Return Orbax's policy of which checkpoints are preserved: those that any of the settings asks for."""
+    """Return Orbax's preservation policy: keep every checkpoint that matches at least one of the settings."""
     from orbax.checkpoint import checkpoint_managers as managers
 
     policies: list[Any] = [managers.LatestN(config.keep)]
@@ -96,7 +97,7 @@ def _kept(config: CheckpointConfig) -> Any:
         policies.append(
             managers.BestN(
                 get_metric_fn=lambda metrics: metrics[config.best],
-                reverse=not config.highest_is_best,  # the last ones are kept
+                reverse=not config.highest_is_best,  # Orbax keeps the last ones of its order
                 n=config.keep_best,
                 keep_checkpoints_without_metrics=False,
             )

@@ -1,4 +1,4 @@
-"""The fast tier: each process saves what its own devices hold on its host, for a restart under the same layout."""
+"""The fast tier: each process saves its own devices' arrays on its host, to restart under the same layout."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _FULL_DISK = "checkpoint.fast.folder=DIR, or do without: checkpoint.fast.every=n
 
 
 class Fast(Tier):
-    """The fast checkpoints of one process. No process waits for another to save one.
+    """The fast checkpoints of one process. Saving does not wait for other processes.
 
-    They can be read where each process holds the same parts of the same arrays as when they were saved.
+    They can be read only if each process holds the same parts of the same arrays as when they were saved.
     """
 
     label = "fast "
 
     def __init__(self, path: Path, config: FastConfig, index: int, *, about: Mapping[str, Any]) -> None:
-        """`path` is of this process alone; `index` tells which one it is."""
+        """`path` belongs to this process alone; `index` is the index of the process."""
         self._keep, self._index = config.keep, index
         with writing(path, elsewhere=_FULL_DISK):
             path.mkdir(parents=True, exist_ok=True)
         super().__init__(path.resolve(), cleans=True, about=about)
 
     def _open(self) -> Any:
-        """Return a manager for which this process is alone: it writes everything, and meets nobody."""
+        """Return a manager restricted to this process: it writes everything and joins no barrier with others."""
         import jax
         import orbax.checkpoint as ocp
         from orbax.checkpoint import type_handlers
@@ -58,7 +58,7 @@ class Fast(Tier):
             multiprocessing_options=alone,
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_checksums,
-                create_directories_asynchronously=False,  # that signals by a name which all processes share
+                create_directories_asynchronously=False,  # that would signal under a name shared by all processes
             ),
         )
         handlers = {"state": state, "data": plain(), "about": plain()}
@@ -79,7 +79,7 @@ class Fast(Tier):
         return {"process": self._index, "shards": local_shards(tree)}
 
     def usable(self, wanted: Mapping[str, Any]) -> tuple[list[int], list[str]]:
-        """Return the steps that can be read as `wanted` here, and why others cannot; damaged ones are deleted."""
+        """Return the steps that this process can restore as `wanted`, and why others cannot. Deletes damaged ones."""
         steps, refused, shards = [], [], local_shards(wanted)
         for step in sorted(self._manager.all_steps(), reverse=True):
             damage: Problem | str | None = folder_damage(self.folder_of(step))
@@ -101,23 +101,24 @@ class Fast(Tier):
         return steps, refused
 
     def forget_after(self, step: int) -> None:
-        """Delete the checkpoints after a step: the run goes on from there, and will save them anew."""
+        """Delete the checkpoints after a step. The run continues from that step and will save them again."""
         for other in steps_in(self.path):
             if other > step:
                 shutil.rmtree(self.folder_of(other), ignore_errors=True)
         self.reload(newest_in(self.path))
 
     def remove(self) -> None:
-        """Delete the folder, once nothing is saved there any more."""
+        """Delete the folder. Call this after the last save has finished."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other processes of this host may not have come so far
+        with contextlib.suppress(OSError):  # other processes of this host may still have folders here
             self.path.parent.rmdir()
 
 
 def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
-    """Return where this host keeps fast checkpoints of a run, a sub-folder `process-N` each.
+    """Return this host's folder for the fast checkpoints of a run, with a sub-folder `process-N` for each process.
 
-    A run folder that was moved, or began anew under its name, has others.
+    The name depends on the run folder's path and identity, so a run folder that was moved, or recreated under the same
+    name, does not reuse older fast checkpoints.
     """
     base = Path(config.folder) if config.folder else Path(tempfile.gettempdir()) / f"valkyrie-{os.getuid()}"
     known_by = digest(f"{run_folder.resolve()} {identity}")[:12]
@@ -125,7 +126,7 @@ def fast_folder(config: FastConfig, run_folder: Path, identity: str) -> Path:
 
 
 def _covers(saved: Any, wanted: Mapping[str, list[str]]) -> bool:
-    """Return whether every part that is wanted was saved, of arrays of the same dtype."""
+    """Return whether the save includes every wanted part, with the same dtypes."""
     if not isinstance(saved, dict) or saved.keys() != wanted.keys():
         return False
     return all(saved[name][0] == parts[0] and {*parts} <= {*saved[name]} for name, parts in wanted.items())

@@ -1,6 +1,7 @@
-"""Where the durable checkpoints of a run lie: in its run folder, or under a folder or bucket that all hosts reach.
+"""Location of a run's durable checkpoints: the run folder, or a folder or bucket that all hosts reach.
 
-A bucket is read and written by `etils.epath` and TensorStore, as Orbax does it; `gs://` and `s3://` need a package.
+Like Orbax, this reads and writes buckets through `etils.epath` and TensorStore. `gs://` and `s3://` each need an extra
+package.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from valkyrie.paths import write_whole
 from valkyrie.problems import Problem, ProblemCode
 
 FOLDER = "checkpoints"
-"""The folder of a run folder that holds its durable checkpoints, one sub-folder a step."""
+"""The sub-folder of a run folder with its durable checkpoints, one folder per step."""
 POINTER = "checkpoints.path"
-"""The file of a run folder whose durable checkpoints lie elsewhere: it says where."""
+"""The file with the path of the durable checkpoints, if they are not in the run folder."""
 IDENTITY = "id"
-"""The file of a run folder by which its fast checkpoints know it; there while it is trained with that tier."""
+"""The file with the run's identity, which its fast checkpoints are matched by. It exists while the run uses the fast
+tier."""
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
-"""The package that serves a scheme."""
+"""The package that each scheme needs."""
 
 
 def place_problems(folder: str | None) -> list[Problem]:
-    """Return why `checkpoint.folder` cannot be served here, with the package to install."""
+    """Return why `checkpoint.folder` cannot be used here, with the package to install."""
     scheme = None if folder is None else scheme_of(folder)
     if scheme is None:
         return []
@@ -35,14 +37,14 @@ def place_problems(folder: str | None) -> list[Problem]:
 
 
 def in_bucket(path: Any) -> bool:
-    """Return whether a path is of a bucket."""
+    """Return whether a path is in a bucket."""
     return scheme_of(str(path)) is not None
 
 
 def place_of(folder: Path) -> Any:
-    """Return the path of a run's durable checkpoints, of `pathlib` or, in a bucket, of `etils.epath`.
+    """Return the path of a run's durable checkpoints: a `pathlib` path or, in a bucket, an `etils.epath` path.
 
-    ValueError for a bucket that cannot be served here.
+    ValueError for a bucket that cannot be used here.
     """
     pointer = folder / POINTER
     if not pointer.is_file():
@@ -54,9 +56,9 @@ def place_of(folder: Path) -> Any:
 
 
 def set_place(folder: Path, under: str | None) -> None:
-    """Note in a run folder that its durable checkpoints lie in a folder or bucket `under`; None: in itself.
+    """Record in a run folder that its durable checkpoints are in the folder or bucket `under` (None: the run folder).
 
-    ValueError where it has some in another place already.
+    ValueError if the run already has checkpoints in another place.
     """
     wanted = None if under is None else str(asked_place(folder, under))
     pointer = folder / POINTER
@@ -79,12 +81,12 @@ def set_place(folder: Path, under: str | None) -> None:
 
 
 def asked_place(folder: Path, under: str | None) -> Any:
-    """Return the path of a run's durable checkpoints in a folder or bucket `under`, or in the run folder for None."""
+    """Return the path of a run's durable checkpoints in the folder or bucket `under` (None: in the run folder)."""
     return folder / FOLDER if under is None else path_of(under) / folder.name
 
 
 def path_of(text: str) -> Any:
-    """Return a path of a disk or, of a URL, of a bucket."""
+    """Return a path on a disk or, for a URL, in a bucket."""
     if scheme_of(text) is None:
         return Path(text).expanduser().absolute()
     from etils import epath

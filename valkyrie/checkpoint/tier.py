@@ -1,4 +1,4 @@
-"""What both tiers of checkpoints do: save in the background, check what was saved, and go on where a save fails."""
+"""The base class of both checkpoint tiers: saves in the background, checks saves and recovers from failed ones."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ from valkyrie.paths import is_full, why
 from valkyrie.problems import first_line
 
 _LOOK_S = 0.02
-"""A save of several processes is looked at so often while it is waited for."""
+"""Seconds between two polls while waiting for a save by several processes."""
 
 
 class NotSavedError(RuntimeError):
-    """A state could not be saved, and the training cannot go on: the message names the newest good checkpoint."""
+    """A state could not be saved, so training cannot continue. The message names the checkpoint and its folder."""
 
 
 class Tier(ABC):
-    """The checkpoints in one folder: each a train state, the position of its data, and what is needed to judge both.
+    """The checkpoints in one folder. Each has a train state, its data position, and the metadata to check both.
 
-    Saving returns as soon as the arrays are copied off the devices; `wait` and `close` see it through. A save that
-    was interrupted leaves nothing that is taken for a checkpoint. Every checkpoint has the checksums of its files.
+    `save` returns as soon as the arrays are copied off the devices; `wait` and `close` wait until they are on disk. An
+    interrupted save is never mistaken for a checkpoint. Every checkpoint has checksums of its files.
     """
 
     def __init__(self, path: Any, *, cleans: bool, about: Mapping[str, Any], together: bool = False) -> None:
-        """`cleans`: whether this process removes what a failed save left. `about` is said in every checkpoint.
+        """Open the folder.
 
-        `together`: several processes write each checkpoint, and wait for each other. A save that fails on one of them
-        ends it by NotSavedError, and with it the others, which would wait for ever.
+        Args:
+            path: the folder or bucket.
+            cleans: whether this process removes the remains of a failed save.
+            about: metadata stored in every checkpoint.
+            together: whether several processes write each checkpoint and wait for each other. A save that fails on one
+                process raises NotSavedError there, and the other processes end with it, because they would wait
+                forever.
         """
-        for name in ("asyncio", "gcsfs"):  # every part of a failure is reported at length
+        for name in ("asyncio", "gcsfs"):  # these loggers report every part of a failure at length
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _drop_late_callbacks()
         _reported_errors()
@@ -50,7 +55,7 @@ class Tier(ABC):
         self.last_saved: int | None = self._manager.latest_step()
 
     label = ""
-    """What comes before `checkpoint` in messages."""
+    """Prefix of `checkpoint` in messages."""
 
     @abstractmethod
     def _open(self) -> Any:
@@ -65,7 +70,7 @@ class Tier(ABC):
         """Return Orbax's arguments to read arrays of these shapes and shardings."""
 
     def _describe(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is said of a state beside its parameters."""
+        """Return additional metadata about a state."""
         return {}
 
     def folder_of(self, step: int) -> Any:
@@ -75,10 +80,10 @@ class Tier(ABC):
     def save(
         self, step: int, state: Any, data: Mapping[str, Any], metrics: Mapping[str, float] | None = None
     ) -> str | None:
-        """Begin to save the state after `step` steps with the position of its data; once a step.
+        """Begin to save the state after `step` steps and its data position, unless that step is already saved.
 
-        Returns why a save failed, this one or the one before it; None where none has. A failed save leaves nothing,
-        and the next one tries again. `metrics` are those of an evaluation after the same step.
+        Returns why this save or the previous one failed, or None. A failed save leaves nothing behind, and the next one
+        tries again. `metrics` are the results of an evaluation after the same step.
         """
         failed = self.wait()
         if step == self.last_saved:
@@ -94,19 +99,19 @@ class Tier(ABC):
         self.last_saved = step
         try:
             self._manager.save(step, args=content, metrics=None if metrics is None else dict(metrics))
-        except Exception as error:  # Orbax and TensorStore raise many kinds for a disk that is full or gone
+        except Exception as error:  # Orbax and TensorStore raise many kinds of errors if a disk is full or gone
             return self._failed(error)
         return failed
 
     def read(self, step: int, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return (arrays by field, data position) of a checkpoint; ValueError where it cannot be read."""
+        """Return (arrays by field, data position) of a checkpoint. ValueError if it cannot be read."""
         from orbax.checkpoint import args
 
         try:
             restored = self._manager.restore(
                 step, args=args.Composite(state=self._read_args(wanted), data=args.JsonRestore())
             )
-        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+        except Exception as error:  # Orbax and TensorStore raise many kinds of errors for damaged files
             raise ValueError(
                 f"the {self.label}checkpoint of step {step} in {self.path} cannot be read ({type(error).__name__}: "
                 f"{first_line(error)[:200]}). Delete {self.folder_of(step)} to go on from an older one."
@@ -114,12 +119,12 @@ class Tier(ABC):
         return restored["state"], dict(restored["data"])
 
     def reload(self, newest: int | None) -> None:
-        """Read the folder anew, of which `newest` is the newest checkpoint to go on from."""
+        """Read the folder again. `newest` is the newest checkpoint to continue from."""
         self._manager.reload()
         self.last_saved = newest
 
     def wait(self) -> str | None:
-        """Return when the save begun is on disk: None, or why it failed."""
+        """Wait until the current save is on disk. Returns None, or why the save failed."""
         try:
             while self._together and self._manager.is_saving_in_progress():
                 self._raise_reported()
@@ -130,7 +135,7 @@ class Tier(ABC):
         return None
 
     def poll(self) -> str | None:
-        """Return why a save failed that has ended by now, without waiting for one that has not."""
+        """Return why a save that has ended failed, or None. Does not wait for a save in progress."""
         if not self._manager.is_saving_in_progress():
             return self.wait()
         if self._together:
@@ -141,16 +146,16 @@ class Tier(ABC):
         return None
 
     def _raise_reported(self) -> None:
-        """Raise the error of a write in the background that failed on this process.
+        """Raise the error of a background write that failed on this process.
 
-        Orbax itself raises it when the save has ended on all processes, which wait for this one.
+        Orbax raises it only once the save has ended on all processes, and those wait for this one.
         """
         for text, error in _reported_errors():
             if f"{self.path}/" in text:
                 raise error
 
     def close(self) -> None:
-        """See saves through and let go of the folder."""
+        """Wait for saves to finish, then release the folder."""
         if self._broken:
             return
         try:
@@ -160,16 +165,22 @@ class Tier(ABC):
             self._manager.close()
 
     def _unfinished(self) -> list[Path]:
-        """Return the folders of saves that have not ended; in a bucket Orbax knows them."""
+        """Return the folders of unfinished saves, or nothing for a bucket, where Orbax itself tracks them."""
         return [] if in_bucket(self.path) else list(self.path.glob("*.orbax-checkpoint-tmp*"))
 
     def _write_checksums(self) -> None:
-        """Write the checksums of the checkpoint that is about to get its name: Orbax calls this, in its own thread."""
+        """Write the checksums of a checkpoint just before it is renamed to its step.
+
+        Orbax calls this in its own thread.
+        """
         for unfinished in self._unfinished():
             write_checksums(unfinished, without=(METADATA,))
 
     def _failed(self, error: Exception) -> str:
-        """Return the line about a save that failed, with its unfinished folder removed and Orbax ready for another."""
+        """Return the message about a failed save, after removing its folder and reopening Orbax for the next save.
+
+        With `together`, raises NotSavedError instead.
+        """
         step = self.last_saved
         what = f"the {self.label}checkpoint of step {step} could not be saved in {self.path} ({why(error)})"
         if self._together:
@@ -181,7 +192,7 @@ class Tier(ABC):
         for unfinished in self._unfinished() if self._cleans else ():
             shutil.rmtree(unfinished, ignore_errors=True)
         self.last_saved = None
-        with contextlib.suppress(Exception):  # a bucket that cannot be reached raises many kinds
+        with contextlib.suppress(Exception):  # an unreachable bucket raises many kinds of errors
             self.last_saved = newest_in(self.path)
             if in_bucket(self.path) or self.path.parent.is_dir():
                 self._manager = self._open()
@@ -192,7 +203,7 @@ class Tier(ABC):
 
 @cache
 def _reported_errors() -> list[tuple[str, Exception]]:
-    """Return the errors that Orbax reports from its threads, as they come, with their texts; none is printed."""
+    """Return the growing list of errors, with their texts, that Orbax reports from its threads. None is printed."""
     errors: list[tuple[str, Exception]] = []
 
     def keep(record: logging.LogRecord) -> bool:
@@ -203,14 +214,14 @@ def _reported_errors() -> list[tuple[str, Exception]]:
 
     logger = logging.getLogger("absl")
     logger.setLevel(logging.ERROR)
-    logger.disabled = False  # Hydra disables the loggers that were there before it
+    logger.disabled = False  # Hydra disables loggers that were created before it
     logger.addFilter(keep)
     return errors
 
 
 @cache
 def _drop_late_callbacks() -> None:
-    """Keep off the screen that the loop to which the other writes of a failed save report is gone."""
+    """Silence "Event loop is closed", which the other writes of a failed save raise because their loop is gone."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

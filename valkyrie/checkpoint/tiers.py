@@ -1,4 +1,4 @@
-"""Both tiers of a run's checkpoints: each step saved where it is due, and the newest sound one restored."""
+"""Both checkpoint tiers of a run: saves the steps that are due and restores the newest sound checkpoint."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from valkyrie.processes.team import ALONE, Team
 
 
 class Restored(NamedTuple):
-    """A restored state, the position of its data, and `source`: which checkpoint it is and why that one.
+    """A restored state, its data position, and `source`: a description of the checkpoint and why it was used.
 
-    Of a checkpoint with parameters alone, as `valkyrie-convert` writes, everything else of the state is None.
+    If the checkpoint has parameters only, as `valkyrie-convert` writes it, all other fields of the state are None.
     """
 
     step: int
@@ -42,10 +42,10 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder, durable and, where asked for, fast. All processes call the same methods.
+    """The checkpoints of one run folder: durable ones and, if configured, fast ones.
 
-    With `read_only` only the durable ones, of which nothing is changed. `about` is said in every checkpoint; those that
-    say another `tokenizer` are refused.
+    All processes call the same methods. With `read_only`, only durable checkpoints are opened and nothing is changed.
+    `about` is stored in every checkpoint. Checkpoints with a different `tokenizer` are refused.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Checkpoints:
         self.durable = Durable(folder, config, read_only=read_only, team=team, about={"tier": "durable", **about})
         self.fast: Fast | None = None
         if config.fast.every is None and not read_only and team.leads:
-            (folder / IDENTITY).unlink(missing_ok=True)  # what is trained now, fast checkpoints of before do not know
+            (folder / IDENTITY).unlink(missing_ok=True)  # older fast checkpoints become stale from here on
         if config.fast.every is not None and not read_only:
             identity = team.of_first("run identity", lambda: _identity(folder))
             path = fast_folder(config.fast, folder, identity)
@@ -70,7 +70,7 @@ class Checkpoints:
 
     @property
     def last_saved(self) -> int | None:
-        """The newest durable checkpoint."""
+        """The step of the newest durable checkpoint."""
         return self.durable.last_saved
 
     def save(
@@ -80,17 +80,17 @@ class Checkpoints:
         return self.durable.save(step, state, data, metrics)
 
     def save_fast(self, step: int, state: Any, data: Mapping[str, Any]) -> str | None:
-        """Begin to save a fast checkpoint, as `Tier.save` does; nothing where the run has no fast tier."""
+        """Begin to save a fast checkpoint, as `Tier.save` does. Does nothing if the run has no fast tier."""
         return None if self.fast is None else self.fast.save(step, state, data)
 
     def restore(
         self, abstract_state: Any, step: int | None = None, *, changed: Mapping[str, tuple[str, str]] | None = None
     ) -> Restored:
-        """Return the newest sound checkpoint, or the durable one of `step`, laid as `abstract_state` says.
+        """Return the newest sound checkpoint, or the durable one of `step`, with the shardings of `abstract_state`.
 
-        ValueError when there is none, when it does not fit the model or the optimizer, or when its files are damaged.
-        `changed` has the settings that are not the saved run's, by key: (asked, saved), as they are written on the
-        command line. A refusal names those behind it.
+        ValueError if there is no such checkpoint, if it does not fit the model or the optimizer, or if its files are
+        damaged. `changed` maps the key of each setting that differs from the saved run to (requested, saved), written
+        as on the command line. The error message names the settings that cause it.
         """
         if step is None:
             restored = self.newest(abstract_state, changed=changed)
@@ -104,9 +104,9 @@ class Checkpoints:
         return self._restored(abstract_state, step, changed or {}, "")
 
     def newest(self, abstract_state: Any, *, changed: Mapping[str, tuple[str, str]] | None = None) -> Restored | None:
-        """Return the newest sound checkpoint of both tiers that all processes can read; None where there is none.
+        """Return the newest sound checkpoint of both tiers that all processes can read, or None.
 
-        ValueError as `restore` raises it.
+        Raises ValueError like `restore`.
         """
         wanted = tree_of(abstract_state)
         fast, reason = self._agreed_fast(wanted)
@@ -128,7 +128,7 @@ class Checkpoints:
     def _restored(
         self, abstract_state: Any, step: int, changed: Mapping[str, tuple[str, str]], reason: str
     ) -> Restored:
-        """Return a durable checkpoint, refused where it is of another model or optimizer."""
+        """Return a durable checkpoint. ValueError if it is of another model, tokenizer or optimizer."""
         wanted, path = tree_of(abstract_state), self.durable.folder_of(step)
         refuse_other_shapes(path, wanted)
         refuse_other_tokenizer(path, self._about.get("tokenizer"))
@@ -141,9 +141,9 @@ class Checkpoints:
         return Restored(step, abstract_state._replace(**arrays), data, source)
 
     def _sound_durable(self, *, needed: bool) -> int | None:
-        """Return the newest durable checkpoint whose files are as they were saved, as process 0 finds it; None if none.
+        """Return the newest durable checkpoint that process 0 finds undamaged, or None.
 
-        Where all are damaged ValueError if one is `needed`, else None.
+        If all are damaged: ValueError if one is `needed`, else None.
         """
         if self._team.of_first("durable checkpoint", lambda: self.last_saved) is None:
             return None
@@ -162,7 +162,7 @@ class Checkpoints:
         return step
 
     def _agreed_fast(self, wanted: Mapping[str, Any]) -> tuple[int | None, str]:
-        """Return the newest fast checkpoint that every process can read, and where there is none why, in words."""
+        """Return the newest fast checkpoint that every process can read, or None and the reason in words."""
         if self.fast is None:
             return None, ""
         steps, refused = self.fast.usable(wanted)
@@ -177,16 +177,16 @@ class Checkpoints:
         return None, "; no fast one is complete on all processes" if seen else ""
 
     def wait(self) -> str | None:
-        """Return when what was begun is on disk: None, or why it failed."""
+        """Wait until all current saves are on disk. Returns None, or why one failed."""
         failed = None if self.fast is None else self.fast.wait()
         return self.durable.wait() or failed
 
     def poll(self) -> str | None:
-        """Return why a save failed that has ended by now, without waiting for one that has not."""
+        """Return why a save that has ended failed, or None. Does not wait for a save in progress."""
         return self.durable.poll() or (None if self.fast is None else self.fast.poll())
 
     def close(self) -> None:
-        """See saves through and let go of the folders."""
+        """Wait for saves to finish, then release the folders."""
         self.durable.close()
         if self.fast is not None:
             self.fast.close()
@@ -194,12 +194,12 @@ class Checkpoints:
                 self.fast.remove()
 
     def done(self) -> None:
-        """Delete the fast checkpoints at the end: the run is complete and durably saved."""
+        """Mark the run as complete and durably saved: `close` then deletes its fast checkpoints."""
         self._done = True
 
 
 class Kept(NamedTuple):
-    """A checkpoint on disk: its tier, step, the bytes of its files, of which layout and when, and how its files are."""
+    """A checkpoint on disk: tier, step, size in bytes, layout and save time, first damage, and a summary."""
 
     tier: str
     step: int
@@ -210,7 +210,7 @@ class Kept(NamedTuple):
 
 
 def kept_checkpoints(folder: Path, config: CheckpointConfig) -> list[Kept]:
-    """Return the finished checkpoints of a run, durable ones and the fast ones of this host, by step."""
+    """Return the finished checkpoints of a run, durable ones and this host's fast ones, sorted by step."""
     found = [_kept("durable", place_of(folder) / str(step)) for step in saved_steps(folder)]
     if (folder / IDENTITY).is_file():
         fast = fast_folder(config.fast, folder, _identity(folder))
@@ -232,7 +232,7 @@ def _kept(tier: str, path: Any) -> Kept:
 
 
 def _bytes_in(path: Any) -> int:
-    """Return the bytes of all files under a folder; epath has no glob of all depths in a bucket."""
+    """Return the total bytes of the files under a folder. epath has no recursive glob in a bucket."""
     entries = list(path.iterdir())
     return sum(_bytes_in(entry) if entry.is_dir() else entry.stat().length for entry in map(_epath, entries))
 
@@ -244,7 +244,7 @@ def _epath(path: Any) -> Any:
 
 
 def _identity(folder: Path) -> str:
-    """Return what tells this run folder from one of the same path before it."""
+    """Return the identity of a run folder, creating it if missing. Each run at the same path gets another one."""
     file = folder / IDENTITY
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Checkpoints that hold parameters and nothing else: written where weights are converted, and read one at a time."""
+"""Checkpoints with parameters only: written when weights are converted, and read one array at a time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from valkyrie.checkpoint.durable import Durable
 from valkyrie.checkpoint.place import in_bucket
 
 _CHUNK = 64 * 2**20
-"""The bytes of a piece of an array on disk: a device of another mesh reads those that its shard lies in."""
+"""Bytes of an array chunk on disk. A device of another mesh reads only the chunks that overlap its shard."""
 
 
 class WeightsTier(Durable):
-    """The durable tier that saves parameters alone, with no more than a gigabyte of them on their way to disk."""
+    """A durable tier that saves parameters only, with at most one gigabyte in flight to disk."""
 
     def _open(self) -> Any:
         import orbax.checkpoint as ocp
@@ -39,7 +39,7 @@ class WeightsTier(Durable):
 
 
 def read_array(path: Any, field: str, name: str) -> Any:
-    """Return one array of the checkpoint in a folder as NumPy's: `field` of the state, then its dotted name."""
+    """Return one array of the checkpoint in a folder as a NumPy array, by state field and dotted name."""
     import jax
     import numpy as np
     import orbax.checkpoint as ocp
