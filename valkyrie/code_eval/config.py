@@ -1,4 +1,4 @@
-"""The configuration of the evaluation by code; imports little, so that it is checked before anything loads."""
+"""Configuration of the code evaluation. It imports little, so that it is checked before anything else loads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from valkyrie.problems import Problem, ProblemCode, check_range
 
 @dataclass
 class CodeEvalConfig:
-    """What `mode=code_eval` and `code_eval_every` do.
+    """Settings of `mode=code_eval` and `code_eval_every`.
 
-    `problems`: `cpp` or `python`, which come with the package, or the path of a .jsonl. `samples`: completions of each
-    problem, of up to `tokens` tokens, `batch` of them sampled at a time by `temperature` and `top_k`. `time_s`, in
-    seconds, and `memory_mib`, of a process, bound the tests of one; `workers` are judged at a time (null: one a CPU
-    core). `sandbox`: false runs what a model wrote as this user, with its files and its network.
+    Args:
+        problems: `cpp` or `python` for the problems in the package, or the path of a .jsonl.
+        samples: completions per problem.
+        tokens: maximum length of a completion, in tokens.
+        batch: completions sampled at a time.
+        temperature: sampling temperature.
+        top_k: sample from the `top_k` most likely tokens (null: from all).
+        time_s: time limit for the tests of a completion, in seconds.
+        memory_mib: memory limit of each process, in MiB.
+        workers: completions judged at a time (null: one per CPU core).
+        sandbox: false runs generated code as this user, with access to its files and network.
     """
 
     problems: str = "cpp"
@@ -31,7 +38,7 @@ class CodeEvalConfig:
     sandbox: bool = True
 
     def refusals(self, every: int | None) -> list[Problem]:
-        """Return everything that is wrong with these settings and with `code_eval_every`."""
+        """Return every problem with these settings and with `code_eval_every`."""
         problems = check_range("code_eval_every", every, least=1, otherwise="null for none on the way")
         for name in ("samples", "tokens", "batch"):
             problems += check_range(f"code_eval.{name}", getattr(self, name), least=1)
@@ -46,14 +53,14 @@ class CodeEvalConfig:
         return problems + needs_disk("code_eval.problems", self.problems)
 
     def anywhere(self) -> CodeEvalConfig:
-        """Return this configuration with the path in full, which means the same from every directory."""
+        """Return this configuration with an absolute path, which means the same in every directory."""
         is_file = self.problems.endswith(".jsonl") or "/" in self.problems
         path = os.path.abspath(os.path.expanduser(self.problems))
         return replace(self, problems=path) if is_file else self
 
 
 def missing_judge(config: CodeEvalConfig) -> list[Problem]:
-    """Return why this machine cannot judge code: malformed problems, no compiler, no sandbox. Starts a program."""
+    """Return why this machine cannot judge code: malformed problems, no compiler or no sandbox. Starts a program."""
     from valkyrie.code_eval.languages import LANGUAGES
     from valkyrie.code_eval.problems import languages_of, read_problems
     from valkyrie.code_eval.sandbox import trouble

@@ -1,4 +1,4 @@
-"""Judges what a model wrote: compiles it and runs its tests in a sandbox, many at a time, and says how many pass."""
+"""Judges completions: compiles them and runs their tests in a sandbox, several at a time, and computes pass rates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from valkyrie.code_eval.problems import DIFFICULTIES, CodingProblem, languages_o
 from valkyrie.code_eval.sandbox import Ended, run_steps
 
 AT = (1, 10, 100)
-"""The k of pass@k that are reported, as far as there are so many samples of a problem; and the number of samples."""
+"""The k of the reported pass@k, up to the number of samples per problem. That number itself is reported too."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may take: seconds, and MiB of a process. `isolated`: in a sandbox."""
+    """Limits of a program: seconds, and MiB per process. `isolated`: whether it runs in a sandbox."""
 
     time_s: float = 5.0
     memory_mib: int = 512
@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class CompletionResult:
-    """What became of one completion: whether it compiled, whether it passed, why not, and the seconds of its tests."""
+    """The result of one completion: whether it compiled and passed, the reason, and the run time of its tests."""
 
     problem: str
     language: str
@@ -42,22 +42,22 @@ class CompletionResult:
     seconds: float
 
     def record(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the result as plain values."""
         return asdict(self) | {"seconds": round(self.seconds, 4)}
 
 
 def cut(problem: CodingProblem, text: str) -> str:
-    """Return a completion up to where the function ends; the whole of it where it does not end."""
+    """Return a completion up to the end of the function, or all of it if the function does not end."""
     return text[: LANGUAGES[problem.language].end(text)]
 
 
 def is_whole(problem: CodingProblem, text: str) -> bool:
-    """Return whether the function ends in a completion."""
+    """Return whether a completion contains the end of the function."""
     return LANGUAGES[problem.language].end(text) is not None
 
 
 def judge(problem: CodingProblem, text: str, limits: Limits | None = None) -> CompletionResult:
-    """Return what becomes of a completion; SandboxError where no sandbox could be made."""
+    """Compile and test a completion. SandboxError if no sandbox could be created."""
     limits, completion, word = limits or Limits(), cut(problem, text), f"passed {secrets.token_hex(8)}"
     about = (problem.name, problem.language, problem.difficulty, completion)
     if not completion.strip():
@@ -78,9 +78,9 @@ def judge_all(
     workers: int | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[CompletionResult] | None:
-    """Return the results of completions in their order, `workers` at a time (None: one a CPU core).
+    """Return the results of all completions in order, or None if `stopped` returned true on the way.
 
-    None where `stopped` says so on the way.
+    `workers` completions are judged at a time (None: one per CPU core).
     """
 
     def one(pair: tuple[CodingProblem, str]) -> CompletionResult | None:
@@ -97,7 +97,7 @@ def judge_all(
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Return the chance that one of `k` samples passes, estimated from `samples` of which `passed` did.
+    """Return the estimated chance that at least one of `k` samples passes, if `passed` of `samples` did.
 
     The unbiased estimator of the Codex paper (arXiv 2107.03374, equation 1): 1 - C(n-c, k) / C(n, k).
     """
@@ -131,7 +131,7 @@ def _share(values: Sequence[float | bool]) -> float:
 
 
 def _why_not(ended: Sequence[Ended], limits: Limits) -> str:
-    """Return in a few words why a completion did not pass."""
+    """Return a short reason why a completion did not pass."""
     last = ended[-1]
     what = "the compiler" if len(ended) == 1 else "it"
     if last.limit == "time":

@@ -1,4 +1,4 @@
-"""What there is to know of a programming language to judge a function in it: where it ends, how it is built and run."""
+"""Programming languages of the code evaluation: where a function ends, and how a program is built and run."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from pathlib import Path
 from valkyrie.code_eval.sandbox import SandboxStep, python_inside
 
 COMPILE_S, COMPILE_MIB = 30.0, 1536
-"""Seconds and MiB that a compiler may take: a `#include` of much of the standard library on a busy core."""
+"""Time and memory limits of a compiler, in seconds and MiB: enough for large standard headers on a busy core."""
 COMPILERS = ("g++", "clang++", "c++")
-"""The C++ compilers that are looked for, in this order."""
+"""C++ compilers in order of preference."""
 _MAIN = re.compile(r"\bint\s+main\s*\([^)]*\)\s*\{")
 _SEEN = ("/usr", "/bin")
 
 
 class JudgeLanguage(ABC):
-    """A programming language that problems may be in."""
+    """A programming language for problems."""
 
     @abstractmethod
     def end(self, completion: str) -> int | None:
-        """Return where the function ends that a prompt begins and a completion continues; None where it does not."""
+        """Return where in the completion the function begun by the prompt ends, or None if it does not end."""
 
     @abstractmethod
     def trouble(self, prompt: str, tests: str) -> str | None:
-        """Return why prompt and tests cannot be a problem; None where they can."""
+        """Return why prompt and tests do not form a valid problem, or None."""
 
     @abstractmethod
     def missing(self, isolated: bool) -> str | None:
-        """Return what this machine lacks to judge programs, and what to do; None where it lacks nothing."""
+        """Return what this machine lacks to judge programs and how to install it, or None if nothing is missing."""
 
     @abstractmethod
     def build(
         self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
     ) -> tuple[dict[str, str], list[SandboxStep]]:
-        """Return the files of a program and its two steps: one that compiles, one that runs.
+        """Return the files of a program and its two steps: compile and run.
 
-        A run whose tests come to their end well prints `word` as its last line: a program that ends itself before
-        them does not.
+        If all tests pass, the run prints `word` as its last line. A program that exits before its tests are done does
+        not.
         """
 
 
 class Cpp(JudgeLanguage):
-    """C++17, by the first compiler that is found: g++, clang++ or c++."""
+    """C++17, compiled by the first available of g++, clang++ and c++."""
 
     def end(self, completion: str) -> int | None:
-        """Return the place behind the brace that closes the function."""
+        """Return the position after the brace that closes the function."""
         return closing_brace(completion)
 
     def trouble(self, prompt: str, tests: str) -> str | None:
-        """Return why there is no one `main`, or no open function."""
+        """Return an error if the tests do not have exactly one `main`, or the prompt leaves no function open."""
         mains = list(_MAIN.finditer(tests))
         if len(mains) != 1 or closing_brace(tests[mains[0].end() :]) is None:
             return "tests of C++ must have one `int main() {...}`, which returns 0 where all is right"
         return None if prompt.rstrip().endswith("{") else "the prompt of C++ must end with the { of its function"
 
     def missing(self, isolated: bool) -> str | None:
-        """Return that there is no compiler."""
+        """Return an error if there is no compiler."""
         if compiler(isolated) is not None:
             return None
         where = f" (in {' or '.join(_SEEN)}, which a sandbox shows)" if isolated else ""
@@ -69,7 +69,7 @@ class Cpp(JudgeLanguage):
     def build(
         self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
     ) -> tuple[dict[str, str], list[SandboxStep]]:
-        """Return the program, whose `main` calls that of the tests, and prints the word if that returned 0."""
+        """Return a program with a `main` that calls the tests' `main` and prints the word if that returned 0."""
         begins = next(_MAIN.finditer(tests)).end()
         ends = begins + (closing_brace(tests[begins:]) or 0) - 1
         renamed = f"#define main valkyrie_tests\n{tests[:ends]}\nreturn 0; {tests[ends:]}\n#undef main\n"
@@ -92,19 +92,19 @@ class Cpp(JudgeLanguage):
 
 
 class Python(JudgeLanguage):
-    """Python, by the interpreter that runs this."""
+    """Python, run by the current interpreter."""
 
     def end(self, completion: str) -> int | None:
-        """Return the beginning of the first line that is not indented."""
+        """Return the start of the first line that is not indented."""
         found = re.search(r"^\S", completion, re.MULTILINE)
         return None if found is None else found.start()
 
     def trouble(self, prompt: str, tests: str) -> str | None:
-        """Return that the prompt does not stand at the beginning of a line."""
+        """Return an error if the prompt does not end with a line break."""
         return None if prompt.endswith("\n") else "the prompt of Python must end with a line break"
 
     def missing(self, isolated: bool) -> str | None:
-        """Return that this Python cannot be shown in a sandbox."""
+        """Return an error if this Python cannot be mounted in a sandbox."""
         if not isolated or python_inside() is not None:
             return None
         return "this Python is installed right in the home folder, which a sandbox does not show. Use another Python"
@@ -112,7 +112,7 @@ class Python(JudgeLanguage):
     def build(
         self, prompt: str, completion: str, tests: str, word: str, time_s: float, memory_mib: int, isolated: bool
     ) -> tuple[dict[str, str], list[SandboxStep]]:
-        """Return the function and the program; compiling is parsing the first."""
+        """Return the function and the program. The compile step only parses the function."""
         import sys
 
         inside = python_inside()
@@ -127,12 +127,12 @@ class Python(JudgeLanguage):
 
 
 LANGUAGES: dict[str, JudgeLanguage] = {"cpp": Cpp(), "python": Python()}
-"""The languages by the name that a problem gives."""
+"""The languages by the name used in problems."""
 
 
 @cache
 def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.which) -> str | None:
-    """Return the path of the C++ compiler; for a sandbox, of one that lies where it can see it."""
+    """Return the path of the C++ compiler, or None. With `isolated`, only one in a folder visible in the sandbox."""
     for name in COMPILERS:
         path = which(name)
         if path is not None and (not isolated or any(map(Path(path).resolve().is_relative_to, _SEEN))):
@@ -141,7 +141,7 @@ def compiler(isolated: bool = True, which: Callable[[str], str | None] = shutil.
 
 
 def closing_brace(text: str) -> int | None:
-    """Return the place behind the brace of C++ that closes one opened before the text; None where it stays open.
+    """Return the position after the C++ brace that closes one opened before the text, or None if it stays open.
 
     Braces in comments, strings, characters and raw strings do not count.
     """

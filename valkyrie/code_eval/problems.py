@@ -1,4 +1,4 @@
-"""Problems for code: a prompt that begins a function, and tests that hold it to what its comment says.
+"""Coding problems: a prompt that begins a function, and tests of the behavior described in its comment.
 
 Read from JSON lines. Imports little, so that a bad file is refused before JAX loads.
 """
@@ -15,15 +15,15 @@ from valkyrie.code_eval.languages import LANGUAGES
 
 DIFFICULTIES = ("easy", "medium", "hard")
 OWN = ("cpp", "python")
-"""The names of the problems that come with the package."""
+"""The problem sets that ship with the package."""
 
 
 @dataclass(frozen=True)
 class CodingProblem:
-    """One problem: the model continues `prompt`, up to the end of the function that it begins.
+    """A problem: the model continues `prompt` until the function it begins ends.
 
-    `language` is `cpp` or `python`. `tests` of C++ have a `main` that returns 0 where all is right, those of Python
-    raise where it is not. They come after the completion.
+    `language` is `cpp` or `python`. `tests` are placed after the completion. In C++ they have a `main` that returns 0
+    on success; in Python they raise on failure.
     """
 
     name: str
@@ -34,12 +34,12 @@ class CodingProblem:
 
 
 def problems_path(name: str) -> Path:
-    """Return the file of the package's own problems (`cpp`, `python`), or the path of a user's."""
+    """Return the file of a problem set in the package (`cpp`, `python`), or the user's path."""
     return Path(__file__).parent / "problems" / f"{name}.jsonl" if name in OWN else Path(name).expanduser()
 
 
 def read_problems(name: str) -> tuple[CodingProblem, ...]:
-    """Return the problems of a file; ValueError lists every line of it that is none."""
+    """Return the problems of a file. ValueError lists the first invalid lines."""
     path = problems_path(name)
     if not path.is_file():
         known = ", ".join(OWN)
@@ -64,12 +64,12 @@ def read_problems(name: str) -> tuple[CodingProblem, ...]:
 
 
 def languages_of(problems: Sequence[CodingProblem]) -> list[str]:
-    """Return the languages of problems, in the order in which they are known."""
+    """Return the languages of the problems, in the order of `LANGUAGES`."""
     return [name for name in LANGUAGES if any(problem.language == name for problem in problems)]
 
 
 def _problem(line: str) -> CodingProblem | str:
-    """Return the problem on a line, or why there is none."""
+    """Return the problem on a line, or why it is invalid."""
     try:
         values = json.loads(line)
     except ValueError as error:

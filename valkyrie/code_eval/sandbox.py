@@ -1,11 +1,12 @@
-"""A sandbox for programs that nobody has read: no network, no files but system libraries, bounds on all it may use.
+"""A sandbox for untrusted programs: no network, no files except system libraries, and limits on every resource.
 
-Made of what util-linux has: new user, mount, process, network, IPC and host-name namespaces; a root of its own out of
-read-only system folders and a small memory disk, so that homes and everything else do not exist; no privileges that
-could be gained; limits on processor time, memory, processes, files and output. When the time is over, the first
-process of its process namespace is killed, and the kernel kills all others with it.
+It is built from util-linux tools: new user, mount, process, network, IPC and host-name namespaces; a separate root file
+system made of read-only system folders and a small memory disk, so that home folders and all other files are absent; no
+way to gain privileges; limits on processor time, memory, processes, files and output. When the time is up, the first
+process of the process namespace is killed, and the kernel kills all others with it.
 
-Started by root, programs run as a user that no other process has; started by anybody else, in a user namespace.
+If root starts the sandbox, programs run as a user ID that no other process has; any other user starts them in a user
+namespace.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from valkyrie.code_eval.sandbox_script import Isolation, SandboxStep, script
 from valkyrie.processes.child import signal_group
 
 TOOLS = ("unshare", "setpriv", "prlimit", "pivot_root", "mount", "umount", "sh")
-"""The programs that a sandbox is made of."""
+"""Programs needed to build a sandbox."""
 OUTPUT_BYTES = 64 * 1024
-"""How much a program may print before it is ended."""
+"""Maximum output of a program, in bytes. It is killed beyond that."""
 _FIRST_USER, _USERS = 1_900_000_000, 100_000
 _SETUP_S = 20.0
-"""Seconds that the namespaces may take on a busy machine."""
+"""Seconds allowed for creating the namespaces, on a busy machine."""
 _numbers = itertools.count(os.getpid() * 64)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a step ended: its status as a shell gives it, what it printed, its seconds, and the limit that ended it."""
+    """How a step ended: its status as in a shell, its output and duration, and the limit that ended it."""
 
     status: int
     output: str
@@ -57,13 +58,14 @@ class Ended:
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself did not start; the message has what the system said."""
+    """The sandbox could not be started. The message has the system's error."""
 
 
 def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolated: bool = True) -> list[Ended]:
-    """Run steps one after the other in a new folder with these files, up to the first that does not end well.
+    """Run steps in sequence in a new folder with these files, stopping at the first failure.
 
-    Not `isolated`: as this user, with limits on time, memory and files alone. SandboxError where no sandbox was made.
+    If not `isolated`, they run as this user, with limits on time, memory and files only. SandboxError if no sandbox
+    could be created.
     """
     with tempfile.TemporaryDirectory(prefix="valkyrie-code-", ignore_cleanup_errors=True) as folder:
         given, root = Path(folder, "given"), Path(folder, "root")
@@ -80,7 +82,7 @@ def run_steps(files: Mapping[str, str], steps: Sequence[SandboxStep], *, isolate
 
 
 def _outside(isolation: Isolation | None) -> list[str]:
-    """Return the command that makes the namespaces; all of them end with this process."""
+    """Return the command that creates the namespaces, or nothing without isolation. They all end with this process."""
     if isolation is None:
         return []
     spaces = ["--mount", "--pid", "--fork", "--net", "--ipc", "--uts", "--kill-child"]
@@ -89,7 +91,7 @@ def _outside(isolation: Isolation | None) -> list[str]:
 
 
 def isolation_of() -> Isolation:
-    """Return how programs are kept apart here: for root as a user number that no other process has."""
+    """Return how programs are isolated here. For root: as a user ID that no other process has."""
     if os.geteuid() != 0:
         return Isolation(None, nested=False, limits_processes=_counts_by_namespace())
     user = _FIRST_USER + next(_numbers) % _USERS
@@ -99,7 +101,7 @@ def isolation_of() -> Isolation:
 
 
 def _is_mapped(user: int) -> bool:
-    """Return whether a user number exists in the user namespace of this process."""
+    """Return whether a user ID exists in the user namespace of this process."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text().splitlines()
         rows = [[int(number) for number in line.split()] for line in lines]
@@ -108,21 +110,21 @@ def _is_mapped(user: int) -> bool:
 
 
 def _counts_by_namespace() -> bool:
-    """Return whether the kernel counts processes by user namespace (Linux 5.14), not all of the user together."""
+    """Return whether the kernel counts processes per user namespace (Linux 5.14), not per user."""
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
 
 
 @cache
 def _nests() -> bool:
-    """Return whether a user without privileges may make a user namespace, which programs must then be kept from."""
+    """Return whether unprivileged users may create user namespaces, which programs must be prevented from doing."""
     command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "unshare", "-U", "-r", "-m", "true"]
     return subprocess.run(command, capture_output=True, cwd="/").returncode == 0
 
 
 @cache
 def shown_folders() -> tuple[str, ...]:
-    """Return the folders that programs see, read-only: system libraries and compilers, and this Python's own."""
+    """Return the system folders with libraries and compilers that programs see, read-only."""
     folders = ["/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32"]
     folders += ["/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"]
     return tuple(folder for folder in folders if os.path.exists(folder))
@@ -130,9 +132,9 @@ def shown_folders() -> tuple[str, ...]:
 
 @cache
 def python_inside() -> tuple[str, str] | None:
-    """Return (folder, interpreter): where this Python lies, and its path in the sandbox; None where it has its home.
+    """Return (installation folder of this Python, its path in the sandbox), or None if it contains the home folder.
 
-    One under /usr is seen as it is, any other as /python.
+    A Python under /usr keeps its path; any other appears as /python.
     """
     prefix, name = Path(sys.base_prefix).resolve(), f"python{sys.version_info.major}.{sys.version_info.minor}"
     if not os.access(prefix / "bin" / name, os.X_OK) or Path.home().resolve().is_relative_to(prefix):
@@ -142,7 +144,7 @@ def python_inside() -> tuple[str, str] | None:
 
 @cache
 def trouble() -> str | None:
-    """Return why programs cannot be kept apart on this machine, in a few words; None where they can."""
+    """Return a short reason why programs cannot be isolated on this machine, or None."""
     if platform.system() != "Linux":
         return f"a sandbox needs Linux, and this is {platform.system()}"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -155,9 +157,9 @@ def trouble() -> str | None:
 
 
 def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> list[Ended]:
-    """Run the script, end it when a step takes too long or prints too much, and return how its steps ended.
+    """Run the script, kill it when a step takes too long or prints too much, and return how its steps ended.
 
-    The script's standard input is the socket on which it tells of each step; no step gets hold of it.
+    The script reports on each step through a socket, its standard input. No step can access that socket.
     """
     hear, tell = socket.socketpair()
     path = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -182,7 +184,7 @@ def _watch(command: list[str], steps: Sequence[SandboxStep], folder: str) -> lis
 
 
 class _Watch:
-    """What has come of a script: bytes printed, and how the steps ended that did."""
+    """Follows a running script: collects its output and the results of its finished steps."""
 
     def __init__(self, process: subprocess.Popen[bytes], hear: socket.socket, steps: Sequence[SandboxStep]) -> None:
         assert process.stdout is not None
@@ -192,7 +194,7 @@ class _Watch:
         self.inside, self.began, self.limit = False, 0.0, time.monotonic() + _SETUP_S
 
     def ended(self) -> list[Ended]:
-        """Return how the steps ended, up to the first that did not end well; SandboxError where none could begin."""
+        """Return how the steps ended, up to the first failure. SandboxError if no step could start."""
         with selectors.DefaultSelector() as selector:
             for pipe in (self.hear.fileno(), self.out):
                 os.set_blocking(pipe, False)
@@ -213,7 +215,7 @@ class _Watch:
                     raise SandboxError(f"no sandbox was made: {said or 'it did not start in time'}")
 
     def _heard(self, line: bytes) -> bool:
-        """Take one line that the script told; return whether nothing follows."""
+        """Process one line from the script. Returns whether the script is done."""
         if line == b"begins":
             self.inside, self.output, self.began = True, b"", time.monotonic()
             self.limit = self.began + self.steps[len(self.done)].time_s
@@ -228,7 +230,7 @@ class _Watch:
         return Ended(status, _text(self.output), time.monotonic() - self.began, limit)
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Take what is in the pipes: first what was told of a step's end, then what it had printed by then."""
+        """Read both pipes: first the messages about steps, then the output printed by then."""
         for pipe in (self.hear.fileno(), self.out):
             taken = 0
             while pipe in selector.get_map() and taken <= OUTPUT_BYTES:

@@ -1,6 +1,7 @@
-"""The shell script that makes a sandbox from inside its namespaces, and runs its steps one after the other.
+"""The shell script that builds a sandbox from inside its namespaces and runs its steps in sequence.
 
-On its standard input, a socket, it tells that a step begins, waits for a line, and tells the status of the end.
+Through its standard input, a socket, it reports that a step is ready, waits for a line, runs the step and reports its
+exit status.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORK_MIB = 128
-"""The size of the memory disk that programs write to."""
+"""Size of the writable memory disk, in MiB."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _CLAMP = "echo 0 > /proc/sys/user/max_user_namespaces"
 
@@ -20,8 +21,12 @@ _CLAMP = "echo 0 > /proc/sys/user/max_user_namespaces"
 class SandboxStep:
     """A command in the work folder, and its limits.
 
-    Seconds of wall clock and, per process, of processor time; MiB of address space of a process and of a file; and how
-    many processes and threads it may have at once.
+    Args:
+        command: the program and its arguments.
+        time_s: seconds of wall clock and, per process, of processor time.
+        memory_mib: MiB of address space per process.
+        processes: maximum number of processes and threads at once.
+        file_mib: MiB per file.
     """
 
     command: tuple[str, ...]
@@ -33,10 +38,11 @@ class SandboxStep:
 
 @dataclass(frozen=True)
 class Isolation:
-    """How programs are kept apart: as `user` (None: in a user namespace, by somebody who is not root).
+    """How programs are isolated: as `user` (None: in a user namespace, when not started by root).
 
-    `nested`: a user without privileges could make a user namespace, and in it mount memory disks without a limit, so
-    they are put into one that allows no more. `limits_processes`: the kernel counts those of a sandbox by themselves.
+    `nested`: an unprivileged user could create a user namespace here, and in it mount memory disks of any size, so
+    programs run in a namespace that allows no further ones. `limits_processes`: the kernel counts a sandbox's processes
+    separately.
     """
 
     user: int | None
@@ -52,7 +58,7 @@ def script(
     folders: Sequence[str],
     python: str | None = None,
 ) -> str:
-    """Return the script that runs steps on copies of the files in `given`: in a root of its own, or as it is (None)."""
+    """Return the script that runs steps on the files in `given`: on copies in a new root if isolated, else in place."""
     lines = ["set -eu", "exec 3<&0 </dev/null", "umask 022"]
     lines += ["ulimit -c 0"]
     if isolation is None:
@@ -67,7 +73,7 @@ def script(
 
 
 def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[str], python: str | None) -> list[str]:
-    """Return the lines that make the new root and go there, with the given files in /box."""
+    """Return the lines that create and enter the new root, with the given files in /box."""
     r, bind = shlex.quote(str(root)), "--bind" if isolation.user is not None else "--rbind"
     lines = ["echo 1000 > /proc/self/oom_score_adj || true"]
     lines += [f"mount -t tmpfs -o size=4m,nr_inodes=1k,mode=755,nosuid,nodev none {r}", f"cd {r}"]
@@ -93,12 +99,12 @@ def _own_root(given: Path, root: Path, isolation: Isolation, folders: Sequence[s
     own_proc = isolation.user is not None and isolation.nested
     lines += ["mount -t proc -o nosuid,nodev,noexec none proc" if own_proc else "mount --rbind /proc proc"]
     lines += [f"mount -o remount,bind,ro,nosuid,nodev none {r}", "pivot_root . old", "cd /box", "umount -l /old"]
-    lines += [] if own_proc else ["umount -l /proc"]  # umount itself has needed it
+    lines += [] if own_proc else ["umount -l /proc"]  # umount itself needs /proc
     return [*lines, "export HOME=/box TMPDIR=/box"]
 
 
 def _within_limits(step: SandboxStep, isolation: Isolation | None) -> list[str]:
-    """Return a step's command within its limits, without privileges."""
+    """Return a step's command with its limits and without privileges."""
     cpu = max(1, round(step.time_s + 0.5))
     limits = [f"--cpu={cpu}:{cpu + 1}", f"--as={step.memory_mib << 20}", f"--fsize={step.file_mib << 20}"]
     limits += ["--core=0:0", "--nofile=256:256"]
