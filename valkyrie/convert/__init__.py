@@ -1,5 +1,5 @@
-"""Weights from and to folders of Hugging Face: `config.json`, safetensors files, and the tokenizer beside them.
+"""Converts weights from and to Hugging Face folders: `config.json`, safetensors files and tokenizer files.
 
-`architectures`: what a config.json says as settings of a model, and back. `names`: where each parameter lies in such a
-folder. `folder`: reading and writing one, a tensor at a time. `load`, `save`: a run folder from one, and one of a run.
+`architectures`: from config.json to model settings and back. `names`: which tensor holds each parameter.
+`folder`: reads and writes a folder, one tensor at a time. `load`: from such a folder to a run folder. `save`: back.
 """

@@ -1,4 +1,4 @@
-"""What a config.json of Hugging Face says, as settings of a model, and back. Imports no JAX."""
+"""Converts a Hugging Face config.json to model settings and back. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model that transformers has: its class and the name of the kind, and what tells it from the others.
+    """A model class of transformers: its name and `model_type`, and how it differs from the others.
 
-    `bias`: the products of its attention that always have one; all have where the key `biases_key` is true.
+    `bias`: the attention projections that always have a bias. If the key `biases_key` is true in config.json, all have
+    one.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Architecture:
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it is of the family gpt2, whose config.json has other keys."""
+        """Whether it belongs to the family gpt2, which has other keys in config.json."""
         return self.family == "gpt2"
 
 
@@ -60,11 +61,11 @@ _SIZES = {
     "attention.heads": "num_attention_heads",
     "context": "max_position_embeddings",
 }
-"""The settings that are a number of config.json, by its key."""
+"""Numeric settings and their keys in config.json."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config.json; ValueError with the known ones for another."""
+    """Return the architecture of a config.json. ValueError, with the known ones, if it is not supported."""
     names = config.get("architectures") or []
     known = ", ".join(KNOWN)
     if not isinstance(names, list) or len(names) != 1:
@@ -77,7 +78,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 def settings_of(config: Mapping[str, Any]) -> Settings:
     """Return the settings of a model that computes what a config.json describes.
 
-    ValueError names every key whose value no setting can say.
+    ValueError names every key with an unsupported value.
     """
     kind = architecture_of(config)
     sizes = gpt2.SIZES if kind.is_gpt2 else _SIZES
@@ -119,7 +120,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 
 def config_of(model: Stack) -> dict[str, Any]:
-    """Return what a config.json says of a model; ValueError names every setting that no known architecture has."""
+    """Return the config.json of a model. ValueError names every setting that no known architecture supports."""
     is_gpt2 = isinstance(model, gpt2.Config)
     if refusals := gpt2.not_theirs(model) if is_gpt2 else _not_theirs(model):
         raise ValueError(
@@ -159,7 +160,7 @@ _QUANTISED = "quantization_config: weights are read as float32, bfloat16 or floa
 
 
 def _unsupported(kind: Architecture, config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config.json that ask for what no setting says."""
+    """Return the keys of a config.json with values that no setting supports."""
     refusals = []
     if config.get("hidden_act") not in _ACTIVATIONS:
         refusals.append(f"hidden_act={config.get('hidden_act')} is not one of {', '.join(_ACTIVATIONS)}")
@@ -176,7 +177,7 @@ def _bias(kind: Architecture, config: Mapping[str, Any]) -> Bias:
 
 
 def _name_of(qk_norm: bool, bias: Bias, windows: bool) -> str:
-    """Return the architecture with these parts."""
+    """Return the architecture with these features."""
     if qk_norm:
         return "Qwen3ForCausalLM"
     if bias is Bias.qkv:
@@ -190,7 +191,7 @@ _STRETCH = {
     "high_freq_factor": "high",
     "original_max_position_embeddings": "context",
 }
-"""The keys of Llama 3's rope_scaling, and what they are here."""
+"""The keys of Llama 3's rope_scaling, and our names for them."""
 
 
 def _as_scaling(stretch: RopeStretch) -> dict[str, Any] | None:
@@ -200,7 +201,7 @@ def _as_scaling(stretch: RopeStretch) -> dict[str, Any] | None:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Settings, list[str]]:
-    """Return the base of the rotary frequencies, how they are stretched, and why they are none that a setting says."""
+    """Return the RoPE base, its scaling settings, and the reasons why they are unsupported."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     kind = given.get("rope_type", given.get("type", "default"))
@@ -220,7 +221,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Settings, list[str]]:
 
 
 def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
-    """Return the window of each layer, one for all where they are equal, and why that cannot be said."""
+    """Return the window of each layer (a single one if all are equal), and the reasons why they are unsupported."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     if not kind.windows or window is None or not config.get("use_sliding_window", True):
         return [None], []
@@ -236,7 +237,7 @@ def _windows(kind: Architecture, config: Mapping[str, Any]) -> tuple[list[int | 
 
 
 def _as_sliding(name: str, model: Config) -> dict[str, Any]:
-    """Return the windows of a model's layers as a config.json says them."""
+    """Return the config.json entries for the windows of a model's layers."""
     windows = [model.attention.windows[i % len(model.attention.windows)] for i in range(model.layers)]
     lengths = {window for window in windows if window is not None}
     if not lengths:
@@ -254,7 +255,7 @@ def _as_sliding(name: str, model: Config) -> dict[str, Any]:
 
 
 def _not_theirs(model: Stack) -> list[str]:
-    """Return the settings of a model that no known architecture has, as they are written."""
+    """Return the settings of a model that no known architecture supports, written as on the command line."""
     if type(model) is not Config:
         return [f"model.family={model.family}"]
     attention, theirs = model.attention, Config()

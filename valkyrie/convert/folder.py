@@ -1,4 +1,4 @@
-"""A folder of Hugging Face: its config.json, its tensors in safetensors files, one read at a time. No JAX."""
+"""A Hugging Face folder: its config.json and its tensors in safetensors files, read one at a time. No JAX."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from valkyrie.units import sent
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
 BESIDE += ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")
-"""The files of a folder that are carried along as they are."""
+"""The files that are copied unchanged."""
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
-"""The dtypes that tensors may have, by what the files call them."""
+"""Supported tensor dtypes, by their names in safetensors files."""
 
 
 class Weights:
-    """The tensors of a folder. Shapes and dtypes are known from the files' headers; `read` reads one tensor.
+    """The tensors of a folder. Shapes and dtypes come from the file headers; `read` reads one tensor.
 
-    ValueError, when it is made, where the folder is none, or a file is missing or damaged.
+    The constructor raises ValueError if the folder does not exist, or if a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,10 +41,10 @@ class Weights:
             self._look_into(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor; ValueError where its file cannot be read to its end."""
+        """Return a tensor. ValueError if its file is damaged."""
         path = self.folder / self._file_of[name]
         try:
-            with safe_open(path, "np") as file:  # anew each time: pages of a file that stays open count as memory
+            with safe_open(path, "np") as file:  # reopened for each read: the pages of an open file count as memory
                 return file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged at {name} ({error}). Copy it again.") from error
@@ -54,9 +54,9 @@ class Weights:
         return np.result_type(*(DTYPES[self.dtypes[name]] for name in names))
 
     def refuse_other(self, wanted: Mapping[str, tuple[int, ...]], derived: tuple[str, ...], kind: str) -> None:
-        """Raise ValueError where the tensors are not those wanted, by name and shape, or of a dtype that is not read.
+        """Raise ValueError unless the tensors have the wanted names and shapes and a supported dtype.
 
-        `derived`: how names end that may be there beside them. `kind`: of what they are.
+        `derived`: name suffixes of additional tensors that are allowed. `kind`: the architecture, for the message.
         """
         missing = [name for name in wanted if name not in self.shapes]
         others = [
@@ -70,7 +70,7 @@ class Weights:
             raise ValueError(f"{self.folder} {'; it '.join(problems)}.")
 
     def _look_into(self, name: str) -> None:
-        """Note the tensors of a file by its header."""
+        """Record the names, shapes and dtypes of a file's tensors from its header."""
         path = self.folder / name
         try:
             with safe_open(path, "np") as file:
@@ -111,7 +111,7 @@ def _json(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def copy_beside(source: Path, to: Path) -> list[str]:
-    """Copy what is carried along from one folder to another and return the names of the files."""
+    """Copy the tokenizer and other `BESIDE` files from one folder to another and return their names."""
     names = [name for name in BESIDE if (source / name).is_file()]
     with writing(to):
         for name in names:
@@ -129,8 +129,8 @@ def write_folder(
 ) -> list[str]:
     """Write config.json and the tensors, and return the names of the files with tensors.
 
-    `tensor` makes one by its name; no more of them are in memory than one file has, of about `file_bytes` bytes.
-    Several files get an index. DiskError where the disk does not take them.
+    `tensor` returns a tensor by name. At most one file's tensors, about `file_bytes` bytes, are in memory at once.
+    Several files get an index. DiskError if the disk cannot hold them.
     """
     parts = _parts({name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}, file_bytes)
     single = len(parts) == 1
@@ -157,11 +157,11 @@ def _write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         serialize_file(specs, path, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written ({error})") from error
-    path.chmod(0o644)  # it is made for its owner alone
+    path.chmod(0o644)  # safetensors makes it readable by its owner only
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Return the names in files of at most `most` bytes each, or of one tensor that is larger."""
+    """Group the names into files of at most `most` bytes. A larger tensor gets a file to itself."""
     parts: list[list[str]] = [[]]
     room = most
     for name, size in sizes.items():
@@ -174,7 +174,7 @@ def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def described(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> str:
-    """Return how many tensors, parameters and bytes these are."""
+    """Describe the number of tensors, parameters and bytes."""
     count = sum(int(np.prod(shape)) for shape in shapes.values())
     return f"{len(shapes)} tensors, {count:,} numbers in {dtype.name}, {sent(count * dtype.itemsize)}"
 

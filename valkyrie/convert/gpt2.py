@@ -1,4 +1,4 @@
-"""What a config.json of GPT-2 says, as settings of a model of the gpt2 family, and back. Imports no JAX."""
+"""Converts a config.json of GPT-2 to settings of the gpt2 family and back. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SIZES = {
     "attention.heads": "n_head",
     "context": "n_positions",
 }
-"""The settings that are a number of config.json, by its key."""
+"""Numeric settings and their keys in config.json."""
 _ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-"""Keys of which one value alone can be said, which is what they are where they are missing."""
+"""Keys with only one supported value, which is also their default."""
 
 
 def refusals_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config.json that ask for what no setting says."""
+    """Return the keys of a config.json with values that no setting supports."""
     activation, embed, heads = config.get("activation_function", "gelu_new"), config["n_embd"], config["n_head"]
     refusals = []
     if activation not in ACTIVATIONS:
@@ -38,7 +38,7 @@ def refusals_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings beside those of `SIZES`."""
+    """Return the settings that are not in `SIZES`."""
     return {
         "name": "gpt2",
         "mlp": config.get("n_inner") or 4 * config["n_embd"],
@@ -51,7 +51,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(model: Config) -> dict[str, Any]:
-    """Return what a config.json says of a model that `not_theirs` finds nothing against."""
+    """Return the config.json of a model that passes `not_theirs`."""
     plain = model.mlp == 4 * model.embed
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -69,7 +69,7 @@ def config_of(model: Config) -> dict[str, Any]:
 
 
 def not_theirs(model: Config) -> list[str]:
-    """Return the settings of a model that transformers' GPT-2 has not, as they are written."""
+    """Return the settings of a model that transformers' GPT-2 does not support, written as on the command line."""
     attention, theirs = model.attention, Config()
     keys = ["embedding_scale", "logits_soft_cap", "feed_forward_after", "block_pattern"]
     refusals = [f"model.{key}={getattr(model, key)}" for key in keys if getattr(model, key) != getattr(theirs, key)]

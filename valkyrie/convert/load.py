@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face to a run folder whose checkpoint, of step 0, has its weights and nothing else."""
+"""Converts a Hugging Face folder to a run folder with a checkpoint of step 0 that has only the weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from valkyrie.runs.folder import key_value, run_folder, versions, write_about
 from valkyrie.trees import as_written
 
 THEIRS = "huggingface"
-"""The folder of a run folder with the files that came beside the weights, for the way back."""
+"""The sub-folder of a run folder with the original files other than the weights, for converting back."""
 PREFIX = "prefix"
-"""The file in it with what the names of GPT-2's tensors began with: `transformer.`, or nothing."""
+"""A file in that folder with the prefix of GPT-2's tensor names: `transformer.`, or nothing."""
 _LONGEST = 2048
-"""Tokens of a sequence of the run, unless it is told: models take more than a laptop does."""
+"""Default maximum of the run's `seq`, in tokens: many models support more than fits on a laptop."""
 
 
 def from_folder(
@@ -37,11 +37,11 @@ def from_folder(
     overrides: Sequence[str],
     say: Callable[[str], Any] = print,
 ) -> Path:
-    """Return the run folder made of a folder of Hugging Face: `valkyrie-train resume=` goes on from it on any mesh.
+    """Convert a Hugging Face folder to a run folder, which `valkyrie-train resume=` continues on any mesh.
 
-    `overrides` are settings of the run as valkyrie-train takes them. All tensors are in memory at once, in the dtype of
-    their files, and up to a gigabyte of them twice. ValueError where the folder cannot be converted, the tokenizer does
-    not fit, or the run folder exists.
+    `overrides` are settings of the run as for valkyrie-train. All tensors are in memory at once, in the dtype of their
+    files, and up to a gigabyte of them twice. ValueError if the folder cannot be converted, the tokenizer does not fit,
+    or the run folder exists.
     """
     weights = Weights(folder)
     kind, settings = architecture_of(weights.config), settings_of(weights.config)
@@ -85,7 +85,7 @@ def _run(
     overrides: Sequence[str],
     schema: str,
 ) -> Run:
-    """Return the run with these settings of its model; ValueError where it cannot be, or has no tokenizer."""
+    """Return the run with these model settings. ValueError if they are invalid or there is no tokenizer."""
     given = dict(key_value(override) for override in overrides)
     name = name or given.get("name") or folder.resolve().name
     beside = folder / "tokenizer.json"
@@ -119,7 +119,7 @@ def _refuse_other_tokenizer(run: Run) -> None:
 
 @contextmanager
 def _made(target: Path) -> Iterator[None]:
-    """Around what fills a new folder: a failure takes the folder away again."""
+    """Delete a folder again if filling it inside this context fails."""
     try:
         yield
     except BaseException:
@@ -150,7 +150,7 @@ def _save(run: Run, target: Path, weights: Weights, by_parameter: dict[str, list
 
 
 def _array(weights: Weights, parts: Sequence[TensorSlice]) -> Any:
-    """Return a parameter as an array of JAX on the host, its layers stacked, in a dtype that holds all of them."""
+    """Return a parameter as a JAX array on the host, its layers stacked, in a dtype that holds all of them."""
     import jax
     import numpy as np
 

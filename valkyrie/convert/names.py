@@ -1,4 +1,4 @@
-"""Where each parameter of a model lies among the tensors of a Hugging Face folder, and in which form. No JAX."""
+"""Maps each parameter of a model to tensors of a Hugging Face folder, and converts between their shapes. No JAX."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from valkyrie.models.stack import Stack
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The tensor of a parameter, `{}` in its name the layer.
+    """The tensor of a parameter. `{}` in its name is the layer number.
 
-    `transposed`: its first dimension is that of what it makes, where ours is that of what it reads, or the other way
-    round. `flat`: it has one dimension. `third`: which third of the tensor's last dimension it is; None for all.
+    `transposed`: input and output dimensions are in the opposite order to ours. `flat`: the tensor has one dimension.
+    `third`: the parameter is this third of the tensor's last dimension, or None if it is the whole tensor.
     """
 
     name: str
@@ -48,7 +48,7 @@ LAYER = {
     "feed_forward.gate": TensorLocation("model.layers.{}.mlp.gate_proj.weight", transposed=True),
     "feed_forward.down": TensorLocation("model.layers.{}.mlp.down_proj.weight"),
 }
-"""The names of Llama, which the others have too: of the model, and of each layer."""
+"""Llama's tensor names, shared by the other architectures: of the model, and of each layer."""
 
 GPT2_OUTSIDE = {
     "embedding": TensorLocation("wte.weight"),
@@ -77,19 +77,20 @@ GPT2_LAYER |= {
     f"mixer.local.{name}_bias": TensorLocation("h.{}.attn.c_attn.bias", flat=True, third=third)
     for third, name in enumerate(("query", "key", "value"))
 }
-"""The names of GPT-2, whose matrices have what they read first, and queries, keys and values in one."""
+"""GPT-2's tensor names. Its matrices have their input dimension first; one tensor combines queries, keys and values."""
 GPT2_PREFIX = "transformer."
-"""What stands before them in files that were saved with the head."""
+"""Prefix of these names in files that were saved with the output head."""
 
 DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""How names of tensors end that older files have and that follow from config.json."""
+"""Name suffixes of tensors in older files that are derived from config.json."""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One tensor of a folder: the part of a parameter at `layer` of its leading axis (None: all of it).
+    """A tensor of a folder: the part of a parameter at `layer` of its leading axis (None: all of it).
 
-    `shape` is that of the part here, `rows` how many of its first dimension the tensor has: the rest is padding.
+    `shape` is the shape of this part in our parameter. The tensor has only `rows` of its first dimension; the rest is
+    padding.
     """
 
     parameter: str
@@ -101,7 +102,7 @@ class TensorSlice:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the tensor in the folder, the other thirds among it."""
+        """The shape of the tensor in the folder. A tensor with thirds counts as a whole."""
         *ahead, last = self._own
         return (*ahead, last * (1 if self.place.third is None else 3))
 
@@ -113,7 +114,7 @@ class TensorSlice:
         return matrix[::-1] if self.place.transposed else matrix
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the part of the parameter that a tensor of the folder is; padding is zero."""
+        """Convert a tensor of the folder to our part of the parameter. Padding is zero."""
         if self.place.third is not None:
             tensor = np.split(tensor, 3, axis=-1)[self.place.third]
         laid = (tensor.T if self.place.transposed else tensor).reshape(self.rows, *self.shape[1:])
@@ -122,13 +123,13 @@ class TensorSlice:
         return np.concatenate([laid, np.zeros((self.shape[0] - self.rows, *self.shape[1:]), laid.dtype)])
 
     def theirs(self, part: np.ndarray) -> np.ndarray:
-        """Return the tensor of the folder, or the third of it, that a part of the parameter is."""
+        """Convert a part of our parameter to the tensor of the folder, or to its third of that tensor."""
         laid = part[: self.rows].reshape(self._own[::-1] if self.place.transposed else self._own)
         return np.ascontiguousarray(laid.T if self.place.transposed else laid)
 
 
 def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]]:
-    """Return the tensors of each parameter of a model, first layer first; their names begin with `prefix`."""
+    """Return the tensors of each parameter of a model, first layer first. Tensor names begin with `prefix`."""
     by_parameter: dict[str, list[TensorSlice]] = {}
     layers = dict(_layers(model))
     outside, of_layer = (GPT2_OUTSIDE, GPT2_LAYER) if model.family == "gpt2" else (OUTSIDE, LAYER)
@@ -147,7 +148,7 @@ def tensor_slices(model: Stack, prefix: str = "") -> dict[str, list[TensorSlice]
 
 
 def _layers(model: Stack) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prefix of each stacked block with the numbers of its layers."""
+    """Yield the prefix of each stacked block with its layer numbers."""
     first = 0
     for i, (group, repeats) in enumerate(model.segments()):
         for j in range(len(group)):

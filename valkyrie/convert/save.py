@@ -1,4 +1,4 @@
-"""From a trained run to a folder of Hugging Face, one parameter in memory at a time."""
+"""Converts a trained run to a Hugging Face folder, with one parameter in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from valkyrie.models.stack import Stack
 from valkyrie.paths import writing
 
 NAMES = {dtype.name: dtype for dtype in DTYPES.values()}
-"""The dtypes that weights are written in, by name."""
+"""Supported dtypes of the written weights, by name."""
 
 
 def to_folder(
@@ -36,11 +36,11 @@ def to_folder(
     file_bytes: int = 5 * 10**9,
     say: Callable[[str], Any] = print,
 ) -> Path:
-    """Write the weights of a run folder as a folder of Hugging Face, and return it.
+    """Write the weights of a run folder as a Hugging Face folder, and return its path.
 
-    They are the average of the parameters where the run kept one, of the newest checkpoint or of `step`, in the dtype
-    that they came in unless another is named. ValueError where the run has no such checkpoint, its model is none that
-    transformers has, or the folder is not empty.
+    Uses the newest checkpoint or the one of `step`, and the averaged parameters if the run kept an average. Unless
+    `dtype` is given, weights keep the dtype they were converted from. ValueError if there is no such checkpoint,
+    transformers has no such model, or the folder is not empty.
     """
     run = run_in(trained, [])
     step, path = _checkpoint(trained, step)
@@ -66,14 +66,14 @@ def to_folder(
 
 
 class _ParameterReader:
-    """Reads parameters of a checkpoint; those read last are kept, for their other layers."""
+    """Reads parameters of a checkpoint and caches the last ones, because their other layers are needed next."""
 
     def __init__(self, path: Any, field: str) -> None:
         self._path, self._field = path, field
         self._kept: dict[str, np.ndarray] = {}
 
     def read(self, thirds: list[TensorSlice]) -> np.ndarray:
-        """Return the tensor of these pieces: one, or the thirds of one."""
+        """Return the tensor made of these pieces: one piece, or three thirds."""
         thirds = sorted(thirds, key=lambda piece: piece.place.third or 0)
         names = {piece.parameter for piece in thirds}
         self._kept = {name: array for name, array in self._kept.items() if name in names}
@@ -88,7 +88,7 @@ def _part(array: np.ndarray, piece: TensorSlice) -> np.ndarray:
 
 
 def _prefix(trained: Path, run: Run) -> str:
-    """Return what the names of GPT-2's tensors began with when they came."""
+    """Return the prefix of GPT-2's tensor names in the folder that the run was converted from."""
     came = trained / THEIRS / PREFIX
     if run.model.family != "gpt2":
         return ""
@@ -110,7 +110,7 @@ def _averages(run: Run, path: Any) -> bool:
 
 
 def _config(trained: Path, run: Run, dtype: str | None) -> dict[str, Any]:
-    """Return config.json: what the model came with, and what it is now."""
+    """Return config.json: the original one, if any, updated with the current settings."""
     came = trained / THEIRS / CONFIG
     before = json.loads(came.read_bytes()) if came.is_file() else {}
     known = before.get("dtype") or before.get("torch_dtype") or "float32"
@@ -123,7 +123,7 @@ def _config(trained: Path, run: Run, dtype: str | None) -> dict[str, Any]:
 
 
 def _carry(trained: Path, run: Run, folder: Path) -> None:
-    """Copy the tokenizer: the files that came with the weights, else the one that the run was trained with."""
+    """Copy the tokenizer: the original files, or else the tokenizer that the run was trained with."""
     if (trained / THEIRS).is_dir():
         copy_beside(trained / THEIRS, folder)
     elif (file := json_path(run.tokenizer)) is not None:
