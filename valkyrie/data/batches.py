@@ -1,4 +1,4 @@
-"""Prepared data, the loaders of its batches with a position that a checkpoint keeps, and the arrays of a batch."""
+"""Interfaces of prepared data: batches, data positions stored in checkpoints, and loaders."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import numpy as np
 from valkyrie.records import decode, encode
 
 Batch = dict[str, np.ndarray]
-"""The arrays of a batch, each with its rows first. Text has `tokens`, `targets`, `segment_ids` (int32) and `weights`
-(float32), each [rows, seq]."""
+"""The arrays of a batch, with rows as the first dimension. Text has `tokens`, `targets`, `segment_ids` (int32) and
+`weights` (float32), each [rows, seq]."""
 _BATCHES_AHEAD = 2
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which batches a loader yields.
+    """Defines the batches of a loader.
 
     Args:
         batch: rows of a global batch.
         seq: positions of a row.
-        seed: seed of the order of the rows.
-        repeat: True for training, rows in a new order every epoch, without end; False for evaluation, every row once
-            in order, and the last batch padded.
-        rows: the rows of the global batch that this process feeds.
+        seed: seed of the row order.
+        repeat: True for training: rows in a new order every epoch, forever. False for evaluation: every row once, in
+            order, with the last batch padded.
+        rows: the rows of the global batch that this process loads.
     """
 
     batch: int
@@ -46,38 +46,38 @@ class Dataset(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of its config."""
+        """Name of the data config."""
         ...
 
     @property
     def content(self) -> str:
-        """Hash of its content, equal wherever the same data was prepared."""
+        """Hash of the content, equal on every machine with the same prepared data."""
         ...
 
     @property
     def tokenizer(self) -> str:
-        """Name of its tokenizer, or `none`."""
+        """Name of the tokenizer, or `none`."""
         ...
 
     def describe(self) -> str:
-        """How much data there is, in a line."""
+        """One line with the amount of data."""
         ...
 
     def loader(self, split: str, plan: BatchPlan) -> Loader[Any]:
-        """Loader of the split `train` or `validation`. ValueError if it has not one batch."""
+        """Loader of the split `train` or `validation`. ValueError if the split is smaller than one batch."""
         ...
 
 
 @dataclass(frozen=True)
 class DataPosition(ABC):
-    """A position in the batches of a split, as a checkpoint keeps it in JSON. Equal on all processes of a run.
+    """A position in the batches of a split, stored in checkpoints as JSON. Equal on all processes of a run.
 
-    Fields named in `progress` say how far the run is; the others decide the order of the rows and may not change.
+    Fields named in `progress` advance during the run. The others decide the order of the rows and must not change.
     """
 
     progress: ClassVar[tuple[str, ...]] = ()
     newest: ClassVar[int] = 1
-    """The version that is written and read."""
+    """The format version of positions, written and accepted."""
 
     version: int
     split: str
@@ -86,7 +86,7 @@ class DataPosition(ABC):
 
     @abstractmethod
     def step_of(self, batch: int) -> int:
-        """The step that begins here. ValueError if none does."""
+        """The step that begins here. ValueError if no step does."""
 
     @abstractmethod
     def at_step(self, step: int, batch: int) -> DataPosition:
@@ -95,7 +95,7 @@ class DataPosition(ABC):
 
 @dataclass(frozen=True)
 class RowPosition(DataPosition):
-    """Position in rows of tokens: `row` rows of `seq` tokens were given out by all processes together."""
+    """A position in rows of tokens: all processes together have yielded `row` rows of `seq` tokens."""
 
     progress: ClassVar[tuple[str, ...]] = ("row",)
 
@@ -103,7 +103,7 @@ class RowPosition(DataPosition):
     row: int
 
     def step_of(self, batch: int) -> int:
-        """The step that begins with this row. ValueError if the row is no multiple of the batch."""
+        """The step that begins with this row. ValueError if the row is not a multiple of the batch."""
         step, rest = divmod(self.row, batch)
         if rest:
             divisor = next(size for size in range(batch - 1, 0, -1) if self.row % size == 0)
@@ -124,7 +124,7 @@ Position = TypeVar("Position", bound=DataPosition)
 class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Position]):
     """An iterator over this process's part of global batches, with a position that can be saved and restored.
 
-    Close it, or use it in a `with`, to end what reads ahead.
+    Close it, or use it in a `with`, to stop its background threads or processes.
 
     Args:
         batch: rows of a global batch.
@@ -137,7 +137,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
     @property
     @abstractmethod
     def step(self) -> int:
-        """Batches given out so far, over all processes and restarts."""
+        """Global batches yielded so far, including those before a restart."""
 
     def position(self) -> Position:
         """The position of the next batch. All processes call this."""
@@ -151,16 +151,16 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader[Any]"], Generic[Pos
 
     @abstractmethod
     def go_to(self, position: Position) -> None:
-        """Continue from a position with the identity of `start`."""
+        """Continue from a position with the same data and row order as `start`."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what reads ahead; afterwards there are no more batches."""
+        """Stop reading ahead. There are no more batches afterwards."""
 
     def restore(self, saved: Mapping[str, object]) -> None:
-        """Continue from a saved position, on this or another number of processes.
+        """Continue from a saved position. The number of processes may differ.
 
-        ValueError if the data or anything else that orders the rows differs.
+        ValueError if the data, or anything else that determines the row order, differs.
         """
         if saved.get("version") != self.start.newest:
             raise ValueError(
@@ -194,13 +194,13 @@ def _position_refusal(field: str, saved: object, now: object) -> str:
 
 
 class IndexedLoader(Loader[Position]):
-    """Loader of batches that follow from their number, read ahead by a thread of grain.
+    """A loader that computes each batch from its number. A grain thread reads ahead.
 
     Args:
-        plan: which batches.
+        plan: the batches.
         start: the position before the first batch.
-        steps: `steps[number]` is this process's part of a batch; it has a length.
-        rows: rows of an epoch, those of padding included.
+        steps: a sequence; `steps[number]` is this process's part of a batch.
+        rows: rows of an epoch, including padding.
     """
 
     def __init__(self, plan: BatchPlan, start: Position, steps: Any, rows: int) -> None:
@@ -222,20 +222,20 @@ class IndexedLoader(Loader[Position]):
 
     @property
     def step(self) -> int:
-        """Batches given out so far, over all processes and restarts."""
+        """Global batches yielded so far, including those before a restart."""
         return int(self._iterator.get_state()["next_index"])
 
     @property
     def epoch(self) -> float:
-        """Times the rows of the split were given out, by all processes together."""
+        """Epochs of the split yielded so far by all processes together."""
         return self.step * self.batch / self.rows
 
     def go_to(self, position: Position) -> None:
-        """Continue from a position with the identity of `start`."""
+        """Continue from a position with the same data and row order as `start`."""
         self._iterator.set_state({"next_index": position.step_of(self.batch)})
 
     def close(self) -> None:
-        """End the reading thread; afterwards there are no more batches."""
+        """Stop the reading thread. There are no more batches afterwards."""
         if not self._closed:
             self._closed = True
             self._iterator.close()
@@ -251,9 +251,9 @@ def make_loader(
     places: Sequence[int] | None = None,
     repeat: bool,
 ) -> Loader[Any]:
-    """Open the loader of a split (`BatchPlan` explains the arguments); `places` None feeds all rows of the batch.
+    """Open the loader of a split. See `BatchPlan` for the arguments; `places` are its `rows` (None: all rows).
 
-    ValueError if the split has not one batch, or for a place outside the batch.
+    ValueError if the split is smaller than one batch, or if a place is outside the batch.
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value < 1:
@@ -265,10 +265,11 @@ def make_loader(
 
 
 def make_batch(windows: Sequence[np.ndarray], seq: int, bos_id: int) -> Batch:
-    """Arrays of a batch of text from windows of at most seq + 1 tokens.
+    """Build the arrays of a text batch from windows of at most seq + 1 tokens.
 
-    `segment_ids` number the documents of a row from 1, a new one at every BOS; padding is segment 0. `weights` are 1
-    for targets and 0 for padding. The BOS of the next document is a target too: it is how a document ends.
+    `segment_ids` number the documents of a row from 1, increasing at every BOS; padding is segment 0. `weights` are 1
+    for targets and 0 for padding. The BOS of the next document is a target too, so that models learn where a document
+    ends.
     """
     filled = np.full((len(windows), seq + 1), bos_id, np.int32)
     lengths = np.array([len(window) for window in windows], np.int64)

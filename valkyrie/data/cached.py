@@ -1,4 +1,4 @@
-"""A folder of the data cache: written whole or not at all, by one process while the others wait."""
+"""Folders in the data cache, written atomically by one process while the others wait."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from valkyrie.processes.locks import LockState, lock
 
 
 def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Path of a folder in the cache, which `write` fills if it is missing.
+    """Return the path of a cache folder. `write` fills it if it is missing.
 
-    Several processes may call this at once: one works, the others wait, or write the same content. A process that is
-    killed leaves no folder of this name. DiskError if the cache cannot be written.
+    Several processes may call this at once: one writes while the others wait. Without file locks, all write the same
+    content. A process that is killed leaves no folder of this name. DiskError if the cache cannot be written.
     """
     final = cache / name
     if final.is_dir():
@@ -47,6 +47,6 @@ def cached_folder(cache: Path, name: str, write: Callable[[Path], None]) -> Path
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Hold a lock until the process ends. Yields False if the file system has no locks."""
+    """Hold a lock on a file inside this context. Yields False if the file system has no locks."""
     with path.open("w") as file:
         yield lock(file) is LockState.ours

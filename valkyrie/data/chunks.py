@@ -1,4 +1,4 @@
-"""Code cut at the ends of its functions and classes, by tree-sitter's grammars (the extra `code`)."""
+"""Splits code after each function and class, using tree-sitter grammars (the extra `code`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from valkyrie.problems import Problem, ProblemCode
 
 
 class Chunk(Enum):
-    """What a document is: a whole text, or one function or class after the other of C, C++ and Python."""
+    """The unit of a document: a whole text, or one function or class of C, C++ or Python."""
 
     whole = "whole"
     functions = "functions"
 
 
 class Language(Enum):
-    """The languages that can be cut into functions."""
+    """Languages that can be split into functions."""
 
     c = "c"
     cpp = "cpp"
@@ -29,20 +29,20 @@ class Language(Enum):
 
 LANGUAGE_OF = {".py": Language.python, ".c": Language.c}
 LANGUAGE_OF |= dict.fromkeys((".h", ".cc", ".cpp", ".cxx", ".hpp"), Language.cpp)
-"""The language of a file by its suffix; the grammar of C++ reads the headers of C too."""
+"""Language by file suffix. C headers are parsed with the C++ grammar, which reads them too."""
 NO_CODE = (".txt", ".md")
-"""The suffixes of files that stay whole."""
+"""Suffixes of files that are never split."""
 _HOLDS_OTHERS = {"module", "translation_unit", "namespace_definition", "linkage_specification", "declaration_list"}
 _HOLDS_OTHERS |= {"preproc_if", "preproc_ifdef", "preproc_elif", "preproc_else"}
-"""The nodes whose functions and classes are looked for inside."""
+"""Syntax nodes that are searched for functions and classes."""
 _UNITS = {"function_definition", "decorated_definition", "class_definition"}
-"""The nodes that are always a function or a class."""
+"""Syntax nodes that always define a function or class."""
 _WITH_BODY = {"class_specifier", "struct_specifier"}
-"""Those that are one where they have a body, and else only name it."""
+"""Syntax nodes that define a class only if they have a body."""
 
 
 def package_problems() -> list[Problem]:
-    """Return the problem of a machine without the packages that cut code."""
+    """Return a problem if the packages for splitting code are not installed."""
     if all(map(find_spec, ("tree_sitter", "tree_sitter_c", "tree_sitter_cpp", "tree_sitter_python"))):
         return []
     text = "data.chunk=functions needs tree-sitter: uv sync --extra code in the clone."
@@ -50,10 +50,10 @@ def package_problems() -> list[Problem]:
 
 
 def chunks(text: str, language: Language) -> Iterator[str]:
-    """Yield a text in chunks, each up to the end of one function or class, with all that stands before it.
+    """Yield a text in chunks. Each ends after one function or class and includes all text before it.
 
-    What follows the last one goes with it. A text without any is yielded whole. Methods stay in their class. Together
-    the chunks are the text, but for empty lines at their beginnings.
+    The text after the last one belongs to its chunk. A text without functions or classes is a single chunk. Methods
+    stay in their class. The chunks add up to the text, except for empty lines at their beginnings.
     """
     from tree_sitter import Parser
 
@@ -67,7 +67,7 @@ def chunks(text: str, language: Language) -> Iterator[str]:
 
 
 def _ends(node: Any) -> Iterator[int]:
-    """Yield the bytes at which the functions and classes of a node end, in order."""
+    """Yield the end, in bytes, of each function and class of a node, in order."""
     for child in node.children:
         if _is_unit(child):
             yield child.end_byte
@@ -82,7 +82,7 @@ def _is_unit(node: Any) -> bool:
 
 
 def _line_end(raw: bytes, at: int) -> int:
-    """Return the end of the line at `at` where nothing but `;` and a comment follows on it, else the end of the `;`."""
+    """Return the end of the line at `at` if only `;` and a comment follow there, else the end of the `;`."""
     end = raw.find(b"\n", at)
     rest = raw[at : len(raw) if end < 0 else end]
     left = rest.lstrip(b"; \t\r")

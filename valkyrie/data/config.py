@@ -1,4 +1,4 @@
-"""What all data sources have in common. Imports little, so that a run is checked before NumPy loads."""
+"""Base config of all data sources. Imports little, so that a run is checked before NumPy loads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from valkyrie.processes.team import ALONE, Team
 if TYPE_CHECKING:
     from valkyrie.data.batches import Dataset
 
-"""Data sources by name: modules with a dataclass `Config` derived from `DataConfig`."""
-
 TEXT = "text"
-"""The kind of data whose batches have `tokens`, `targets`, `segment_ids` and `weights` (`valkyrie.data.batches`)."""
+"""Kind of data with `tokens`, `targets`, `segment_ids` and `weights` in its batches (`valkyrie.data.batches`)."""
 PUZZLES = "puzzles"
-"""The kind of data whose batches have `inputs`, `labels` and `puzzles` (`valkyrie.data.sources.puzzles.loader`)."""
+"""Kind of data with `inputs`, `labels` and `puzzles` in its batches (`valkyrie.data.sources.puzzles.loader`)."""
 
 BYTES_VOCAB = 257
-"""Size of the vocabulary of the tokenizer `bytes`: 256 bytes, and BOS."""
+"""Vocabulary size of the tokenizer `bytes`: 256 bytes and BOS."""
 NO_TOKENIZER = "none"
-"""Tokenizer of a model that reads no text."""
+"""Tokenizer of models that do not read text."""
 VOCAB_SIZES = {
     "bytes": BYTES_VOCAB,
     "gpt2": 50257,
@@ -36,9 +34,9 @@ VOCAB_SIZES = {
     "cl100k_base": 100277,
     "o200k_base": 200019,
 }
-"""Vocabulary sizes of well-known tokenizers; those of others are read from their files."""
+"""Vocabulary sizes of well-known tokenizers. Those of others are read from their files."""
 SEEDS = 2**31
-"""Seeds are below this: JAX takes them as 32-bit integers."""
+"""Seeds are below this, because JAX takes them as 32-bit integers."""
 
 # fmt: off
 _FLAT_KEYS = frozenset({
@@ -47,13 +45,13 @@ _FLAT_KEYS = frozenset({
     "mean_length", "states", "generator_seed", "sudoku", "augment",
 })
 # fmt: on
-"""The keys that `data` had when all sources shared one config, each of them in every `run.yaml` of that time."""
+"""The keys of `data` when all sources shared one config. Every `run.yaml` of that time has all of them."""
 
 
 class DataCheck(NamedTuple):
-    """Result of checking the data of a run without preparing it: a line of text, advice if something looks wrong.
+    """Result of checking a run's data without preparing it: one line of text, and advice if something looks wrong.
 
-    `content` is the hash of the prepared data, which processes compare, or None if it is not known yet.
+    `content` is the hash of the prepared data, which processes compare, or None if unknown.
     """
 
     text: str
@@ -66,13 +64,13 @@ class DataConfig(ABC):
     """Base of the config of every data source.
 
     Args:
-        name: the name of the YAML in `conf/data`, for messages.
+        name: name of the YAML in `conf/data`, for messages.
         source: the module that defines the config, one of `SOURCES`.
         shuffle_seed: seed of the order of the training rows, or None for the run's seed.
     """
 
     kind: ClassVar[str] = TEXT
-    """What the batches hold, `TEXT`, `PUZZLES` or another word; a task trains on one kind of data."""
+    """Kind of the batches: `TEXT`, `PUZZLES` or another name. A task trains on one kind of data."""
 
     name: str
     source: str
@@ -95,33 +93,34 @@ class DataConfig(ABC):
         return dataclasses.replace(self, **full)
 
     def tokenizer_for(self, default: str) -> str:
-        """Name of the tokenizer, given that of the model."""
+        """Name of the tokenizer, given the model's."""
         return default
 
     @abstractmethod
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Dataset:
-        """Prepare the data unless that is done, and open it. ValueError for mistakes in settings or files.
+        """Open the data, preparing it first if necessary. ValueError for mistakes in settings or files.
 
         Args:
             tokenizer: name of the tokenizer; sources without text ignore it.
             team: the processes of the run. Process 0 calls this first.
-            say: called with a line before anything that takes long, or None.
+            say: called with a line before anything slow, or None.
         """
 
     @abstractmethod
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the data is there and is enough for a run. ValueError or OSError if not."""
+        """Check that the data exists and is enough for a run. ValueError or OSError if not."""
 
     def note(self, data: Dataset) -> str | None:
-        """What a user should know about the opened data, or None."""
+        """A remark about the opened data for the user, or None."""
         return None
 
 
 SOURCES = Families("data.source", "valkyrie.data.sources", DataConfig)
+"""Data sources by name: modules with a dataclass `Config` derived from `DataConfig`."""
 
 
 def full_path(path: str) -> str:
-    """Absolute path of a file, with `~` expanded. An empty path and a URL are returned as they are."""
+    """Absolute path of a file, with `~` expanded. An empty path or a URL is returned unchanged."""
     return path if not path or scheme_of(path) else os.path.abspath(os.path.expanduser(path))
 
 
@@ -131,12 +130,12 @@ def names_file(tokenizer: str) -> bool:
 
 
 def sources_with(key: str) -> list[str]:
-    """Names of the sources of this package that have a key: `paths`, or `sudoku.side`."""
+    """Names of this package's sources that have a key, such as `paths` or `sudoku.side`."""
     return [name for name in SOURCES.names() if _has_key(SOURCES.config_class(name), key)]
 
 
 def sources_of(kind: str) -> list[str]:
-    """Names of the sources of this package with one kind of data."""
+    """Names of this package's sources of one kind of data."""
     return [name for name in SOURCES.names() if SOURCES.config_class(name).kind == kind]
 
 
@@ -147,7 +146,7 @@ def _has_key(config: object, key: str) -> bool:
 
 
 def without_foreign_keys(data: Mapping[Any, Any]) -> dict[str, Any]:
-    """The values of `data` in a `run.yaml`. In those with the keys of all sources, only the keys of its own source."""
+    """The `data` values of a `run.yaml`. If it has the keys of all sources, keeps only those of its source."""
     if not data.keys() >= _FLAT_KEYS:
         return dict(data)
     config = SOURCES.config_class(str(data["source"]))

@@ -1,8 +1,8 @@
-"""Training and validation splits by document, and long documents cut into pieces that can be tokenised apart.
+"""Splits documents into training and validation, and cuts long ones into pieces that can be tokenised separately.
 
-A document's split follows from the hash of its text: the same text is in the same split on every machine, under any
-name, and a copy of a training document is never evaluated on. A single .txt, .md or .py file is split inside, its end
-for validation.
+A document's split is determined by the hash of its text. The same text is in the same split on every machine, under any
+name, so a copy of a training document is never evaluated on. A source that is a single text or code
+file is split inside: its end is for validation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class DocumentPiece:
-    """A stretch of one document, for one split; `first` if the document begins here, so that BOS goes before it."""
+    """A piece of one document, for one split. `first`: the document begins here, so BOS is placed before it."""
 
     content: str | np.ndarray
     split: str
@@ -44,7 +44,7 @@ class DocumentPiece:
 
 @dataclass
 class Census:
-    """What went by: the number of documents, their bytes, undecodable characters, lowest and highest hash."""
+    """Statistics of the documents: their number, bytes, undecodable characters, and lowest and highest hash."""
 
     documents: int = 0
     bytes: int = 0
@@ -67,9 +67,9 @@ def first_threshold(config: DocumentConfig) -> int:
 
 
 def second_threshold(config: DocumentConfig, listing: Listing, census: Census, threshold: int) -> int:
-    """Return the threshold that leaves both splits a document: `threshold` itself, if it does.
+    """Return `threshold`, adjusted if needed so that both splits have a document.
 
-    ValueError with the numbers, if the source has too few documents for that.
+    ValueError, with the numbers, if the source has too few documents for that.
     """
     name = f"data={config.name}"
     if census.documents == 0:
@@ -90,7 +90,7 @@ def second_threshold(config: DocumentConfig, listing: Listing, census: Census, t
 
 
 def cut(config: DocumentConfig, listing: Listing, threshold: int, census: Census) -> Iterator[DocumentPiece]:
-    """Yield the pieces of all documents, in order; `census` counts along."""
+    """Yield the pieces of all documents, in order, and add the documents to `census`."""
     limit, single = config.byte_limit, config.is_single_text(listing)
     for document in config.read_documents(listing):
         if isinstance(document, TokenDocument):
@@ -137,9 +137,9 @@ def _split_inside(name: str, text: str, config: DocumentConfig) -> Iterator[Docu
 
 
 def pieces(text: str, split: str, size: int = PIECE_CHARS) -> Iterator[DocumentPiece]:
-    """Yield a text in pieces of `size` characters and a little more, which give the tokens that the whole text gives.
+    """Yield a text in pieces of slightly more than `size` characters, without changing its tokens.
 
-    It is cut only between a single line end and a letter or digit: no pattern lets a token reach across.
+    Pieces end only between a single line break and a letter or digit: no tokenizer pattern has a token across it.
     """
     start = 0
     while (boundary := _CUT.search(text, start + size)) is not None:

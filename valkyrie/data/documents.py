@@ -1,4 +1,4 @@
-"""Sources of documents: what they have in common, and those that are tokenised once into shards."""
+"""Base configs of text sources, including those that are tokenised once into shards."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from valkyrie.data.manifest import Prepared
 
 _EPOCHS = 4
-"""How often a run may read its data before the doctor warns."""
+"""Epochs above which the doctor warns."""
 
 
 @dataclass
 class TextConfig(DataConfig):
-    """Base of sources of text.
+    """Base of text sources.
 
     Args:
         tokenizer: `bytes`, `gpt2`, another tiktoken encoding, a .tiktoken file, a tokenizer.json of Hugging Face, or
@@ -42,26 +42,26 @@ class TextConfig(DataConfig):
     tokenizer: str | None = None
 
     def with_full_paths(self) -> DataConfig:
-        """This config with absolute paths, that of a tokenizer's file among them."""
+        """This config with absolute paths, including that of a tokenizer file."""
         config = super().with_full_paths()
         if self.tokenizer is None or not names_file(self.tokenizer):
             return config
         return dataclasses.replace(config, tokenizer=full_path(self.tokenizer))
 
     def tokenizer_for(self, default: str) -> str:
-        """Name of the tokenizer: this config's, else that of the model."""
+        """Name of the tokenizer: this config's, or else the model's."""
         return self.tokenizer or default
 
 
 @dataclass
 class DocumentConfig(TextConfig):
-    """Base of sources whose documents are tokenised once, into shards in a cache.
+    """Base of sources with documents that are tokenised once, into shards in a cache.
 
-    A source defines `list_files` and `read_documents`; `cache_identity` if not all of its own settings matter.
+    A source defines `list_files` and `read_documents`, and also `cache_identity` if only some of its settings matter.
 
     Args:
-        validation_fraction: expected share of the documents that is kept for evaluation.
-        cache_dir: folder of the shards, which are found again by their content.
+        validation_fraction: expected share of the documents held out for evaluation.
+        cache_dir: folder of the shards; they are reused if the content is the same.
         shard_tokens: tokens per shard file.
         workers: threads that tokenise, or None for one per CPU core.
     """
@@ -73,24 +73,24 @@ class DocumentConfig(TextConfig):
 
     @abstractmethod
     def list_files(self) -> Listing:
-        """The files of the source, sorted, without reading them. ValueError if there are none."""
+        """The files of the source, sorted, without reading them. ValueError if there are no files."""
 
     @abstractmethod
     def read_documents(self, listing: Listing) -> Iterator[Document | TokenDocument]:
-        """Read the documents that are not empty, always in the same order for the same files."""
+        """Read the non-empty documents, always in the same order for the same files."""
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that decide the documents, as JSON values: another value is another entry of the cache."""
+        """The settings that determine the documents, as JSON values. Other values give another cache entry."""
         common = {field.name for field in dataclasses.fields(DocumentConfig)}
         own = dataclasses.asdict(self.with_full_paths())
         return {"settings": {key: value for key, value in own.items() if key not in common}}
 
     def about(self) -> dict[str, object]:
-        """What the manifest of the shards records about the source, as JSON values."""
+        """Information about the source for the manifest of the shards, as JSON values."""
         return {}
 
     def prepared_folder(self) -> Path | None:
-        """The folder that the settings name, if it already holds shards, else None."""
+        """The folder named in the settings, if it already holds shards, else None."""
         return None
 
     @property
@@ -99,7 +99,7 @@ class DocumentConfig(TextConfig):
         return None
 
     def is_single_text(self, listing: Listing) -> bool:
-        """Whether the source is one long document, which is split inside."""
+        """Whether the source is one long document, which is then split inside."""
         return False
 
     def problems(self) -> list[Problem]:
@@ -110,9 +110,9 @@ class DocumentConfig(TextConfig):
         return problems + check_range("data.workers", self.workers, least=1, otherwise="null for one a CPU core")
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Prepared:
-        """Open the shards, tokenising the documents first if the cache does not have them.
+        """Open the shards, tokenising the documents first if they are not in the cache.
 
-        If the cache cannot be written, the shards go to a temporary folder that this process removes at its end.
+        If the cache cannot be written, the shards go to a temporary folder that this process deletes when it exits.
         """
         from valkyrie.data.prepare import prepare
 
@@ -144,7 +144,7 @@ class DocumentConfig(TextConfig):
         )
 
     def note(self, data: Dataset) -> str | None:
-        """A line if validation has more than twice its share: documents are held out whole, and may be few."""
+        """A remark if validation has more than twice its share, which happens because whole documents are held out."""
         from valkyrie.data.manifest import Prepared
 
         assert isinstance(data, Prepared), "what `open` returns"
@@ -191,7 +191,7 @@ class CorpusConfig(DocumentConfig):
 
 
 def chunk_problems(chunk: Chunk) -> list[Problem]:
-    """The package that is missing to cut code into functions, if any."""
+    """Problems if the package for splitting code into functions is missing."""
     if chunk is Chunk.whole:
         return []
     from valkyrie.data.chunks import package_problems

@@ -1,4 +1,4 @@
-"""The files that paths, directories, globs and URLs mean, always in the same order."""
+"""Resolves paths, directories, globs and URLs to files, always in the same order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from valkyrie.data.remote import RemoteFile, fetched_ahead, list_remote
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, before anything is read. `skipped`: files that matched with a suffix that is not read."""
+    """The files of a source, before anything is read. `skipped`: number of matched files with an unsupported suffix."""
 
     files: tuple[File, ...]
     skipped: int = 0
@@ -28,12 +28,12 @@ class Listing:
 
     @property
     def signature(self) -> str:
-        """Hash of every name, size and modification time; of remote files their checksum or tag."""
+        """Hash of each file's name, size and modification time (for remote files: URL, size, and checksum or tag)."""
         return digest([file.stamp for file in self.files])
 
 
 def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
-    """Read the documents of files that are not empty, in the order of the listing; remote files are fetched ahead."""
+    """Read the non-empty documents, in the order of the listing. Remote files are fetched ahead."""
     remote = any(isinstance(file, RemoteFile) for file in listing.files)
     for file in fetched_ahead(listing.files) if remote else listing.files:
         for document in read(file, options):
@@ -42,7 +42,7 @@ def read_files(listing: Listing, options: ReadOptions) -> Iterator[Document]:
 
 
 def list_paths(paths: Sequence[str]) -> Listing:
-    """The readable files under files, directories, globs and URLs. ValueError names the one that gives none."""
+    """The readable files under files, directories, globs and URLs. ValueError names one that matches no such file."""
     if not paths:
         raise ValueError(
             f"data=text needs files: data.paths=[corpus.txt,'notes/**/*.md']. Read are {', '.join(SUFFIXES)}."
@@ -82,13 +82,13 @@ def _match(pattern: str) -> list[Path]:
 
 
 def walk(root: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield the files under a directory, but not those in directories with a name to skip."""
+    """Yield the files under a directory, except those in directories with a name to skip."""
     for directory, directories, names in os.walk(root):
         directories[:] = [name for name in directories if not skip(name)]
         yield from (Path(directory, name) for name in names)
 
 
 def local_file(name: str, path: Path) -> SourceFile:
-    """A file of a disk, called `name` in messages."""
+    """A file on a disk, called `name` in messages."""
     status = path.stat()
     return SourceFile(name, path.resolve(), status.st_size, status.st_mtime_ns)

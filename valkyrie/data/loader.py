@@ -1,9 +1,9 @@
-"""The data loader: which row of a dataset goes to which step, place in the batch and process, read ahead of the loop.
+"""The loader of token shards: assigns rows to steps, batch positions and processes, and reads ahead.
 
-Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are the tokens one further:
-windows are packed documents, and every token but the first is a target once. Training draws a new order of the rows
-every epoch from the seed; evaluation keeps their order and pads the last ones. The global batch of a step depends on
-nothing but the data, the seed, `batch` and `seq`: processes only divide it, so a run may continue on another number.
+Row i of a split is the window of tokens from i * seq to (i + 1) * seq, and its targets are shifted by one token.
+Windows are packed documents, and every token except the first is a target once. Training shuffles the rows every epoch
+using the seed; evaluation keeps their order and pads the last batch. The global batch of a step depends only on the
+data, the seed, `batch` and `seq`. Processes only divide it, so a run may continue on another number of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from valkyrie.data.manifest import Prepared
 
 
 class TokenStream:
-    """The tokens of a split as one long array that lies in several files."""
+    """The tokens of a split as one long array, stored in several files."""
 
     def __init__(self, prepared: Prepared, split: str) -> None:
         self.prepared = prepared
@@ -35,7 +35,7 @@ class TokenStream:
         return int(self._starts[-1])
 
     def read(self, start: int, stop: int) -> Int32[np.ndarray, " tokens"]:
-        """Return the tokens from `start` up to `stop`; fewer at the end of the stream."""
+        """Return the tokens from `start` up to `stop`, or fewer at the end of the stream."""
         stop = min(stop, len(self))
         parts = [np.zeros(0, np.int32)]
         while start < stop:
@@ -47,7 +47,7 @@ class TokenStream:
 
 
 class _WindowSource:
-    """The windows of a stream, for grain; beyond the last come empty ones, which are all padding."""
+    """The windows of a stream, for grain. Windows beyond the end are empty and become padding."""
 
     def __init__(self, stream: TokenStream, seq: int, rows: int) -> None:
         self._stream, self._seq, self._rows = stream, seq, rows
@@ -61,7 +61,7 @@ class _WindowSource:
 
 
 class _TextSampler:
-    """The share of one process in every global batch, for grain."""
+    """This process's part of every global batch, for grain."""
 
     def __init__(self, rows: Any, plan: BatchPlan, bos_id: int) -> None:
         self._rows, self._plan, self._bos_id = rows, plan, bos_id
@@ -100,7 +100,7 @@ def open_split(prepared: Prepared, split: str) -> TokenStream:
 
 
 def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
-    """Return the rows of `seq` tokens that a split has; ValueError, with the numbers, if they are not one batch."""
+    """Return the number of rows of `seq` tokens in a split. ValueError, with the numbers, if less than one batch."""
     tokens = prepared.split(split).tokens
     has = f"data={prepared.name} has {tokens:,} tokens in its {split} split"
     targets = tokens - 1
@@ -116,5 +116,5 @@ def check_enough(prepared: Prepared, split: str, batch: int, seq: int) -> int:
 
 
 def _mixed(seed: int) -> int:
-    """Return 32 bits of the seed's hash: grain adds the epoch to a seed, and two seeds must not share orders."""
+    """Return 32 bits of the seed's hash. grain adds the epoch to a seed: unhashed, nearby seeds share orders."""
     return int.from_bytes(hashlib.sha256(f"row order {seed}".encode()).digest()[:4], "big")

@@ -1,8 +1,8 @@
-"""Prepared token shards on disk: their manifest, and when their checksums are compared.
+"""Prepared token shards on disk, with their manifest and checksum verification.
 
 A directory holds `manifest.json` and flat little-endian token files. Sizes are compared whenever it is opened.
-Checksums are compared the first time, and remembered in `verified.json` by size and modification time; `verify` reads
-all again.
+Checksums are compared the first time, and files that pass are recorded in `verified.json` by size and modification
+time. `verify` compares all of them again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class TokenShard:
-    """A token file: its name, how many tokens it holds, and its SHA-256."""
+    """A token file: its name, its number of tokens and its SHA-256."""
 
     file: str
     tokens: int
@@ -37,7 +37,7 @@ class TokenShard:
 
 @dataclass(frozen=True)
 class Split:
-    """Documents, tokens (with one BOS a document) and bytes of UTF-8 text of a split, and its shards in order."""
+    """Documents, tokens (with one BOS per document) and bytes of UTF-8 text of a split, and its shards in order."""
 
     documents: int
     tokens: int
@@ -50,10 +50,10 @@ class Manifest:
     """Record of prepared shards, `manifest.json`.
 
     Args:
-        key: the cache key, of files by name, size and time, tokenizer and split.
+        key: the cache key, a hash of the files' names, sizes and times, the tokenizer and the split.
         content: hash of the tokens, equal wherever the same text was prepared with the same tokenizer.
-        source: what was read, for people.
-        dtype: `uint16` or `uint32`, the type of a token.
+        source: description of the source, for people.
+        dtype: type of a token, `uint16` or `uint32`.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Prepared(Manifest):
         return PreparedLoader(self, split, plan)
 
     def describe(self) -> str:
-        """Return how much text there is, in a line."""
+        """One line with the number of tokens."""
         return (
             f"data {self.name}: {self.train.tokens:,} training tokens, {self.validation.tokens:,} validation tokens "
             f"({self.tokenizer})"
@@ -110,19 +110,19 @@ class Prepared(Manifest):
 
 
 def content_hash(shards: dict[str, list[TokenShard]], dtype: str, bos_id: int) -> str:
-    """Return the hash of all tokens, from the checksums of their shards."""
+    """Return the hash of all tokens, computed from the checksums of their shards."""
     contents = [dtype, bos_id, [[shard.sha256 for shard in shards[name]] for name in SPLITS]]
     return digest(contents)[:32]
 
 
 def write_manifest(prepared: Prepared) -> None:
-    """Write `manifest.json`; the last file of a preparation."""
+    """Write `manifest.json`, the last file of a preparation."""
     values = {key: value for key, value in encode(prepared).items() if key != "path"}
     write_whole(prepared.path / MANIFEST, json.dumps({"version": VERSION, **values}, indent=1))
 
 
 class CorruptShardsError(ValueError):
-    """Shards of a dataset are not as they were written; `damages` has a problem for each."""
+    """Shards of a dataset differ from what was written. `damages` has a problem for each."""
 
     def __init__(self, prepared: Prepared, damages: list[Problem]) -> None:
         self.damages = damages
@@ -133,10 +133,10 @@ class CorruptShardsError(ValueError):
 
 
 def open_prepared(path: Path | str) -> Prepared:
-    """Open the dataset in a directory, after comparing its files with its manifest.
+    """Open the dataset in a directory, after checking its files against its manifest.
 
-    CorruptShardsError names every file that is missing, has another size, or (the first time after a change) another
-    checksum.
+    CorruptShardsError names every file that is missing or has another size. The first time, and after a change, it also
+    names files with another checksum.
     """
     prepared = read_manifest(Path(path).expanduser())
     verified = _read_verified(prepared)
@@ -149,14 +149,14 @@ def open_prepared(path: Path | str) -> Prepared:
 
 
 def verify(path: Path | str) -> Prepared:
-    """Open the dataset in a directory after reading all of it. CorruptShardsError if a checksum differs."""
+    """Open the dataset in a directory after comparing all checksums. CorruptShardsError if one differs."""
     prepared = read_manifest(Path(path).expanduser())
     _check_shards(prepared)
     return prepared
 
 
 def read_manifest(path: Path) -> Prepared:
-    """Return what `manifest.json` says; ValueError if it is missing, damaged or of another version."""
+    """Read `manifest.json`. ValueError if it is missing, damaged or of another version."""
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} has no {MANIFEST}: it is not a dataset written by valkyrie-data prepare.")

@@ -1,6 +1,6 @@
-"""Rows of seq + 1 tokens from documents: cut from one long stream, or packed so that every row begins with a document.
+"""Makes rows of seq + 1 tokens from documents: cut from one stream, or packed to begin with a document.
 
-Each has a position after every row, and continues from it with the same rows.
+Both have a position after every row, and yield the same rows when continued from it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _EMPTY = np.zeros(0, np.int32)
 
 
 class StreamRows:
-    """Windows of the documents one after the other: each row begins with the last token of the one before it.
+    """Consecutive windows of the concatenated documents. Each row begins with the last token of the previous one.
 
-    Every token but the first is a target once.
+    Every token except the first is a target once.
     """
 
     def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
@@ -31,7 +31,7 @@ class StreamRows:
         self._tokens = -self._offset
 
     def row(self) -> np.ndarray:
-        """Return the next seq + 1 tokens; fewer at the end, of which the last rows have none."""
+        """Return the next seq + 1 tokens: fewer in the last row, and none after it."""
         while self._tokens <= self._seq and (document := next(self._documents, None)) is not None:
             self._parts.append(document)
             self._tokens += document[1].size
@@ -55,9 +55,10 @@ class StreamRows:
 
 
 class BestFitRows:
-    """Rows that begin with a document: each takes the longest that fits of the `pool` documents read ahead.
+    """Rows that begin with a document and are packed best-fit from `pool` documents read ahead.
 
-    Where none fits, the shortest is cut to what is left of the row and its rest is dropped, as nanochat does.
+    The next document of a row is the longest that fits. If none fits, the shortest is cut to the space left in the row
+    and its rest is dropped, as in nanochat.
     """
 
     def __init__(self, lane: Lane, seq: int, pool: int, start: LanePosition) -> None:
@@ -69,12 +70,12 @@ class BestFitRows:
             self._add(document)
 
     def row(self) -> np.ndarray:
-        """Return the next seq + 1 tokens; fewer at the end, of which the last rows have none."""
+        """Return the next seq + 1 tokens: fewer in the last row, and none after it."""
         parts, left = [_EMPTY], self._capacity
         while left and self._fill():
             fitting = bisect_right(self._pool, left, key=_length)
             if fitting:
-                first = bisect_left(self._pool, self._pool[fitting - 1][0], key=_length)  # the one that waits longest
+                first = bisect_left(self._pool, self._pool[fitting - 1][0], key=_length)  # the oldest of that size
                 parts.append(self._pool.pop(first)[2][1])
             else:
                 parts.append(self._pool.pop(0)[2][1][:left])
@@ -109,12 +110,12 @@ PACKINGS = {Packing.stream: StreamRows, Packing.best_fit: BestFitRows}
 
 
 def pack(lane: Lane, seq: int, start: LanePosition) -> StreamRows | BestFitRows:
-    """Rows of a lane from a position on."""
+    """Return the rows of a lane from a position on."""
     return PACKINGS[lane.config.packing](lane, seq, lane.config.pool, start)
 
 
 def batches_of(rows: list[StreamRows | BestFitRows], each: int) -> Iterator[list[np.ndarray]]:
-    """Yield `each` rows of every lane, one lane after the other, until all have none."""
+    """Yield `each` rows of every lane, lane by lane, until all lanes are exhausted."""
     while True:
         batch = [lane.row() for lane in rows for _ in range(each)]
         if not any(row.size for row in batch):

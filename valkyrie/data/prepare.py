@@ -1,7 +1,7 @@
-"""Turns a source into token shards in the cache: found again by content, written whole or not at all.
+"""Tokenises a source into token shards in the cache, written atomically and reused for the same content.
 
-Threads tokenise, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every core,
-start at once and cannot inherit a half-forked JAX. The result does not depend on their number.
+Tokenising uses threads, not processes: tiktoken merges byte pairs without the interpreter lock, so threads use every
+core, start at once and cannot inherit a half-forked JAX. The result does not depend on their number.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from valkyrie.data.tokenizer import Tokenizer, fingerprint_of, load_tokenizer
 from valkyrie.data.writer import ShardWriter, encode_all
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes of text done so far, and with those of all files (None where there are no files)."""
+"""Called with the bytes of text processed so far and the total bytes of all files (None without files)."""
 
 _ALGORITHM = 1
-"""Part of the cache key: raised when the same text would give other shards than before."""
+"""Part of the cache key. Increase it whenever the same text would give different shards."""
 
 
 def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = None) -> Prepared:
-    """Open the shards of a source, tokenising it first if the cache has none of the same files, tokenizer and split.
+    """Open the shards of a source, tokenising it first if they are not in the cache.
 
-    Several processes may call this at once: one works, the others wait or come to the same result. A preparation that
-    is killed leaves nothing that is taken for a dataset. ValueError for mistakes in the settings or the files,
-    DiskError if the cache cannot be written.
+    The cache is searched by files, tokenizer and split. Several processes may call this at once: one works, and the
+    others wait or produce the same result. A killed preparation leaves nothing that could be mistaken for a dataset.
+    ValueError for mistakes in the settings or the files, DiskError if the cache cannot be written.
     """
     if (ready := _open_given(config, tokenizer)) is not None:
         return ready
@@ -51,7 +51,7 @@ def prepare(config: DocumentConfig, tokenizer: str, progress: Progress | None = 
 
 
 def find_prepared(config: DocumentConfig, tokenizer: str) -> Prepared | None:
-    """Open the shards of a source if the cache has them, else None. ValueError as `prepare` raises it."""
+    """Open the shards of a source if they are in the cache, else None. Raises ValueError like `prepare`."""
     if (ready := _open_given(config, tokenizer)) is not None:
         return ready
     config.raise_problems()
@@ -66,7 +66,7 @@ def _folder_name(config: DocumentConfig, tokenizer: str, key: str) -> str:
 
 
 def _open_given(config: DocumentConfig, tokenizer: str) -> Prepared | None:
-    """Open the shards that `data.paths` names itself, if it does."""
+    """Open the shards that `data.paths` names directly, or return None."""
     if (path := config.prepared_folder()) is None:
         return None
     if read_manifest(path).tokenizer_fingerprint != fingerprint_of(tokenizer):
@@ -95,7 +95,7 @@ def _write(
     threshold, census = first_threshold(config), Census()
     splits = _write_shards(config, listing, tokenizer, threshold, census, path, progress)
     second = second_threshold(config, listing, census, threshold)
-    if second != threshold:  # few documents, and all of them fell to one split
+    if second != threshold:  # few documents, all in one split
         census = Census()
         splits = _write_shards(config, listing, tokenizer, second, census, path, progress)
     dtype = _dtype(tokenizer)

@@ -1,4 +1,4 @@
-"""How each kind of file is read: one registry by suffix, from a file to its documents, in their order."""
+"""Reads each kind of file: a registry of functions by suffix that yield a file's documents in order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from valkyrie.data.remote import RemoteFile, suffix_of
 
 MAX_REPLACED_SHARE = 0.1
 WHOLE_FILE = (".txt", ".md", ".py", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp")
-"""The suffixes of files that are one document each."""
+"""Suffixes of files with one document each."""
 _ROWS_AT_ONCE = 256
 _PYARROW = "needs pyarrow: uv sync --extra parquet in the clone"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read: `id` names it in messages; `member` is its name inside a zip archive, None for a plain file."""
+    """A file to read. `id` names it in messages; `member` is its name inside a zip archive, None for a plain file."""
 
     id: str
     path: Path
@@ -34,16 +34,16 @@ class SourceFile:
 
     @property
     def suffix(self) -> str:
-        """The end of the name in small letters, such as `.txt`."""
+        """The suffix of the name in lower case, such as `.txt`."""
         return suffix_of(self.id)
 
     @property
     def stamp(self) -> list[str | int | None]:
-        """What the key of the cache has of this file."""
+        """The file's part of the cache key."""
         return [str(self.path), self.member, self.size, self.mtime_ns]
 
     def open(self) -> AbstractContextManager[BinaryIO]:
-        """Stream the content of a plain file."""
+        """Open the content of a plain file as a stream."""
         return self.path.open("rb")
 
     def read(self) -> bytes:
@@ -56,7 +56,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text. `replaced`: bytes that were not UTF-8 and became U+FFFD."""
+    """A text. `replaced`: number of bytes that were not UTF-8 and became U+FFFD."""
 
     id: str
     text: str
@@ -65,13 +65,13 @@ class Document:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files are read.
+    """Options for reading files.
 
     Args:
         field: the key with the text in .jsonl, and the feature in records.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
-        language: the language of files of many documents, whose suffix does not tell it.
+        language: the language of the documents in files with a suffix that does not determine it.
     """
 
     field: str = "text"
@@ -81,7 +81,7 @@ class ReadOptions:
 
     @property
     def cache_identity(self) -> dict[str, object]:
-        """Part of the cache key. Its form must not change, or the shards in users' caches are not found again."""
+        """Part of the cache key. Its form must not change, or existing shards in users' caches are not found."""
         chunk = {} if self.chunk is Chunk.whole else {"chunk": [self.chunk.value, str(self.language)]}
         return {"fields": [self.field, self.column], **chunk, "synthetic": None}
 
@@ -105,10 +105,10 @@ def _decode(raw: bytes, name: str) -> Document:
 
 
 def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator[Document]:
-    """Yield the documents of a file, of a .parquet those of one row group where it is given; some may be empty.
+    """Yield the documents of a file, or of one row group of a .parquet file. Some may be empty.
 
-    With `chunk=functions` they are its functions and classes.
-    ValueError names the file and the line or row where it is damaged or has no text.
+    With `chunk=functions` they are its functions and classes. ValueError names the file and the line or row that is
+    damaged or has no text.
     """
     documents = READERS[file.suffix](file, options, group)
     language = options.language if file.suffix not in (*LANGUAGE_OF, *NO_CODE) else LANGUAGE_OF.get(file.suffix)
@@ -126,7 +126,7 @@ def read(file: File, options: ReadOptions, group: int | None = None) -> Iterator
 
 
 def unknown_language(files: Iterable[File], options: ReadOptions) -> str | None:
-    """Return why the functions of some files cannot be told apart, None where they can."""
+    """Return an error if files must be split into functions but their language is unknown, else None."""
     if options.chunk is Chunk.whole or options.language is not None:
         return None
     other = next((file for file in files if file.suffix not in (*LANGUAGE_OF, *NO_CODE)), None)
@@ -137,9 +137,9 @@ def unknown_language(files: Iterable[File], options: ReadOptions) -> str | None:
 
 
 def row_groups(file: File, options: ReadOptions) -> int:
-    """Return the row groups of a .parquet file that have rows, after its end was read.
+    """Return the number of row groups of a .parquet file, from its footer.
 
-    ValueError where it is cut short, or lacks the column of text.
+    ValueError if the file is cut short or lacks the text column.
     """
     with _parquet(file, options) as table:
         return table.num_row_groups
@@ -163,7 +163,7 @@ def _read_jsonl_zst(file: File, options: ReadOptions, group: int | None) -> Iter
         try:
             with arrow.input_stream(opened, compression="zstd") as stream:
                 yield from _documents_of_lines(io.BufferedReader(stream, 1 << 20), file, options)
-        except OSError as error:  # what Arrow raises for a stream that is damaged or cut short
+        except OSError as error:  # Arrow's error for a stream that is damaged or cut short
             raise ValueError(f"{file.id} is no readable .zst file, or is cut short: {error}") from None
 
 
@@ -198,7 +198,7 @@ def _read_parquet(file: File, options: ReadOptions, group: int | None) -> Iterat
 
 @contextmanager
 def _parquet(file: File, options: ReadOptions) -> Iterator[Any]:
-    """Open a .parquet file whose column of text is there."""
+    """Open a .parquet file and check that it has the text column."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet

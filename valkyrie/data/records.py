@@ -1,4 +1,4 @@
-"""Records in .tfrecord and ArrayRecord files, without TensorFlow: each a tf.train.Example, or a text as it stands."""
+"""Reads .tfrecord and ArrayRecord files without TensorFlow. A record is a tf.train.Example or plain text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AT_ONCE = 256
 
 
 def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
-    """Yield the records of a .tfrecord file; ValueError where it ends early or a checksum differs."""
+    """Yield the records of a .tfrecord file. ValueError if it ends early or a checksum differs."""
     try:
         import google_crc32c
     except ImportError:
@@ -39,7 +39,7 @@ def tfrecords(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 def array_records(path: str, name: str) -> Iterator[bytes]:
-    """Yield the records of an ArrayRecord file; ValueError where it cannot be read."""
+    """Yield the records of an ArrayRecord file. ValueError if it cannot be read."""
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:
@@ -58,7 +58,7 @@ def array_records(path: str, name: str) -> Iterator[bytes]:
 
 
 def text_of_record(raw: bytes, name: str, field: str) -> str:
-    """Return the text of a record: the feature `field` of an Example, else the record itself, which is UTF-8."""
+    """Return the text of a record: the feature `field` of an Example, or else the record itself as UTF-8."""
     features = _features(raw)
     if features and field not in features:
         raise ValueError(
@@ -77,7 +77,7 @@ def _masked(crc: int) -> int:
 
 
 def _features(raw: bytes) -> dict[str, bytes | None] | None:
-    """Return the first value of every feature of an Example, None for numbers; None for what is no Example."""
+    """Return the first value of every feature of an Example (None for numbers), or None if it is not an Example."""
     features: dict[str, bytes | None] = {}
     try:
         for number, group in _fields(raw):
@@ -98,7 +98,7 @@ def _features(raw: bytes) -> dict[str, bytes | None] | None:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, content) of the fields of a protobuf message that have a length; ValueError where it is none."""
+    """Yield (number, content) of the length-delimited fields of a protobuf message. ValueError if it is not one."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)

@@ -1,7 +1,6 @@
-"""Text in buckets and wherever else fsspec reads (`gs://`, `s3://`, `https://`, ...), which is imported when asked for.
+"""Reads text from buckets and other file systems of fsspec (`gs://`, `s3://`, `https://`, ...), imported on demand.
 
-Listing asks for names, sizes and checksums only. Small files are fetched a few ahead of the reader; larger ones are
-streamed.
+Listing requests only names, sizes and checksums. Small files are fetched ahead of the reader; larger ones are streamed.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from valkyrie.paths import why
 from valkyrie.problems import Problem, ProblemCode
 
 _VERSIONS = ("md5Hash", "ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
-"""What the services call a mark that changes with a file, the truest first."""
+"""Metadata keys, by service, for a value that changes with a file, the most reliable first."""
 _LOGINS = {"gs": "gcloud auth application-default login", "s3": "aws configure"}
 _AHEAD = 16
-"""How many files are fetched ahead, and at once."""
+"""Number of files fetched ahead, and in parallel."""
 _SMALL = 4 * 2**20
-"""Bytes up to which a file is fetched ahead."""
+"""Files up to this size, in bytes, are fetched ahead."""
 _READ = 2**20
-"""Bytes that are taken at once from a file that is streamed."""
+"""Buffer size for streamed files, in bytes."""
 File = TypeVar("File")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that fsspec reads: `id` is its URL, `version` a checksum, tag or time that changes with its content."""
+    """A file read by fsspec. `id` is its URL; `version` is a checksum, tag or time that changes with its content."""
 
     id: str
     size: int
@@ -46,12 +45,12 @@ class RemoteFile:
 
     @property
     def suffix(self) -> str:
-        """The end of the name in small letters, such as `.txt`."""
+        """The suffix of the name in lower case, such as `.txt`."""
         return suffix_of(self.path)
 
     @property
     def stamp(self) -> list[str | int | None]:
-        """What the key of the cache has of this file."""
+        """The file's part of the cache key."""
         return [self.id, self.size, self.version]
 
     def read(self) -> bytes:
@@ -68,19 +67,19 @@ class RemoteFile:
             yield io.BytesIO(self.content)
             return
         with _asking(self.id), self.system.open(self.path, "rb") as file:
-            yield io.BufferedReader(file, _READ)  # fsspec's own lines copy a whole block each
+            yield io.BufferedReader(file, _READ)  # fsspec's own line iterator copies a whole block for each line
 
 
 def suffix_of(name: str) -> str:
-    """Return the end of a file's name by which it is read: `.txt`, `.jsonl.zst`, `.tfrecord` also of its shards."""
+    """Return the suffix that selects a file's reader: `.txt`, `.jsonl.zst`, or `.tfrecord` also for its shards."""
     kinds = PurePosixPath(re.sub(r"-\d+-of-\d+$", "", name.lower())).suffixes
     return "".join(kinds[-2:]) if kinds[-2:] == [".jsonl", ".zst"] else kinds[-1] if kinds else ""
 
 
 def list_remote(pattern: str) -> list[RemoteFile]:
-    """Return the files that a URL, a folder's URL or a glob of URLs gives, none of them hidden.
+    """Return the files of a URL, a folder URL or a glob of URLs, except hidden ones.
 
-    ValueError where there is nothing, or it cannot be asked for.
+    ValueError if there are no such files or the request fails.
     """
     with _asking(pattern):
         from fsspec.core import url_to_fs
@@ -105,7 +104,7 @@ def path_problems(paths: Iterable[str]) -> list[Problem]:
 
 
 def fetched_ahead(files: Iterable[File]) -> Iterator[File]:
-    """Yield files in their order, small remote ones with their content, which threads fetch before it is their turn."""
+    """Yield files in order. Threads fetch the content of small remote files in advance."""
     return map_ahead(_fetch, files, workers=_AHEAD, ahead=_AHEAD)
 
 
@@ -154,7 +153,7 @@ def _scheme_problems(path: str, scheme: str) -> list[Problem]:
 
 @contextmanager
 def _asking(url: str) -> Iterator[None]:
-    """Around what asks a service: ValueError with the URL and the remedy, in place of a library's error and its log."""
+    """Turn service errors inside this context into ValueError with the URL and a remedy. Silences service logs."""
     scheme = scheme_of(url) or ""
     for name in ("gcsfs", "s3fs", "fsspec"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -164,7 +163,7 @@ def _asking(url: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise ValueError(f"data.paths={url}: {scheme}:// cannot be read: {error}.") from None
-    except Exception as error:  # every service's package has its own
+    except Exception as error:  # each service's package raises its own errors
         login = f" ({_LOGINS[scheme]})" if scheme in _LOGINS else ""
         raise ValueError(
             f"data.paths={url} cannot be read: {why(error)}. Check the name, the network, and this host's "

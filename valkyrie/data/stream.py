@@ -1,13 +1,15 @@
-"""Text that is tokenised as it is read (`data=parquet_stream`): its files and row groups, and who reads which.
+"""Text that is tokenised while it is read (`data=parquet_stream`): its files and row groups, and their readers.
 
-A *unit* is a row group of a .parquet file, or any other file whole. Every epoch draws an order of the training units
-from the seed and deals them to `lanes`, as cards to players: lane k gets units k, k + lanes, ... of that order. A lane
-reads its units' documents in their order and packs them into rows; when it has no more it goes on to the next epoch
-by itself. Each lane fills its own block of rows of every global batch, so that the batch of a step depends on nothing
-but the data, the seed, `batch`, `seq` and `lanes`: a process reads the lanes whose rows its devices hold, and a run
-continues on any number of processes. With more processes than lanes some read the same lane; with few units some lanes
-begin their next epoch before others. In an epoch every document is read exactly once. Validation is one lane in the
-order of the files, which every process reads whole.
+A *unit* is a row group of a .parquet file, or any other file as a whole. Every epoch shuffles the training units using
+the seed and deals them to `lanes` like cards: lane k gets units k, k + lanes, ... of that order. A lane reads the
+documents of its units in order and packs them into rows. When it has no more units, it starts the next epoch without
+waiting for other lanes. Each lane fills a separate block of rows of every global batch, so that the batch of a step
+depends only on the data, the seed, `batch`, `seq` and `lanes`.
+
+A process reads the lanes that fill the rows of its devices, and a run continues on any number of processes. With more
+processes than lanes, some processes read the same lane. With few units, some lanes begin their next epoch before
+others. In an epoch every document is read exactly once. Validation is a single lane in the order of the files, which
+every process reads completely.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ _TEXTS_AHEAD = 64
 
 
 class Unit(NamedTuple):
-    """A row group of a .parquet file, or another file whole (`group` None)."""
+    """A row group of a .parquet file, or another file as a whole (`group` None)."""
 
     file: File
     group: int | None
 
 
 class DocumentPosition(NamedTuple):
-    """Position of a document in its lane: the epoch, the unit in the order of that epoch, the document in the unit."""
+    """Position of a document in its lane: the epoch, the unit in that epoch's order, and the document in the unit."""
 
     epoch: int
     unit: int
@@ -55,9 +57,9 @@ class LanePosition:
     """Position in the rows of a lane.
 
     Args:
-        next: the document that begins the next row, or, with `packing=best_fit`, the next one to read.
-        offset: its tokens that earlier rows have.
-        pool: the documents that `packing=best_fit` has read ahead, in the order in which they were read.
+        next: the document that begins the next row or, with `packing=best_fit`, the next one to read.
+        offset: number of its tokens used by earlier rows.
+        pool: the documents that `packing=best_fit` has read ahead, in reading order.
     """
 
     next: DocumentPosition = DocumentPosition(0, 0, 0)
@@ -71,7 +73,7 @@ Tokens = tuple[DocumentPosition, np.ndarray]
 
 @dataclass(frozen=True)
 class Streamed:
-    """A dataset that is tokenised as it is read. `content`: a hash of what its tokens follow from."""
+    """A dataset that is tokenised while it is read. `content`: a hash of everything that determines its tokens."""
 
     name: str
     content: str
@@ -89,7 +91,7 @@ class Streamed:
         return self.train if split == "train" else self.validation
 
     def lanes(self, batch: int) -> int:
-        """Return how many lanes the training rows of a batch come from; ValueError where they cannot be as many."""
+        """Return the number of lanes of a training batch. ValueError if `data.lanes` does not fit batch or data."""
         asked = self.config.lanes
         if asked is None:
             most = min(MOST_LANES, len(self.train), batch)
@@ -110,7 +112,7 @@ class Streamed:
         return StreamLoader(self, split, plan)
 
     def describe(self) -> str:
-        """What is read, in a line."""
+        """One line with the number of files and units."""
         files = [len({unit.file.id for unit in units}) for units in (self.train, self.validation)]
         return (
             f"data {self.name}: {files[0]:,} files in {len(self.train):,} parts to train on, {files[1]:,} in "
@@ -119,9 +121,9 @@ class Streamed:
 
 
 def open_stream(config: Config, tokenizer: str, team: Team = ALONE) -> Streamed:
-    """Return the dataset of a configuration with `source=parquet_stream`; the ends of its .parquet files are read.
+    """Open the dataset of a config with `source=parquet_stream`, reading the footers of its .parquet files.
 
-    ValueError where there are no files, one is cut short or has no such column, or none is left for validation.
+    ValueError if there are no files, a file is cut short or lacks the column, or nothing is left for validation.
     """
     config.raise_problems()
     files = _list_files(config.paths, config)
@@ -180,9 +182,9 @@ def _units(files: list[File], config: Config) -> tuple[Unit, ...]:
 
 @dataclass(frozen=True)
 class Lane:
-    """One lane of a split: what it reads, and how. It is sent to the process that reads it.
+    """One lane of a split. It is sent to the process that reads it.
 
-    `seed` None: the units in their order, once; else for ever, in a new order every epoch.
+    With `seed` None it yields the units once, in their order; otherwise forever, in a new order every epoch.
     """
 
     units: tuple[Unit, ...]
@@ -194,11 +196,11 @@ class Lane:
     threads: int = 1
 
     def documents(self, start: DocumentPosition) -> Iterator[Tokens]:
-        """Yield the documents from a place on; ValueError where an epoch of the lane has none."""
+        """Yield the documents from a position on. ValueError if an epoch of the lane has no documents."""
         yield from self._tokens(self._texts(start))
 
     def fetch(self, places: Sequence[DocumentPosition]) -> list[Tokens]:
-        """Read the documents at some positions, in that order; each unit is read once."""
+        """Read the documents at the given positions, in that order. Each unit is read once."""
         texts: dict[DocumentPosition, str] = {}
         wanted = set(places)
         for epoch, unit in sorted({(place.epoch, place.unit) for place in places}):
@@ -227,7 +229,7 @@ class Lane:
             epoch, first = epoch + 1, 0
 
     def _tokens(self, texts: Iterator[tuple[DocumentPosition, str]]) -> Iterator[Tokens]:
-        """Encode texts, of which a thread reads some ahead, with `threads` more to encode."""
+        """Encode texts. One thread reads ahead and `threads` threads encode."""
         encode = _encoder(self.tokenizer)
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(self.threads) as encoders:
 

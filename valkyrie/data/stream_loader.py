@@ -1,4 +1,4 @@
-"""Batches of a dataset that is tokenised as it is read: lanes in worker processes of grain, put together here."""
+"""Batches of a dataset tokenised while it is read: grain workers read lanes, and this process joins the rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POSITIONS = "positions"
 
 @dataclass(frozen=True)
 class StreamPosition(RowPosition):
-    """Position in a stream: of every lane by its number, None for one that no row came from yet."""
+    """Position in a stream. `places` has the position of every lane by number, or None before its first row."""
 
     progress: ClassVar[tuple[str, ...]] = ("row", "places")
     newest: ClassVar[int] = 2
@@ -35,9 +35,10 @@ class StreamPosition(RowPosition):
 
 
 class StreamLoader(Loader[StreamPosition]):
-    """This process's rows of the global batches of a stream.
+    """Loads this process's rows of the global batches of a stream.
 
-    Training lanes are read by `data.workers` processes (0: by a thread of this one), which start with the first batch.
+    Training lanes are read by `data.workers` processes (0: by a thread of this process), which start with the first
+    batch.
     """
 
     def __init__(self, data: Streamed, split: str, plan: BatchPlan) -> None:
@@ -94,8 +95,8 @@ class StreamLoader(Loader[StreamPosition]):
         return {name: self._joined([part[name] for part in parts]) for name in parts[0]}
 
     def _datasets(self) -> list[Any]:
-        """Return what each worker reads: lanes dealt to them in turn."""
-        if not flags.FLAGS.is_parsed():  # grain asks for some of its own, which only a program of absl reads
+        """Return a dataset for each worker, dealing the lanes to the workers in turn."""
+        if not flags.FLAGS.is_parsed():  # grain reads absl flags, which only absl programs parse
             flags.FLAGS.mark_as_parsed()
         count = max(1, self._workers)
         datasets = []
@@ -108,7 +109,7 @@ class StreamLoader(Loader[StreamPosition]):
         return datasets
 
     def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Return this process's rows, in their order, from those of the workers."""
+        """Join the workers' rows to this process's rows, in order."""
         blocks = np.empty((len(self._mine), self._each, *parts[0].shape[1:]), parts[0].dtype)
         for worker, part in enumerate(parts):
             blocks[worker :: len(parts)] = part.reshape(-1, self._each, *part.shape[1:])
@@ -116,11 +117,11 @@ class StreamLoader(Loader[StreamPosition]):
 
     @property
     def step(self) -> int:
-        """Batches given out so far, over all processes and restarts."""
+        """Global batches yielded so far, including those before a restart."""
         return self._step
 
     def position(self) -> StreamPosition:
-        """The position of the next batch in every lane. Collective: each process knows only its own lanes."""
+        """The position of the next batch in every lane. Collective, because each process knows only its own lanes."""
         mine = {str(lane): encode(position) for lane, position in zip(self._mine, self._positions, strict=True)}
         known: dict[str, LanePosition | None] = {}
         for theirs in self._data.team.exchange("positions of the lanes", mine):
@@ -128,13 +129,13 @@ class StreamLoader(Loader[StreamPosition]):
         return replace(super().position(), places=known)
 
     def go_to(self, position: StreamPosition) -> None:
-        """Continue from a position. ValueError if it is no multiple of this batch."""
+        """Continue from a position. ValueError if it is not a multiple of this batch size."""
         self._step = position.step_of(self.batch)
         self._positions = [position.places[str(lane)] for lane in self._mine]
         self._end_iterators()
 
     def close(self) -> None:
-        """End the workers; afterwards there are no more batches."""
+        """Stop the workers. There are no more batches afterwards."""
         self._closed = True
         self._end_iterators()
 
@@ -146,13 +147,13 @@ class StreamLoader(Loader[StreamPosition]):
 
 @dataclass(frozen=True)
 class _Positions:
-    """Positions of lanes. A class, because grain takes lists and tuples apart when it passes them on."""
+    """Positions of lanes, wrapped in a class because grain flattens lists and tuples when it passes them on."""
 
     lanes: tuple[LanePosition | None, ...]
 
 
 class _LaneRows(grain.IterDataset):
-    """The rows of some lanes in every batch, with the positions of the lanes after them."""
+    """The rows of some lanes in every batch, with the lanes' positions after that batch."""
 
     def __init__(self, lanes: list[Lane], start: _Positions, seq: int, each: int, bos_id: int) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class _LaneRowsIterator(grain.DatasetIterator):
         return {_POSITIONS: self._positions}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to positions that `get_state` returned."""
+        """Continue from positions that `get_state` returned."""
         self._go_to(state[_POSITIONS])
 
     def _go_to(self, start: _Positions) -> None:
@@ -193,5 +194,5 @@ class _LaneRowsIterator(grain.DatasetIterator):
 
 
 def _ignore_interrupts(worker: int, count: int) -> None:
-    """Leave Ctrl-C, which reaches every process of a terminal, to the training, which ends its workers itself."""
+    """Ignore Ctrl-C, which reaches every process of a terminal. The training process stops its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Work that threads do ahead of the reader, in order."""
+"""Maps a function over items in threads, ahead of the reader and in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Output = TypeVar("Output")
 def map_ahead(
     function: Callable[[Item], Output], items: Iterable[Item], *, workers: int, ahead: int
 ) -> Iterator[Output]:
-    """Yield `function(item)` of every item in order; `workers` threads compute up to `ahead` of them in advance."""
+    """Yield `function(item)` of every item in order. `workers` threads compute up to `ahead` results in advance."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="valkyrie-data")
     waiting: deque[Future[Output]] = deque()
     try:

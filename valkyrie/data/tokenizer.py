@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, the GPT-2 vocabulary kept in this package, any tiktoken encoding, files, trained ones by name.
+"""Tokenizers: bytes, the packaged GPT-2 vocabulary, any tiktoken encoding, files, and trained ones by name.
 
-`vocab_size_of` and `fingerprint_of` are cheap; only `load_tokenizer` loads a vocabulary, so that a cached dataset opens
+`vocab_size_of` and `fingerprint_of` are cheap. Only `load_tokenizer` loads a vocabulary, so that a cached dataset opens
 without it.
 """
 
@@ -60,11 +60,11 @@ class _TokenizerFile:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer called `bytes`, `gpt2` or like a tiktoken encoding, or the one in a file.
+    """Load a tokenizer: `bytes`, `gpt2`, a tiktoken encoding by name, or a file.
 
-    Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, by path, by folder or by the name of a trained one.
-    `bytes`, `gpt2` and files need no network. Other encodings are fetched by tiktoken once. ValueError, with the
-    remedy, if that fails, or if the name or file does not exist.
+    Files are `FILE.tiktoken[:PATTERN]` and `tokenizer.json`, given by path, by folder or by the name of a trained
+    tokenizer. `bytes`, `gpt2` and files need no network. tiktoken downloads other encodings once. ValueError, with the
+    remedy, if that fails or if the name or file does not exist.
     """
     file = _find_file(name)
     if file is not None:
@@ -80,7 +80,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def vocab_size_of(name: str) -> int:
-    """Number of ids of a tokenizer. Well-known ones and tokenizer.json are not loaded."""
+    """Number of ids of a tokenizer, without loading well-known ones and tokenizer.json."""
     if name in VOCAB_SIZES:
         return VOCAB_SIZES[name]
     file = _find_file(name)
@@ -88,19 +88,19 @@ def vocab_size_of(name: str) -> int:
 
 
 def fingerprint_of(name: str) -> str:
-    """Fingerprint of a tokenizer, without loading it: tiktoken pins the content of its names, a file is hashed."""
+    """Fingerprint of a tokenizer, without loading it. tiktoken pins the content of its names; a file is hashed."""
     file = _find_file(name)
     identity = file.identity if file else f"gpt2 {_GPT2_SHA256}" if name == "gpt2" else name
     return digest(f"tokenizer {identity}")[:16]
 
 
 def identity_of(name: str) -> dict[str, str]:
-    """Name and fingerprint of a tokenizer, as checkpoints record them."""
+    """Name and fingerprint of a tokenizer, as stored in checkpoints."""
     return {"name": name, "fingerprint": name if name == NO_TOKENIZER else fingerprint_of(name)}
 
 
 def _find_file(name: str) -> _TokenizerFile | None:
-    """File of a tokenizer, or None if tiktoken knows the name. ValueError, with the choices, for other names."""
+    """File of a tokenizer, or None if tiktoken knows the name. ValueError, with the choices, for unknown names."""
     if name in VOCAB_SIZES:
         return None
     if name.endswith(".tiktoken") or ".tiktoken:" in name:

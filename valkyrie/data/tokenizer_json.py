@@ -1,7 +1,7 @@
-"""Tokenizers in one file, `tokenizer.json`, as Hugging Face writes and reads them: loaded, and trained from text.
+"""Loads and trains tokenizers in Hugging Face's one-file format, `tokenizer.json`.
 
-A byte-level BPE (GPT-2, Llama 3, and what is trained here) becomes a tiktoken encoding, which is faster and leaves the
-interpreter lock. Any other kind is read by the package tokenizers.
+A byte-level BPE (GPT-2, Llama 3, and those trained here) becomes a tiktoken encoding, which is faster and releases the
+interpreter lock. All other kinds are read by the package tokenizers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from valkyrie.data.vocabulary import PATTERNS, Ids, TiktokenTokenizer, Tokenizer
 from valkyrie.paths import cache_root, write_whole
 
 BOS = "<|bos|>"
-"""The special token that a trained tokenizer has: its last id."""
+"""The special token of trained tokenizers. It has the last id."""
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>", "<|endoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _SPACE = "\u2581"
 _PACKAGE = "uv sync --extra tokenizers in the clone, or uv pip install tokenizers"
 
 
 def json_path(name: str) -> Path | None:
-    """Return the file of a tokenizer by its path, its folder, or the name it was trained under; None if there is none.
+    """Return the file of a tokenizer, given its path, its folder or the name it was trained under, or None.
 
     ValueError for the path of a .json that does not exist.
     """
@@ -45,7 +45,7 @@ def json_path(name: str) -> Path | None:
 
 
 def trained_path(name: str) -> Path:
-    """Return where a tokenizer of a name is kept, so that `data.tokenizer=NAME` finds it from every folder."""
+    """Return the path of a trained tokenizer. `data.tokenizer=NAME` works from every folder."""
     return cache_root() / "tokenizers" / f"{name}.json"
 
 
@@ -55,7 +55,7 @@ def trained_names() -> list[str]:
 
 
 def json_vocab_size(path: Path) -> int:
-    """Return the number of ids of a file: one more than its highest."""
+    """Return the number of ids of a file: one more than the highest id."""
     values = _read(path)
     vocabulary = values["model"]["vocab"]
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
@@ -63,7 +63,7 @@ def json_vocab_size(path: Path) -> int:
 
 
 def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
-    """Return the tokenizer of a file. ValueError where it is damaged, has no BOS, or needs the package tokenizers."""
+    """Load the tokenizer in a file. ValueError if it is damaged, has no BOS, or the package tokenizers is missing."""
     values = _read(path)
     added = {token["content"]: token["id"] for token in values["added_tokens"]}
     bos_id = next((added[bos] for bos in _BOS_NAMES if bos in added), None)
@@ -79,12 +79,12 @@ def load_json(name: str, path: Path, fingerprint: str) -> Tokenizer:
 
 
 class _HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of any kind whose tokens are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
+    """A tokenizer of any kind with tokens that are bytes, or pieces of text with a mark for blanks (SentencePiece)."""
 
     def __init__(self, name: str, path: Path, values: dict[str, Any], bos_id: int, fingerprint: str) -> None:
         package = _package(f"tokenizer={name} is no byte-level BPE: reading it")
         self._encoder = package.Tokenizer.from_file(str(path))
-        self._encoder.encode_special_tokens = True  # their spelling is ordinary text
+        self._encoder.encode_special_tokens = True  # the spelling of special tokens is ordinary text
         self.name, self.bos_id, self.fingerprint = name, bos_id, fingerprint
         self.vocab_size = json_vocab_size(path)
         special = {token["id"] for token in values["added_tokens"] if token["special"]}
@@ -92,7 +92,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         self.token_bytes: Int32[np.ndarray, " vocab"] = np.array([len(value) for value in self._bytes], np.int32)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without a BOS; lone surrogates become `?`."""
+        """Return the ids of a text, without BOS. Lone surrogates become `?`."""
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         return np.array(self._encoder.encode(clean, add_special_tokens=False).ids, np.uint32)
 
@@ -103,14 +103,14 @@ class _HuggingFaceTokenizer(Tokenizer):
 
 @dataclass
 class Counted:
-    """What went by: documents, and bytes of UTF-8."""
+    """Running counts of documents, and of bytes of UTF-8."""
 
     documents: int = 0
     bytes: int = 0
 
 
 def texts_of(config: CorpusConfig, counted: Counted) -> Iterator[str]:
-    """Yield the texts of a source, up to `config.max_bytes` of UTF-8, counting; ValueError where there is none."""
+    """Yield and count the texts of a source, up to `config.max_bytes` of UTF-8. ValueError if there are none."""
     for document in config.read_documents(config.list_files()):
         raw = document.text.encode("utf-8", errors="replace")
         if config.max_bytes is not None:
@@ -125,9 +125,10 @@ def texts_of(config: CorpusConfig, counted: Counted) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int, pattern: str, path: Path) -> int:
-    """Train a byte-level BPE of `vocab` ids, BOS the last of them, write it to `path`; return the ids it has.
+    """Train a byte-level BPE of `vocab` ids, the last one BOS, write it to `path`, and return its number of ids.
 
-    They are fewer where the texts have too few different pairs. ValueError for a vocabulary without room for the bytes.
+    There are fewer ids if the texts have too few different pairs. ValueError if `vocab` is too small for the bytes, or
+    `pattern` is unknown.
     """
     if vocab < 257:
         raise ValueError(f"--vocab {vocab}: use 257 or more, 256 for the bytes and one that begins a document.")
@@ -158,7 +159,7 @@ def _package(what: str) -> Any:
 
 
 def _without_possessives(pattern: str) -> str:
-    """Return a pattern that every engine reads alike: `++`, `?+` and `$` mean other things to that of tokenizers."""
+    """Return an equivalent pattern without `++`, `?+` and `$`, which mean other things to the engine of tokenizers."""
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern).replace("$", r"\z")  # not the + of \p{L}+
 
 
@@ -175,7 +176,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_tiktoken(name: str, values: dict[str, Any], added: dict[str, int]) -> tiktoken.Encoding | None:
-    """Return the encoding that merges the same pairs in the same order; None where the file is of another kind."""
+    """Return the encoding that merges the same pairs in the same order, or None if the file is of another kind."""
     model, pattern = values["model"], _pattern_of(values)
     plain = not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
     if model.get("type", "BPE") != "BPE" or pattern is None or not plain or values.get("normalizer") is not None:
@@ -197,7 +198,7 @@ def _as_tiktoken(name: str, values: dict[str, Any], added: dict[str, int]) -> ti
 
 
 def _pattern_of(values: dict[str, Any]) -> str | None:
-    """Return how a byte-level tokenizer cuts a text; None for what is no byte-level tokenizer."""
+    """Return the pattern by which a byte-level tokenizer splits a text, or None for another kind."""
     before = values.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
@@ -212,7 +213,7 @@ def _pattern_of(values: dict[str, Any]) -> str | None:
 
 
 def _token_values(name: str, values: dict[str, Any], encoder: Any, vocab_size: int, special: set[int]) -> list[bytes]:
-    """Return the bytes of every id; none for special ones and holes."""
+    """Return the bytes of every id. Special ids and gaps have no bytes."""
     kinds = set(_types(values.get("decoder")))
     if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
         raise ValueError(
@@ -238,7 +239,7 @@ def _types(decoder: dict[str, Any] | None) -> Iterator[str]:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    """Return the byte for each character of a byte-level vocabulary. Printable characters map to their own byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}

@@ -1,4 +1,4 @@
-"""What a tokenizer answers, how a text is cut into words, and the tokenizer that is a tiktoken encoding."""
+"""The tokenizer interface, the patterns that split text into words, and tokenizers that wrap a tiktoken encoding."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PATTERNS = {
     ),
 }
 PATTERNS["nanochat"] = PATTERNS["cl100k"].replace("{1,3}", "{1,2}")
-"""How a text is cut before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`; nanochat's has numbers
-of at most two digits, which suits a small vocabulary."""
+"""Patterns that split a text before byte pairs are merged, by the name used in `FILE.tiktoken:PATTERN`. nanochat's
+limits numbers to two digits, which suits a small vocabulary."""
 
 
 class Tokenizer(ABC):
@@ -40,9 +40,9 @@ class Tokenizer(ABC):
     Attributes:
         name: the name it was loaded by.
         vocab_size: ids are below this.
-        bos_id: the id put before every document; no text encodes to it.
-        fingerprint: hash that changes with any change of the ids it gives.
-        token_bytes: bytes of UTF-8 that each id stands for, 0 for special ones: the denominator of bits per byte.
+        bos_id: the id placed before every document; no text encodes to it.
+        fingerprint: hash that changes whenever any text would get other ids.
+        token_bytes: bytes of UTF-8 per id, 0 for special ids: the denominator of bits per byte.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Ids of a text, unsigned, without BOS. Special tokens are ordinary text, lone surrogates become `?`."""
+        """Unsigned ids of a text, without BOS. Special tokens are ordinary text; lone surrogates become `?`."""
 
     @abstractmethod
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Bytes of ids without special tokens, for text that arrives token by token and may stop in a character."""
+        """Bytes of ids without special tokens, for text that arrives token by token and may end inside a character."""
 
     def decode(self, ids: Ids) -> str:
-        """Text of ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken encoding whose `<|endoftext|>` is BOS."""
+    """A tiktoken encoding with `<|endoftext|>`, or another special token, as BOS."""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, bos_id: int, fingerprint: str) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class TiktokenTokenizer(Tokenizer):
         self.token_bytes = _token_bytes(encoding)
 
     def encode_ordinary(self, text: str) -> np.ndarray:
-        """Return the ids of a text. The merging runs without the interpreter lock: threads do it in parallel."""
+        """Return the ids of a text. Merging runs without the interpreter lock, so threads can do it in parallel."""
         try:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # a lone surrogate has no UTF-8
@@ -89,7 +89,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
-    """Return the bytes that each id stands for; 0 for special ids and for holes in the vocabulary."""
+    """Return the number of bytes of each id, 0 for special ids and gaps in the vocabulary."""
     lengths = np.zeros(encoding.n_vocab, np.int32)
     values = encoding.token_byte_values()
     lengths[[encoding.encode_single_token(value) for value in values]] = [len(value) for value in values]
@@ -97,7 +97,7 @@ def _token_bytes(encoding: tiktoken.Encoding) -> Int32[np.ndarray, " vocab"]:
 
 
 def checked_ids(ids: Ids, tokenizer: Tokenizer) -> np.ndarray:
-    """Return ids as an array; ValueError for one that the tokenizer does not have."""
+    """Return ids as an array. ValueError if the tokenizer does not have one of them."""
     array = np.asarray(ids, dtype=np.int64).reshape(-1)
     if array.size and not (array.min() >= 0 and array.max() < tokenizer.vocab_size):
         wrong = array[(array < 0) | (array >= tokenizer.vocab_size)][0]

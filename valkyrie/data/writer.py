@@ -1,4 +1,4 @@
-"""Writes tokenised pieces as one flat stream of tokens, cut into shard files."""
+"""Writes tokenised pieces as one flat stream of tokens, split into shard files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def encode(
 def encode_all(
     pieces: Iterable[DocumentPiece], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[EncodedDocuments]:
-    """Encode pieces in order with `workers` threads, each with a few pieces in memory."""
+    """Encode pieces in order with `workers` threads, with a few pieces per thread in memory."""
     function = partial(encode, tokenizer=tokenizer, token_bytes=tokenizer.token_bytes, dtype=dtype)
     for encoded in map_ahead(function, _groups(pieces), workers=workers, ahead=2 * workers):
         yield from encoded
@@ -76,7 +76,7 @@ def _groups(pieces: Iterable[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
 
 
 class ShardWriter:
-    """Writes the stream of one split; every shard but the last holds `shard_tokens`."""
+    """Writes the stream of one split. Every shard except the last holds `shard_tokens` tokens."""
 
     def __init__(self, path: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
         self._path = path
@@ -92,7 +92,7 @@ class ShardWriter:
         self.bytes = 0
 
     def add(self, tokens: EncodedDocuments) -> None:
-        """Append to the stream."""
+        """Append encoded documents to the stream."""
         self.documents += tokens.documents
         self.bytes += tokens.bytes
         self.tokens += tokens.ids.size
@@ -114,7 +114,7 @@ class ShardWriter:
         return Split(self.documents, self.tokens, self.bytes, tuple(self._shards))
 
     def abort(self) -> None:
-        """Close the open file and leave the rest."""
+        """Close the open file, leaving the shards incomplete."""
         if self._file is not None:
             self._file.close()
             self._file = None

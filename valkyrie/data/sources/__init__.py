@@ -1,1 +1,1 @@
-"""The data sources that ship with Valkyrie: one module each, with a `Config` (`valkyrie/data/README.md`)."""
+"""The data sources that ship with Valkyrie: one module each, with a `Config` (see `valkyrie/data/README.md`)."""

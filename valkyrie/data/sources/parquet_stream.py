@@ -1,4 +1,4 @@
-"""Text that is tokenised as it is read (`valkyrie.data.stream`)."""
+"""Config of text that is tokenised while it is read (see `valkyrie.data.stream`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Packing(Enum):
-    """How documents become rows: cut from one long stream, or packed so that every row begins with a document."""
+    """How documents become rows: cut from one stream, or packed so that every row begins with a document."""
 
     stream = "stream"
     best_fit = "best_fit"
@@ -29,7 +29,7 @@ class Packing(Enum):
 
 @dataclass
 class Config(TextConfig):
-    """Files of text of any number and size, tokenised as they are read.
+    """Any number of text files of any size, tokenised while they are read.
 
     Args:
         paths: files, directories, globs and URLs, as for `source=text`.
@@ -37,11 +37,11 @@ class Config(TextConfig):
         field: the key with the text in .jsonl.
         column: the column with the text in .parquet.
         chunk: `functions` makes each function or class of C, C++ and Python a document.
-        language: the language of files of many documents, whose suffix does not tell it.
-        workers: processes that read and tokenise; 0 for a thread of this one, None for one per CPU core.
+        language: the language of the documents in files with a suffix that does not determine it.
+        workers: processes that read and tokenise; 0 for a thread of this process, None for one per CPU core.
         packing: how documents become rows.
         pool: documents per lane that `packing=best_fit` reads ahead.
-        lanes: parts of the batch with files or row groups of their own, or None for up to 16.
+        lanes: parts of the batch that read separate files or row groups, or None for up to 16.
     """
 
     name: str = "parquet_stream"
@@ -74,11 +74,11 @@ class Config(TextConfig):
         return [*problems, *chunk_problems(self.chunk)]
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> Streamed:
-        """List the files and read the ends of .parquet files. ValueError if there are too few, or one is damaged."""
+        """List the files and read the footers of .parquet files. ValueError if there are too few, or one is damaged."""
         from valkyrie.data.stream import open_stream
 
         return open_stream(self, tokenizer, team)
 
     def check(self, tokenizer: str, batch: int, seq: int, steps: int) -> DataCheck:
-        """Check that the files are there. Processes compare their names and sizes when a run starts."""
+        """Check that the files exist. Processes compare their names and sizes when a run starts."""
         return DataCheck(self.open(tokenizer).describe())

@@ -1,4 +1,4 @@
-"""The source of Python's standard library: about 12 MB of text on every machine, without a download."""
+"""Text from the source of Python's standard library: about 12 MB on every machine, without a download."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from valkyrie.data.files import Listing, local_file, walk
 from valkyrie.data.readers import SourceFile
 
 MIN_BYTES = 1_000_000
-# Tests are left out: some installations come without them, and the corpus should be the same everywhere.
+# Tests are skipped: some installations lack them, and the corpus should be the same everywhere.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -26,7 +26,7 @@ class Config(CorpusConfig):
     source: str = "stdlib"
 
     def list_files(self) -> Listing:
-        """The files, from the folder of the library or a zip archive on `sys.path`. ValueError if there are too few."""
+        """The files, from the library folder or a zip archive on `sys.path`. ValueError if there are too few."""
         root = Path(sysconfig.get_paths()["stdlib"])
         files: list[SourceFile] = []
         if (root / "os.py").is_file():
@@ -48,7 +48,7 @@ class Config(CorpusConfig):
         return Listing(tuple(files))
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that decide the documents."""
+        """The settings that determine the documents."""
         return self.read_options.cache_identity
 
 

@@ -1,4 +1,4 @@
-"""Sudoku puzzles generated on this machine, once."""
+"""Sudoku puzzles, generated once on this machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class SudokuConfig(SampleConfig):
-    """Grids to generate, each with one solution.
+    """Generated grids, each with one solution.
 
     Args:
         side: cells of a row, 4 or 9.
-        clues: how many cells are given at least, or 0 for as few as leave one solution.
+        clues: minimum number of given cells, or 0 for as few as keep the solution unique.
     """
 
     train: int = 1000
@@ -60,7 +60,7 @@ class Config(PuzzleConfig):
         return PuzzleShape(self.sudoku.side**2, self.sudoku.side + 2, 1)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
-        """Open the puzzles, generated first if the cache has none; that takes minutes for 9x9."""
+        """Open the puzzles, generating them first if they are not in the cache, which takes minutes for 9x9."""
         from valkyrie.data.sources.puzzles.prepare import prepare_sudoku
 
         return prepare_sudoku(self, say)

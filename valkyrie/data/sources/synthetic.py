@@ -1,7 +1,7 @@
-"""A synthetic corpus: a Markov chain of first order with known entropy, drawn from a seed.
+"""A synthetic corpus: a first-order Markov chain with known entropy, generated from a seed.
 
-Every state has four successors, taken with the probabilities of `SUCCESSOR_WEIGHTS`; which four is drawn from the seed.
-A model that has learned the chain reaches a loss of `entropy` nats per token inside a document.
+Every state has four random successors, with the probabilities `SUCCESSOR_WEIGHTS`. A model that has learned the chain
+reaches a loss of `entropy` nats per token inside a document.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 SUCCESSOR_WEIGHTS = (0.6, 0.2, 0.15, 0.05)
 """Probabilities of the four successors of a state."""
 MAX_STATES = 224
-"""The ids of the `bytes` vocabulary from a blank on."""
+"""Number of ids of the `bytes` vocabulary from the blank on."""
 FIRST_ID = 32
-"""The chain uses the ids from here on: letters, digits and signs in the `bytes` vocabulary."""
+"""First id used by the chain. In the `bytes` vocabulary, the ids from here on are letters, digits and signs."""
 _BLOCK = 512
 
 
 @dataclass
 class Config(DocumentConfig):
-    """A chain, drawn as tokens.
+    """A Markov chain, generated as tokens.
 
     Args:
-        documents: how many documents there are.
+        documents: number of documents.
         mean_length: their mean length, in tokens.
         states: states of the chain.
         generator_seed: seed of the chain and its documents.
@@ -61,7 +61,7 @@ class Config(DocumentConfig):
         return Listing(())
 
     def read_documents(self, listing: Listing) -> Iterator[TokenDocument]:
-        """Draw documents of half to one and a half times `mean_length` tokens, the same for the same seed."""
+        """Generate documents of 0.5 to 1.5 times `mean_length` tokens, the same for the same seed."""
         import numpy as np
 
         from valkyrie.data.cut import TokenDocument
@@ -81,7 +81,7 @@ class Config(DocumentConfig):
                 yield TokenDocument(f"synthetic:{start + row}", states[row, : lengths[row]] + FIRST_ID)
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that decide the documents."""
+        """The settings that determine the documents."""
         settings = [self.documents, self.mean_length, self.states, self.generator_seed]
         return ReadOptions().cache_identity | {"synthetic": settings}
 
@@ -92,5 +92,5 @@ class Config(DocumentConfig):
 
 
 def entropy() -> float:
-    """Entropy of a step of the chain, in nats: the lowest loss of a token inside a document."""
+    """Entropy of a step of the chain, in nats: the lowest loss per token inside a document."""
     return -math.fsum(weight * math.log(weight) for weight in SUCCESSOR_WEIGHTS)

@@ -1,4 +1,4 @@
-"""Text in files of a disk or a bucket."""
+"""Text in files on a disk or in a bucket."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from valkyrie.problems import Problem
 
 @dataclass
 class Config(CorpusConfig):
-    """Files of text, or one folder of shards written by `valkyrie-data prepare`.
+    """Text files, or one folder of shards written by `valkyrie-data prepare`.
 
     Args:
-        paths: files, directories or globs, relative to the current directory (`~` and `**` are known), and the same in
-            buckets: `gs://bucket/books/*.txt`, `s3://`, and whatever else fsspec reads.
+        paths: files, directories or globs, relative to the current directory (`~` and `**` are supported), and the same
+            in buckets: `gs://bucket/books/*.txt`, `s3://`, and everything else that fsspec reads.
         field: the key with the text in .jsonl.
         column: the column with the text in .parquet.
         language: with `chunk=functions`, the language of .parquet, .jsonl and other files of many documents.
@@ -44,14 +44,14 @@ class Config(CorpusConfig):
         return [*super().problems(), *path_problems(self.paths)]
 
     def list_files(self) -> Listing:
-        """The files that `paths` name. ValueError for one that gives none, or whose language is unknown."""
+        """The files matched by `paths`. ValueError if a path matches none, or if a file's language is unknown."""
         listing = list_paths(self.paths)
         if unknown := unknown_language(listing.files, self.read_options):
             raise ValueError(unknown)
         return listing
 
     def cache_identity(self) -> dict[str, object]:
-        """The settings that decide the documents."""
+        """The settings that determine the documents."""
         return self.read_options.cache_identity
 
     def about(self) -> dict[str, object]:
@@ -64,7 +64,7 @@ class Config(CorpusConfig):
         return one_file and self.chunk is Chunk.whole
 
     def prepared_folder(self) -> Path | None:
-        """The folder that `paths` names, if it holds shards, else None."""
+        """The folder in `paths`, if it holds shards, else None."""
         from valkyrie.data.manifest import MANIFEST
 
         if len(self.paths) != 1 or scheme_of(self.paths[0]):

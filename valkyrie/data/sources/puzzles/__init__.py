@@ -1,4 +1,4 @@
-"""Puzzles: published ones, as a folder of arrays or as CSV. What `sudoku` shares with them is here too."""
+"""Published puzzles, as a folder of arrays or as CSV, and the base config shared with `sudoku`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 
 ALL = 1_000_000_000
-"""Size of a sample that takes every puzzle."""
+"""Sample size that includes every puzzle."""
 
 
 class PuzzleShape(NamedTuple):
-    """What a model must be made for: cells of a puzzle, values of a cell, identifiers of puzzles."""
+    """The sizes a model needs: cells of a puzzle, values of a cell, and identifiers of puzzles."""
 
     cells: int
     vocab_size: int
@@ -32,12 +32,12 @@ class PuzzleShape(NamedTuple):
 
 @dataclass
 class SampleConfig:
-    """Which puzzles are taken.
+    """Selects puzzles.
 
     Args:
-        train: how many for training.
-        validation: how many for evaluation.
-        guesses: how difficult they are at least: guesses that a solver needs, or the rating in a CSV. 0 takes all.
+        train: number of puzzles for training.
+        validation: number of puzzles for evaluation.
+        guesses: minimum difficulty: guesses needed by a solver, or the rating in a CSV. 0 takes all.
         seed: seed of the sample.
     """
 
@@ -55,11 +55,11 @@ class SampleConfig:
 
 @dataclass
 class PuzzleConfig(DataConfig):
-    """Base of sources of puzzles.
+    """Base of puzzle sources.
 
     Args:
-        cache_dir: folder in which generated or converted puzzles are kept.
-        augment: draw the symmetries of Sudokus again in every epoch.
+        cache_dir: folder for generated or converted puzzles.
+        augment: apply new random symmetries to Sudokus in every epoch.
     """
 
     kind: ClassVar[str] = PUZZLES
@@ -69,7 +69,7 @@ class PuzzleConfig(DataConfig):
 
     @abstractmethod
     def shape(self) -> PuzzleShape:
-        """The shape of the puzzles, from the settings or the beginning of the files. ValueError for wrong ones."""
+        """The shape of the puzzles, from the settings or the beginning of the files. ValueError if either is wrong."""
 
     def problems(self) -> list[Problem]:
         """Problems of the settings, found without reading the data."""
@@ -85,9 +85,9 @@ class Config(PuzzleConfig):
     """Published puzzles: Sudoku-Extreme, mazes, ARC.
 
     Args:
-        paths: one folder in the published form (`train/dataset.json`, ...), or with `train.csv` and `test.csv`
-            (source, question, answer, rating).
-        sudoku: which rows of a CSV are taken.
+        paths: one folder in the published form (`train/dataset.json`, ...), or with `train.csv` and `test.csv` (source,
+            question, answer, rating).
+        sudoku: which rows of a CSV to use.
     """
 
     name: str = "puzzles"
@@ -115,14 +115,14 @@ class Config(PuzzleConfig):
         return PuzzleShape(train.cells, train.vocab_size, train.identifiers)
 
     def open(self, tokenizer: str, team: Team = ALONE, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
-        """Open the folder, or the cached arrays of a CSV, made first if there are none."""
+        """Open the folder, or the cached arrays of a CSV, converting it first if necessary."""
         from valkyrie.data.sources.puzzles.prepare import prepare_published
 
         return prepare_published(self)
 
     @property
     def folder(self) -> Path:
-        """The folder. ValueError if there is none."""
+        """The folder. ValueError if it does not exist."""
         path = Path(self.paths[0]).expanduser()
         if not path.is_dir():
             raise ValueError(

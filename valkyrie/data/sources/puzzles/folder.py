@@ -1,8 +1,8 @@
-"""A folder of puzzles in the published form, checked when it is opened: `train` and `test`, each with its arrays.
+"""A folder of puzzles in the published form, checked when opened: `train` and `test`, each with its arrays.
 
 Each has `dataset.json` and `all__inputs.npy`, `all__labels.npy` [examples, cells], `all__puzzle_identifiers.npy`
-[puzzles], `all__puzzle_indices.npy` (the examples at which puzzles begin) and `all__group_indices.npy` (the puzzles at
-which groups begin: a puzzle with its augmented forms), as SamsungSAILMontreal/TinyRecursiveModels builds them.
+[puzzles], `all__puzzle_indices.npy` (the first example of each puzzle) and `all__group_indices.npy` (the first puzzle
+of each group: a puzzle with its augmented forms), as SamsungSAILMontreal/TinyRecursiveModels builds them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _INDICES = ("puzzle_identifiers", "puzzle_indices", "group_indices")
 FOLDERS = {"train": "train", "validation": "test"}
 """The folder of each split."""
 _CHECKED_BYTES = 64 * 1024 * 1024
-"""Arrays up to this size are read once as a whole: for their largest value, and for the hash of the content."""
+"""Arrays up to this size, in bytes, are read completely to find their largest value and hash their content."""
 
 
 @dataclass(frozen=True)
 class _Metadata:
-    """What is read of `dataset.json`."""
+    """The fields read from `dataset.json`."""
 
     seq_len: int
     vocab_size: int
@@ -39,17 +39,17 @@ class _Metadata:
 
 @dataclass(frozen=True, eq=False)
 class PuzzleSplit:
-    """The puzzles of one split. The files of its arrays are mapped into memory.
+    """The puzzles of one split. Its array files are mapped into memory.
 
     Args:
-        inputs: what is given, [examples, cells].
-        labels: what is asked, [examples, cells].
+        inputs: the given cells, [examples, cells].
+        labels: the solutions, [examples, cells].
         puzzle_identifiers: the identifier of each puzzle, [puzzles].
-        puzzle_indices: the example at which each puzzle begins, and the number of examples, [puzzles + 1].
-        group_indices: the puzzle at which each group begins, and the number of puzzles, [groups + 1].
-        vocab_size: cells are below this.
+        puzzle_indices: the first example of each puzzle, then the number of examples, [puzzles + 1].
+        group_indices: the first puzzle of each group, then the number of puzzles, [groups + 1].
+        vocab_size: cell values are below this.
         identifiers: identifiers are below this.
-        ignored: the label of cells that are not counted, or None.
+        ignored: the label of cells that do not count, or None.
         blank: the identifier of padding.
     """
 
@@ -70,13 +70,13 @@ class PuzzleSplit:
 
     @property
     def groups(self) -> int:
-        """Number of groups: puzzles without their augmented forms."""
+        """Number of groups, which is the number of puzzles without their augmented forms."""
         return len(self.group_indices) - 1
 
 
 @dataclass(frozen=True)
 class PreparedPuzzles:
-    """A folder of puzzles: `side` is that of a Sudoku, whose symmetries are then drawn, else None."""
+    """A folder of puzzles. `side`: side of a Sudoku to augment with random symmetries, else None."""
 
     path: Path
     name: str
@@ -97,7 +97,7 @@ class PreparedPuzzles:
         return PuzzleLoader(self, split, plan)
 
     def describe(self) -> str:
-        """Return how many puzzles there are, in a line."""
+        """One line with the number of puzzles."""
         drawn = ", their symmetries drawn anew" if self.side else ""
         return (
             f"data {self.name}: {self.train.groups:,} training puzzles{drawn}, {len(self.validation.inputs):,} "
@@ -106,7 +106,7 @@ class PreparedPuzzles:
 
 
 def open_puzzles(path: Path, name: str, side: int | None = None) -> PreparedPuzzles:
-    """Return the puzzles in a folder; ValueError says which file is not what it should be."""
+    """Return the puzzles in a folder. ValueError names the file that is wrong, and how."""
     splits = {split: _open_split(path / folder) for split, folder in FOLDERS.items()}
     train, validation = splits["train"], splits["validation"]
     for what in ("cells", "vocab_size"):
@@ -151,7 +151,7 @@ def _load(file: Path) -> np.ndarray:
 
 
 def _check_cells(array: np.ndarray, file: Path, known: _Metadata) -> np.ndarray:
-    """Return the array of a file. ValueError if it has other cells or values than the metadata says."""
+    """Return the array of a file. ValueError if its cells or values do not match the metadata."""
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{file} is {array.dtype}{list(array.shape)}: puzzles are whole numbers, a row each.")
     if array.shape[1] != known.seq_len:
@@ -187,7 +187,7 @@ def _is_index(starts: np.ndarray, count: int, last: int) -> bool:
 
 
 def _content(path: Path) -> str:
-    """Return a hash of the puzzles: of the bytes of each file, beyond the first 64 MiB of its size alone."""
+    """Return a hash of the puzzles, from each file's size and its first 64 MiB."""
     total = hashlib.sha256()
     for folder in FOLDERS.values():
         for file in sorted((path / folder).glob("*.npy")):

@@ -1,7 +1,7 @@
-"""Sudoku: a generator of puzzles with one solution, and the solver that proves it and rates them.
+"""Generates Sudoku puzzles with one solution, and the solver that verifies and rates them.
 
-All works on many grids at once: a cell is a mask of the digits it may hold (bit 0 is the digit 1), so that a step of
-reasoning is a few operations of NumPy for thousands of grids.
+Everything is vectorised over many grids. A cell is a mask of the digits it may hold (bit 0 is the digit 1), so that a
+reasoning step is a few NumPy operations for thousands of grids.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Puzzles(NamedTuple):
-    """Puzzles and their solutions, digits from 1 and 0 for a blank, [count, cells]; how many guesses each needs."""
+    """Puzzles and their solutions, [count, cells], as digits from 1 with 0 for a blank, and the guesses each needs."""
 
     givens: np.ndarray
     solutions: np.ndarray
@@ -20,9 +20,9 @@ class Puzzles(NamedTuple):
 
 
 def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) -> Puzzles:
-    """Return `count` random puzzles of one solution each, with as few clues as they can have, or `clues`.
+    """Return `count` random puzzles with one solution each, and as few clues as possible, or `clues`.
 
-    A full grid loses its digits in a random order; one stays where another solution would appear without it.
+    Removes the digits of a full grid in random order, except those that are needed to keep the solution unique.
     """
     solutions = _full_grids(rng, count, side)
     givens, order = solutions.copy(), rng.random(solutions.shape).argsort(1)
@@ -40,10 +40,10 @@ def generate(rng: np.random.Generator, count: int, side: int, clues: int = 0) ->
 
 
 def count_guesses(givens: np.ndarray, side: int) -> np.ndarray:
-    """Return how often a solver must guess until it knows every solution, for each puzzle.
+    """Return the number of guesses that a solver needs to find every solution, for each puzzle.
 
-    It fills in what is forced (a cell with one digit left, a digit with one place left in a row, column or box) as long
-    as it can; then it tries the digits of a cell with the fewest, each of which it follows to its end.
+    The solver fills in forced digits (a cell with one digit left, a digit with one cell left in a row, column or box)
+    as long as it can. Then it picks a cell with the fewest digits left and explores each of them to the end.
     """
     guesses, numbers = np.zeros(len(givens), np.int64), np.arange(len(givens))
     masks = _masks(givens, side)
@@ -75,13 +75,13 @@ def _count_solutions(masks: np.ndarray, side: int, at_most: int) -> np.ndarray:
 
 
 def classes(givens: np.ndarray, side: int) -> list[bytes]:
-    """Return a name for each puzzle that all its symmetric forms share; feasible for 4x4 alone."""
+    """Return a canonical form of each puzzle, shared by all its symmetric forms. Feasible for 4x4 only."""
     forms = np.stack([_renamed(givens[:, cells], side) for cells in _all_orders(side)])
     return [min(form.tobytes() for form in forms[:, i]) for i in range(len(givens))]
 
 
 def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
-    """Return full grids: boxes on the diagonal at random, then guesses; a grid that fails begins anew."""
+    """Return full grids: random boxes on the diagonal, then random guesses. A grid that fails is restarted."""
     box = int(side**0.5)
     grids, missing = np.zeros((count, side * side), np.int64), np.arange(count)
     masks = _masks(grids, side)
@@ -104,7 +104,7 @@ def _full_grids(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
 
 
 def _reasoned(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the masks after all that is forced, and which grids do not contradict themselves."""
+    """Fill in all forced digits. Returns the masks, and whether each grid is free of contradictions."""
     masks, alive, working = masks.copy(), np.ones(len(masks), bool), np.arange(len(masks))
     while len(working):
         before = masks[working]
@@ -116,7 +116,7 @@ def _reasoned(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the masks after one round: digits of their peers taken away, then digits with one place left set."""
+    """Do one round: exclude the digits of peers, then set digits with one cell left. Returns as `_reasoned` does."""
     single = _is_single(masks)
     certain = np.where(single, masks, 0)
     sound, taken, full = np.ones(len(masks), bool), np.zeros_like(masks), (1 << side) - 1
@@ -137,7 +137,7 @@ def _forced(masks: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Unit(NamedTuple):
-    """Cells as [grids, a, b, c, d], of which two axes number a unit and the other two, `within`, its cells."""
+    """Cells as [grids, a, b, c, d]. The axes `within` index the cells of a unit; the other two index the units."""
 
     cells: np.ndarray
     within: tuple[int, int]
@@ -151,7 +151,7 @@ def _units(masks: np.ndarray, side: int) -> list[_Unit]:
 
 
 def _once_and_twice(unit: _Unit) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each unit, the digits that stand in one cell at least, and in two."""
+    """Return, for each unit, the digits possible in at least one cell, and those possible in at least two."""
     cells = np.moveaxis(unit.cells, unit.within, (0, 1))
     cells = cells.reshape(-1, *cells.shape[2:])
     once, twice = np.zeros_like(cells[0]), np.zeros_like(cells[0])
@@ -162,13 +162,13 @@ def _once_and_twice(unit: _Unit) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _spread(of_units: np.ndarray, unit: _Unit, side: int) -> np.ndarray:
-    """Return what is said of each unit, at all of its cells."""
+    """Broadcast a value of each unit to all cells of the unit."""
     wide = np.expand_dims(of_units, unit.within)
     return np.broadcast_to(wide, unit.cells.shape).reshape(-1, side * side)
 
 
 def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a grid for each digit of a cell with the fewest, and the grid each was made of."""
+    """Return a grid for each digit of a cell with the fewest digits, and the index of its parent grid."""
     if not len(masks):
         return masks, np.zeros(0, np.int64)
     cells, rows = _fewest(masks), np.arange(len(masks))
@@ -179,7 +179,7 @@ def _branches(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _fewest(masks: np.ndarray) -> np.ndarray:
-    """Return the first cell of each grid with the fewest digits, more than one."""
+    """Return the first undecided cell of each grid with the fewest digits left."""
     counts = np.bitwise_count(masks).astype(np.int64)
     return np.where(counts > 1, counts, 99).argmin(1)
 
@@ -205,7 +205,7 @@ def _digits(masks: np.ndarray) -> np.ndarray:
 
 
 def _renamed(grids: np.ndarray, side: int) -> np.ndarray:
-    """Return the grids with their digits renamed in the order in which they appear."""
+    """Return the grids with their digits renumbered in order of first appearance."""
     names = np.zeros((len(grids), side + 1), np.uint8)
     used = np.zeros(len(grids), np.uint8)
     out = np.zeros(grids.shape, np.uint8)
@@ -219,7 +219,7 @@ def _renamed(grids: np.ndarray, side: int) -> np.ndarray:
 
 
 def _all_orders(side: int) -> list[np.ndarray]:
-    """Return every order of cells that the symmetries of a 4x4 grid allow, without those of digits."""
+    """Return every reordering of cells by a symmetry of a 4x4 grid, excluding renamed digits."""
     assert side == 4, "there are too many for larger grids"
     first, second = [(0, 1), (1, 0)], [(2, 3), (3, 2)]
     lines = [[*p, *q] for p in first for q in second] + [[*q, *p] for p in first for q in second]

@@ -1,7 +1,7 @@
-"""Which puzzle goes to which row of which step: each group once an epoch, one of its forms, its symmetry drawn anew.
+"""Loads batches of puzzles. Each epoch uses each group once, as one of its forms with a new random symmetry.
 
-The batch of a step follows from the data, the seed and the number of the step alone, so that a run goes on exactly, and
-on any number of processes. A batch has `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
+The batch of a step depends only on the data, the seed and the step number, so a run resumes exactly, on any number of
+processes. A batch has `inputs` and `labels`, each int32 [rows, cells], and `puzzles`, int32 [rows].
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from valkyrie.data.sources.puzzles.folder import PreparedPuzzles
 from valkyrie.data.sources.puzzles.symmetries import draw_symmetries
 
 NO_LABEL = -100
-"""The label of a cell that is not counted."""
+"""The label of a cell that does not count."""
 _ENDLESS = 2**31 - 1
 
 
 class _PuzzleSampler:
-    """The share of one process in every global batch, for grain."""
+    """This process's part of every global batch, for grain."""
 
     def __init__(self, data: PreparedPuzzles, name: str, plan: BatchPlan) -> None:
         self._data, self._split, self._places, self._batch = data, data.split(name), plan.rows, plan.batch
@@ -75,7 +75,7 @@ class _PuzzleSampler:
 
 @dataclass(frozen=True)
 class PuzzlePosition(DataPosition):
-    """Position in batches of puzzles. Puzzles that are half solved are part of the train state, so `batch` is fixed."""
+    """A position in batches of puzzles. `batch` must not change: half-solved puzzles are part of the train state."""
 
     progress: ClassVar[tuple[str, ...]] = ("step",)
 
@@ -92,7 +92,7 @@ class PuzzlePosition(DataPosition):
 
 
 class PuzzleLoader(IndexedLoader[PuzzlePosition]):
-    """Batches of a split of puzzles: drawn without end for training; else all examples once, in order."""
+    """Batches of a split of puzzles: random and endless for training, all examples once in order for evaluation."""
 
     def __init__(self, data: PreparedPuzzles, split: str, plan: BatchPlan) -> None:
         puzzles = data.split(split)
@@ -104,7 +104,7 @@ class PuzzleLoader(IndexedLoader[PuzzlePosition]):
 
 
 def _one_of(rng: np.random.Generator, starts: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return one member of each chosen range, whose first members are `starts`."""
+    """Return a random member of each chosen range. Range i is `starts[i]` up to `starts[i + 1]`."""
     first, after = starts[chosen], starts[chosen + 1]
     return first + (rng.random(len(chosen)) * (after - first)).astype(np.int64)
 

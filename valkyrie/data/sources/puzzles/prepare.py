@@ -1,4 +1,4 @@
-"""Prepares puzzles: generates Sudoku or reads CSV into the cache, once, in the published form; opens such folders."""
+"""Generates Sudoku or converts CSV into the cache, once, in the published form, and opens such folders."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from valkyrie.data.sources.puzzles.tables import PuzzleTable, find_tables
 from valkyrie.paths import write_whole
 
 _ALGORITHM = 1
-"""Part of the cache key: raised when the same settings would give other puzzles than before."""
+"""Part of the cache key. Increase it whenever the same settings would give different puzzles."""
 _AT_ONCE = 1000
 
 
 def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = None) -> PreparedPuzzles:
-    """Open generated puzzles, generating them if the cache has none.
+    """Open generated puzzles, generating them if they are not in the cache.
 
-    `say` is called with a line before they are generated, which takes minutes. ValueError for mistakes in the settings,
+    `say` is called with a line before generating, which takes minutes. ValueError for mistakes in the settings,
     DiskError if the cache cannot be written.
     """
     options = config.sudoku
@@ -35,7 +35,7 @@ def prepare_sudoku(config: sudoku.Config, say: Callable[[str], object] | None = 
 
 
 def prepare_published(config: Config) -> PreparedPuzzles:
-    """Open a folder of puzzles, or the arrays made of its CSV. ValueError and DiskError as for `prepare_sudoku`."""
+    """Open a folder of puzzles, or the arrays converted from its CSV. Raises errors like `prepare_sudoku`."""
     config.raise_problems()
     tables, options = find_tables(config.folder), config.sudoku
     if tables is None:
@@ -55,7 +55,7 @@ def _open_cached(
 
 
 def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> None:
-    """Write one split in the published form: every puzzle a group of its own, 0 in a label not counted."""
+    """Write one split in the published form. Every puzzle is a separate group; label 0 does not count."""
     path.mkdir()
     count = np.arange(len(inputs) + 1, dtype=np.int32)
     arrays = {"inputs": inputs.astype(np.uint8), "labels": labels.astype(np.uint8)}
@@ -70,7 +70,7 @@ def write_folder(path: Path, inputs: np.ndarray, labels: np.ndarray, vocab_size:
 
 
 def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, path: Path) -> None:
-    """Write generated puzzles: those of validation are none of training, nor for 4x4 symmetric forms of one."""
+    """Write generated puzzles. No validation puzzle, nor for 4x4 a symmetric form of it, is used for training."""
     rng, wanted = np.random.default_rng([config.seed, config.side]), config.train + config.validation
     if say is not None and config.side > 4:
         say(f"generating {wanted:,} Sudoku puzzles of one solution, once: about {wanted / 1000:.0f} min on one core")
@@ -81,10 +81,10 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
         givens = np.concatenate([givens, found.givens[hard]])
         solutions = np.concatenate([solutions, found.solutions[hard]])
     names = [grid.tobytes() for grid in givens] if config.side > 4 else classes(givens, config.side)
-    known = {name: i for i, name in reversed(list(enumerate(names)))}  # the first of each name
+    known = {name: i for i, name in reversed(list(enumerate(names)))}  # the first index of each name
     first = np.array([known[name] for name in names])
     share = config.validation / wanted
-    held_out = rng.random(len(names))[first] < share  # all of a name, or none
+    held_out = rng.random(len(names))[first] < share  # puzzles with the same name are in the same split
     for split, rows in (("validation", held_out), ("train", ~held_out)):
         chosen = np.flatnonzero(rows)[: getattr(config, split)]
         if not len(chosen):
@@ -93,7 +93,7 @@ def _generate(config: sudoku.SudokuConfig, say: Callable[[str], object] | None, 
 
 
 def _convert(config: SampleConfig, tables: dict[str, PuzzleTable], path: Path) -> None:
-    """Write what CSV holds, or a sample of it, in the published form."""
+    """Write the puzzles of CSV files, or a sample of them, in the published form."""
     rng = np.random.default_rng(config.seed)
     for split, table in tables.items():
         inputs, labels = table.read(config.guesses)

@@ -1,4 +1,4 @@
-"""The symmetries of a Sudoku: digits exchanged, bands and stacks and the lines within them, the grid turned over."""
+"""The symmetries of a Sudoku: permutes digits, bands, stacks and the lines within them, and transposes the grid."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ FIRST_DIGIT = 2
 
 
 class Symmetries(NamedTuple):
-    """One symmetry for each grid: where each cell comes from, and what each value becomes."""
+    """A symmetry for each grid: the source cell of each cell, and the new value for each old one."""
 
     cells: np.ndarray
     values: np.ndarray
 
     def __getitem__(self, rows: object) -> Symmetries:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the symmetries of some grids."""
+        """Return the symmetries of the selected grids."""
         return Symmetries(self.cells[rows], self.values[rows])  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def of(self, grids: np.ndarray) -> np.ndarray:
-        """Return the grids, [count, cells], after their symmetries."""
+        """Return the grids, [count, cells], after applying their symmetries."""
         moved = np.take_along_axis(grids, self.cells, axis=1)
         return np.take_along_axis(self.values, moved.astype(np.int64), axis=1)
 
 
 def draw_symmetries(rng: np.random.Generator, count: int, side: int) -> Symmetries:
-    """Return a symmetry for each of `count` grids of side x side cells."""
+    """Return a random symmetry for each of `count` grids of side x side cells."""
     lines, columns = _lines(rng, count, side), _lines(rng, count, side)
     cells = lines[:, :, None] * side + columns[:, None, :]
     turned = columns[:, None, :] * side + lines[:, :, None]
@@ -39,7 +39,7 @@ def draw_symmetries(rng: np.random.Generator, count: int, side: int) -> Symmetri
 
 
 def _lines(rng: np.random.Generator, count: int, side: int) -> np.ndarray:
-    """Return an order of rows for each grid: bands in any order, and in each band its rows in any order."""
+    """Return a random order of rows for each grid: shuffled bands, and shuffled rows within each band."""
     box = int(side**0.5)
     bands = rng.random((count, box)).argsort(1)
     within = rng.random((count, box, box)).argsort(2)

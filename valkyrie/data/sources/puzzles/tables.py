@@ -1,4 +1,4 @@
-"""Puzzles in CSV as they are published: source, question, answer, rating; Sudoku-Extreme and the mazes of 30 x 30."""
+"""Reads published puzzles in CSV (source, question, answer, rating): Sudoku-Extreme and the 30 x 30 mazes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("source", "question", "answer", "rating")
 
 
 class Alphabet(Enum):
-    """What a cell is written as; its value is the number of the character, from 1 on (0 is padding)."""
+    """The characters of cells. A character's index, counted from 1, is its cell value (0 is padding)."""
 
     sudoku_4x4 = "01234"
     sudoku_9x9 = "0123456789"
@@ -26,12 +26,12 @@ class Alphabet(Enum):
 
     @property
     def vocab_size(self) -> int:
-        """How many values a cell may have, padding among them."""
+        """Number of values of a cell, including padding."""
         return len(self.value) + 1
 
     @property
     def side(self) -> int | None:
-        """The side of a Sudoku, None of a maze."""
+        """The side of a Sudoku, or None for a maze."""
         return None if self is Alphabet.maze else len(self.value) - 1
 
 
@@ -43,18 +43,18 @@ class PuzzleTable:
 
     @property
     def signature(self) -> list[str | int]:
-        """What changes with the file: its name, size and time of change."""
+        """File name, size and modification time."""
         status = self.path.stat()
         return [self.path.name, status.st_size, status.st_mtime_ns]
 
     @cached_property
     def cells(self) -> int:
-        """How many cells the first puzzle has."""
+        """Number of cells of the first puzzle."""
         return len(next(islice(self._rows(), 1), (0, "", "", ""))[1])
 
     @cached_property
     def alphabet(self) -> Alphabet:
-        """How the cells of the first puzzle are written; ValueError for what is neither Sudoku nor maze."""
+        """Alphabet of the first puzzle. ValueError if it is neither a Sudoku nor a maze."""
         sudoku = {16: Alphabet.sudoku_4x4, 81: Alphabet.sudoku_9x9}
         number, question, _, _ = next(islice(self._rows(), 1), (0, "", "", "0"))
         kind = sudoku.get(len(question), Alphabet.maze)
@@ -65,7 +65,7 @@ class PuzzleTable:
         return kind
 
     def read(self, rating: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return questions and answers of at least this rating, [puzzles, cells]; ValueError names a wrong line."""
+        """Return questions and answers of at least this rating, [puzzles, cells]. ValueError names an invalid line."""
         values = np.zeros(256, np.uint8)
         values[list(self.alphabet.value.encode())] = np.arange(len(self.alphabet.value)) + 1
         if self.alphabet is not Alphabet.maze:
@@ -104,7 +104,10 @@ class PuzzleTable:
 
 
 def find_tables(folder: Path) -> dict[str, PuzzleTable] | None:
-    """Return the tables `train.csv` and `test.csv` of a folder; None where neither is there, ValueError where one."""
+    """Return the tables `train.csv` and `test.csv` of a folder, or None if both are missing.
+
+    ValueError if only one is missing, or if their puzzles have different sizes.
+    """
     tables = {split: PuzzleTable(folder / f"{name}.csv") for split, name in FOLDERS.items()}
     there = {split: table.path.is_file() for split, table in tables.items()}
     if not any(there.values()):
