@@ -46,7 +46,7 @@ Other functions are not repeated more often in a row once the calls take half of
 MOST = 2**25
 """Largest number of bytes that a device has after a collective."""
 MOST_CALLS = 2**14
-"""Functions are not repeated more often in a row beyond this number of calls."""
+"""Most calls of a function in a row."""
 POSITIONS, WIDTH, HEADS = 256, 32, 4
 """Sizes of the attention that is timed."""
 
@@ -175,7 +175,7 @@ def _again(timer: _Timer, one: Callable[[jax.Array, jax.Array], jax.Array], shap
         return lambda x: jax.lax.fori_loop(0, calls, lambda i, y: one(x, y), x)
 
     calls = 4
-    while (seconds := timer(repeated(calls), shape, dtype)) <= LONG_S / 2 and calls <= MOST_CALLS:
+    while (seconds := timer(repeated(calls), shape, dtype)) <= LONG_S / 2 and calls < MOST_CALLS:
         calls *= 4
     return seconds / calls
 
