@@ -366,8 +366,8 @@ needs_the_same_libtpu = pytest.mark.skipif(
 
 
 def flat(text: str) -> str:
-    """A text without its line breaks and columns, and without the units that a table has in its head."""
-    return " ".join(text.replace("%", "").replace(" ms ", " ").split())
+    """A text without its line breaks and columns, line numbers of sources, and units that a table has in its head."""
+    return " ".join(re.sub(r"(\.py):\d+", r"\1", text).replace("%", "").replace(" ms ", " ").split())
 
 
 @pytest.fixture(scope="module")
