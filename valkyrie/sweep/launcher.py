@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, configure_log, setup_globals
@@ -17,7 +18,7 @@ from valkyrie.sweep.composer import Composer
 from valkyrie.sweep.end import SweepEnd, end_of
 from valkyrie.sweep.members import members
 from valkyrie.sweep.names import key_values
-from valkyrie.sweep.plan import Plan, SweepContext, plan_run, plan_wrong
+from valkyrie.sweep.plan import Plan, SweepContext, job_environment, plan_run, plan_wrong
 from valkyrie.sweep.process import TrialProcess
 from valkyrie.sweep.run import carry_out
 from valkyrie.sweep.screen import Lines, LiveScreen
@@ -37,7 +38,8 @@ def run_trial(config: DictConfig) -> float:
     The task function of a multirun, in whatever process a launcher calls it. Raises as `carry_out`.
     """
     hydra = HydraConfig.get()
-    sweep, overrides = SweepContext.from_hydra(hydra), [str(override) for override in hydra.overrides.task]
+    sweep = replace(SweepContext.from_hydra(hydra), environment=job_environment(hydra))
+    overrides = [str(override) for override in hydra.overrides.task]
     try:
         run = _trained_run(overrides, sweep) or Run.from_config(config)
     except ValueError as error:
@@ -106,7 +108,7 @@ def _plan(composer: Composer, overrides: Sequence[str], number: int, run: Run | 
     config = composer.config
     with open_dict(config):
         config.hydra.job.id = config.hydra.job.num = number
-    sweep = SweepContext.from_hydra(config.hydra)
+    sweep = replace(SweepContext.from_hydra(config.hydra), environment=job_environment(config.hydra))
     try:
         run = run or _trained_run(overrides, sweep) or composer.run(overrides)
     except ValueError as error:

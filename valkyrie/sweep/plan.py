@@ -43,9 +43,16 @@ class SweepContext:
 
     @staticmethod
     def from_hydra(hydra: Any) -> SweepContext:
-        """Return the context of a multirun, given the `hydra` part of a job's configuration."""
-        environment = {str(key): str(value) for key, value in hydra.job.env_set.items()}
-        return SweepContext(Path(hydra.sweep.dir), _config_flags(hydra), environment)
+        """Return the context of a multirun, given the `hydra` part of its configuration.
+
+        The environment may name `hydra.job.num`: it is read for a job, by `job_environment`.
+        """
+        return SweepContext(Path(hydra.sweep.dir), _config_flags(hydra))
+
+
+def job_environment(hydra: Any) -> dict[str, str]:
+    """Return the environment variables that a job sets, given the `hydra` part of its configuration."""
+    return {str(key): str(value) for key, value in hydra.job.env_set.items()}
 
 
 @dataclass(frozen=True)
