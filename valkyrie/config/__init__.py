@@ -1,1 +1,1 @@
-"""Configuration: what a command line asks for, composed by Hydra, typed and checked. Imports no JAX."""
+"""Configuration: composes the command line with Hydra into a typed, checked run. Imports no JAX."""

@@ -1,4 +1,4 @@
-"""The arguments of a command, or of the Python API: read as they were typed, and composed to a run. Imports no JAX."""
+"""Parses the arguments of a command or of the Python API and composes them into a run. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from valkyrie.foreign_errors import is_key_of_null
 from valkyrie.runs.folder import key_value, parts_of
 
 _ESCAPED = r"\\[][(){}:=, \t\\]"
-"""A sign that Hydra's grammar would read, behind the backslash that keeps it from that."""
+"""Regex of a character that is special in Hydra's grammar, escaped with a backslash."""
 
 
 def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[str]:
-    """Return the arguments as Hydra takes them; ValueError for a mesh of one number.
+    """Return the arguments in Hydra's syntax; ValueError for a mesh of one number.
 
-    `multirun`: they are a sweep's, whose values may be several.
+    `multirun`: the arguments are of a sweep, where a key may have several values.
     """
     typed = _as_typed(_plain(written_out(arguments)), multirun)
     _refuse_unreadable_meshes(typed)
@@ -43,7 +43,7 @@ def read_arguments(arguments: Sequence[str], *, multirun: bool = False) -> list[
 def refuses_keys_of_null(arguments: Sequence[str]) -> Iterator[None]:
     """Raise ValueError for an argument such as `target.chip.hbm_gib=9` where the target has no chip.
 
-    OmegaConf has an AssertionError for it, which does not say of which.
+    OmegaConf raises an AssertionError for it that does not name the argument.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def refuses_keys_of_null(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def run_of(arguments: Sequence[str]) -> Run:
-    """Return the run that the command makes of these arguments, unchecked; ValueError as the command words it."""
+    """Return the unchecked run for these arguments; ValueError with the same message as the command."""
     try:
         return _composed(read_arguments(arguments))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -65,9 +65,9 @@ def run_of(arguments: Sequence[str]) -> Run:
 
 
 def run_in(folder: Path, overrides: Sequence[str]) -> Run:
-    """Return the run of a run folder with other values of some keys, unchecked, set to go on in that folder.
+    """Return the unchecked run that resumes in a run folder, with some keys overridden.
 
-    ValueError as the command words it.
+    Raises ValueError with the same message as the command.
     """
     typed = read_arguments(overrides)
     given = {key_value(override)[0] for override in typed}
@@ -85,9 +85,9 @@ def run_in(folder: Path, overrides: Sequence[str]) -> Run:
 
 
 def _composed(arguments: Sequence[str], folder: Path | None = None) -> Run:
-    """Return the run of arguments as Hydra takes them, on top of a run folder's settings where one is given.
+    """Compose arguments in Hydra's syntax into a run, on top of the settings of `folder` if given.
 
-    What Hydra and OmegaConf raise is not caught.
+    Does not catch the errors of Hydra and OmegaConf.
     """
     flags = parts_of(arguments)[0]
     if unknown := [flag for flag in flags if flag.startswith("-") and flag.partition("=")[0] not in CONFIG_FLAGS]:
@@ -110,10 +110,10 @@ def _refuse_what_sets_no_value(override: Override) -> None:
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as Hydra wants them.
+    """Accept two spellings that Hydra does not.
 
-    `+experiment=` and `+sweep=` become `experiment=` and `sweep=`: both ways are in use. A folder given by
-    `--config-path` is looked for here, not beside a file of ours.
+    `+experiment=` and `+sweep=` become `experiment=` and `sweep=`, because both are in use. The folder of
+    `--config-path` is relative to the working directory, not to one of our source files.
     """
     plain = [a[1:] if a.startswith(("+experiment=", "+sweep=")) else a for a in arguments]
     for i, argument in enumerate(plain):
@@ -128,14 +128,13 @@ def _plain(arguments: Sequence[str]) -> list[str]:
 
 
 def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
-    """Return the arguments with texts and the paths of `data.paths=` in quotes, so that Hydra takes them as typed.
+    """Quote text values and the paths of `data.paths=`, so that Hydra reads them exactly as typed.
 
-    Texts are `prompt=` and the layouts of `mode=explain`.
+    Text values are `prompt=` and the two layouts of `mode=explain`. Hydra strips the blanks of unquoted text and
+    rejects most punctuation. `null`, values already quoted or escaped for Hydra, and the list of prompts of a sweep
+    are left unchanged. `${KEY}` is still interpolated.
 
-    A home directory's `~` in `runs=` and `resume=` is written out.
-
-    Unquoted, Hydra strips its blanks and refuses most signs. `null`, what is quoted or escaped for Hydra already, and
-    in a multirun the several prompts of a sweep, stay as they are. `${KEY}` means in it what it does in any value.
+    Also expands `~` in `runs=` and `resume=`.
     """
     typed = []
     for argument in arguments:
@@ -144,14 +143,14 @@ def _as_typed(arguments: Sequence[str], multirun: bool) -> list[str]:
             argument = f"{key}={QuotedString(value, Quote.single).with_quotes()}"
         elif key.lstrip("+") == "data.paths":
             argument = f"{key}={_list_of_paths(value, multirun)}"
-        elif key in ("runs", "resume") and value.startswith("~"):  # which a shell leaves behind a sign of equality
+        elif key in ("runs", "resume") and value.startswith("~"):  # shells do not expand ~ after =
             argument = f"{key}={os.path.expanduser(value)}"
         typed.append(argument)
     return typed
 
 
 def _list_of_paths(value: str, multirun: bool) -> str:
-    """Return paths as a list of Hydra's: `~/a/*.txt` or `[~/a/*.txt]`, which its grammar refuses, become one."""
+    """Write paths as a Hydra list. Its grammar rejects `~/a/*.txt` and `[~/a/*.txt]`, so each path is quoted."""
     try:
         read = OverridesParser.create().parse_override(f"data.paths={value}")
         if (read.is_sweep_override() and multirun) or read.value() is None or isinstance(read.value(), list):

@@ -1,4 +1,4 @@
-"""The chips and targets that can be chosen: those of the package, and those in the folders that Hydra searches."""
+"""Available chips and targets: those of the package and those in the folders that Hydra searches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from valkyrie.paths import config_names, read_config
 Schema = TypeVar("Schema")
 
 SEARCH_PATH = "valkyrie://groups"
-"""Where Hydra finds the schemas, after every folder."""
+"""Search path of the schemas, which Hydra searches after all folders."""
 
 _composed: WeakKeyDictionary[ConfigLoader, dict[str, object]] = WeakKeyDictionary()
 
 
 class Chips(Mapping[str, ChipConfig]):
-    """Every chip with a file, of the package or in a folder of the user's; read when it is asked for."""
+    """Every chip with a file, in the package or in a folder of the user. Files are read on access."""
 
     def __getitem__(self, name: str) -> ChipConfig:
         own = None if name in config_names(CHIPS) else _of_a_folder(f"{CHIPS}/{name}", ChipConfig)
@@ -41,20 +41,20 @@ class Chips(Mapping[str, ChipConfig]):
 
 
 def target_named(name: str) -> TargetConfig:
-    """Return the target of a name as Hydra composes it: a file's, or a slice's; ValueError where it is neither."""
+    """Return the target of a YAML or slice name, composed by Hydra; ValueError if the name is neither."""
     if name in config_names("target"):
         return read_config("target", name, TargetConfig)
     return _of_a_folder(f"target/{name}", TargetConfig) or parse_target(name, Chips(), files("target"))
 
 
 def files(group: str) -> list[str]:
-    """Return the configs of a group that are files, of the package and of the folders that Hydra searches."""
+    """Return the names of a group's YAML files, in the package and in the folders that Hydra searches."""
     folders = [source for source in _sources() if source.is_group(group)]
     return sorted({*config_names(group), *(n for source in folders for n in source.list(group, ObjectType.CONFIG))})
 
 
 def _of_a_folder(path: str, schema: type[Schema]) -> Schema | None:
-    """Return a config of the user's, composed by Hydra with what it is based on; None where there is no such file."""
+    """Return a user's config, composed by Hydra with its defaults list, or None if there is no such file."""
     loader = _loader()
     if loader is None or not any(source.is_config(path) for source in loader.get_sources()):
         return None
@@ -74,6 +74,6 @@ def _sources() -> list[ConfigSource]:
 
 
 def _loader() -> ConfigLoader | None:
-    """Return what Hydra composes with at the moment, None outside of it."""
+    """Return the loader of the running Hydra, or None outside of Hydra."""
     hydra = GlobalHydra.instance()
     return hydra.config_loader() if hydra.is_initialized() else None

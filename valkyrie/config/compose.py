@@ -1,4 +1,4 @@
-"""How Hydra finds and types the configuration: schemas, meshes and targets without files, the defaults of a machine."""
+"""Registers with Hydra the schemas, the meshes and targets without files, and the defaults of this machine."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ SCHEMAS: dict[str, type] = {
     "tracking": TrackingConfig,
     "distributed": DistributedConfig,
 }
-"""The dataclass behind a config group; its YAMLs begin with `defaults: [GROUP_schema, _self_]`."""
+"""The dataclass of each config group. The YAMLs of a group begin with `defaults: [GROUP_schema, _self_]`."""
 GROUPS = (*FAMILIES, *SCHEMAS)
-"""Every config group with a schema. YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
+"""Every config group with a schema. The YAMLs of `FAMILIES` begin with `defaults: [FAMILY_schema, _self_]`."""
 SCHEMA_PATHS: dict[str, type] = {
     "run_schema": RunConfig,
     "target/chip/chip_schema": ChipConfig,
     **{f"{group}/{group}_schema": schema for group, schema in SCHEMAS.items()},
 }
-"""Where a defaults list finds each schema, except those of `FAMILIES`. None of them is listed as a choice."""
+"""Config path of each schema, except those of `FAMILIES`. Schemas are not listed as choices."""
 
 AS_SAVED = "as_saved"
-"""The choice of each group that holds what a run was saved with; it is not listed."""
+"""The choice, in each group, of a saved run's settings. It is not listed."""
 saved_groups: dict[str, dict[str, Any]] = {}
-"""What `as_saved` of each group holds, with its defaults list."""
+"""The settings of each group's `as_saved` choice, with a defaults list."""
 ENVIRONMENT_MESH = "environment"
 """The mesh that `TPU_MESH_CONFIG` and `TPU_AXIS_NAMES` describe."""
 BY_WIDTH = "by_width"
-"""The rematerialisation of a run that names none: it follows from the width of the model; it is not listed."""
+"""The default rematerialisation, chosen by the width of the model. It is not listed."""
 SIMULATED_MESH = "2x2x2"
-"""The mesh of a machine without an accelerator: eight simulated CPU devices, two on each axis."""
+"""The default mesh on a machine without an accelerator: eight simulated CPU devices, two on each axis."""
 
 
 class ValkyrieSource(ConfigSource):
@@ -68,11 +68,11 @@ class ValkyrieSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """Return the scheme under which the primary config names this source."""
+        """Return the URL scheme of this source in the primary config's search path."""
         return "valkyrie"
 
     def available(self) -> bool:
-        """Return True: nothing can be missing."""
+        """Return True, as this source needs no files."""
         return True
 
     def is_group(self, config_path: str) -> bool:
@@ -80,7 +80,10 @@ class ValkyrieSource(ConfigSource):
         return config_path in ("", "target/chip", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether this is a schema, a mesh by its looks, or a target: those with a file come first."""
+        """Return whether this path is a schema, a mesh such as `2x2x2`, or a target.
+
+        Hydra uses this source only for choices without a file.
+        """
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         is_mesh = group == "mesh" and (name[:1].isdigit() or name == ENVIRONMENT_MESH)
@@ -91,7 +94,7 @@ class ValkyrieSource(ConfigSource):
         return is_mesh or is_target or path in SCHEMA_PATHS or is_family or is_saved or is_default
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the mesh, the target or the schema; an error says what to write instead."""
+        """Return the mesh, the target or the schema; the error message suggests what to write instead."""
         path = config_path.removesuffix(".yaml")
         group, _, name = path.partition("/")
         try:
@@ -117,7 +120,7 @@ class ValkyrieSource(ConfigSource):
         )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return groups, and a target of each chip; meshes are too many to list, schemas are for files only."""
+        """List the groups and one target per chip. There are too many meshes to list; schemas are only for YAMLs."""
         if config_path == "target" and results_filter is not ObjectType.GROUP:
             return ["cpu8", *(f"{chip}-8" for chip in files(CHIPS))]
         return ["mesh", *FAMILIES] if config_path == "" and results_filter is not ObjectType.CONFIG else []
@@ -147,7 +150,7 @@ def register() -> Path:
 
 
 def _divide(a: float | int, b: float | int) -> float:
-    """Return a quotient; infinity for a divisor of 0 or beyond a float, which is refused by its own key."""
+    """Return a / b, or infinity if b is 0 or the result overflows. The check of the divisor's key reports it."""
     try:
         return float(a) / float(b) if float(b) else math.inf
     except OverflowError:
@@ -155,12 +158,12 @@ def _divide(a: float | int, b: float | int) -> float:
 
 
 def if_tiny(size: str | None, tiny: str, else_: str) -> str:
-    """Return the choice of an experiment under `size=tiny`, or its own."""
+    """Return `tiny` under `size=tiny`, else `else_`, the experiment's normal choice."""
     return tiny if size == "tiny" else else_
 
 
 def conf_dir_checked() -> Path:
-    """Return the folder of config groups; RuntimeError when the installation lost it."""
+    """Return the folder of config groups; RuntimeError if it is missing from the installation."""
     from valkyrie.paths import conf_dir
 
     folder = conf_dir()
@@ -170,10 +173,12 @@ def conf_dir_checked() -> Path:
 
 
 def default_mesh(target: str = "auto") -> str:
-    """Return the mesh used when nothing names one.
+    """Return the default mesh: the first of these that applies.
 
-    It is the launch environment's; else the torus of the target, padded to three axes, or three axes as even as its
-    simulated devices allow; else all accelerators of this machine as data; else 2x2x2.
+    - the mesh of the launch environment;
+    - the torus of the target, padded to three axes, or its simulated devices split evenly over three axes;
+    - all accelerators of this machine on the last axis;
+    - 2x2x2 simulated CPU devices.
     """
     mesh = mesh_from_environment()
     if mesh is not None:
@@ -192,8 +197,8 @@ def default_mesh(target: str = "auto") -> str:
 def default_partition(mesh: str | None = None) -> str:
     """Return the default partition: `data_model_fsdp` if the environment names mesh axes, else `fsdp`.
 
-    `fsdp` is the fastest of the partitions compared in valkyrie/search/README.md. `mesh` is the chosen mesh, or None;
-    the environment is ignored if the mesh comes from elsewhere.
+    `fsdp` is the fastest of the partitions compared in valkyrie/search/README.md. `mesh` is the chosen mesh, or None.
+    The environment is ignored if another mesh was chosen.
     """
     if mesh not in (None, ENVIRONMENT_MESH):
         return "fsdp"
@@ -202,23 +207,23 @@ def default_partition(mesh: str | None = None) -> str:
 
 
 def default_remat(embed: int) -> str:
-    """Return the rematerialisation used when nothing names one: full for models that are 2048 wide or wider."""
+    """Return the default rematerialisation: `full` if the model is at least 2048 wide, else `none`."""
     return "full" if embed >= 2048 else "none"
 
 
 def default_save(embed: int) -> list[str]:
-    """Return what that rematerialisation keeps on the device."""
+    """Return the names of the activations that the default rematerialisation saves on the device."""
     return remat_named(default_remat(embed)).save
 
 
 def default_precision(target: str = "auto") -> str:
-    """Return the policy used when nothing names one: bfloat16 products on accelerators, float32 on a CPU."""
+    """Return the default precision policy: bfloat16 products on accelerators, float32 on a CPU."""
     simulated = platform_of(target_named(target).platform).is_simulated(accelerators())
     return "float32" if simulated else "bf16_mixed"
 
 
 def ids_of(tokenizer: str | None, default: str) -> int:
-    """Return how many ids a tokenizer has, or the default one where it is None; ValueError for an unknown name."""
+    """Return the vocabulary size of a tokenizer, or of the `default` if it is None; ValueError for an unknown name."""
     from valkyrie.data.config import VOCAB_SIZES
 
     name = tokenizer or default
@@ -230,9 +235,10 @@ def ids_of(tokenizer: str | None, default: str) -> int:
 
 
 def tiny_of(experiment: str | None) -> str:
-    """Return the tiny model of the kind of an experiment's model: `WORD_tiny` of its first word, or of its family.
+    """Return the tiny model that resembles the model of an experiment.
 
-    ValueError if the experiment is unknown, or there is no such model.
+    It is `WORD_tiny`, with the first word of the model's name or else with its family. ValueError if the experiment is
+    unknown or there is no such model.
     """
     if experiment is None:
         return "valkyrie_tiny"
@@ -248,7 +254,7 @@ def tiny_of(experiment: str | None) -> str:
 
 
 def _chosen(group: str, name: str, key: str) -> str:
-    """Return what the defaults list of a YAML chooses under a key, or its first entry; empty where there is none."""
+    """Return a YAML's choice for `key` in its defaults list, or its first plain entry if `key` is empty; "" if none."""
     path = config_files(group).get(name)
     for entry in [] if path is None else defaults_of(path):
         if isinstance(entry, str) and not key:
@@ -259,13 +265,13 @@ def _chosen(group: str, name: str, key: str) -> str:
 
 
 def described_modes() -> str:
-    """Return a line for each mode, as `--help` has it."""
+    """Return one line per mode for `--help`."""
     names = (*MODES.names(), *MODES.user_names())
     return "\n".join(f"  mode={name:12} {MODES.config_class(name).description}" for name in names)
 
 
 def accelerators() -> int:
-    """Return how many accelerators of this host JAX could use, judged from device files, without importing JAX."""
+    """Count the accelerators of this host that JAX could use, from device files and without importing JAX."""
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return 0
     counts = (len(platform.device_files()) for platform in platforms() if platform.is_installed())
@@ -273,7 +279,7 @@ def accelerators() -> int:
 
 
 def _open_rules(config: DictConfig) -> DictConfig:
-    """Let the command line add rules of a partition (every axis has one, if only the default) and compiler options."""
+    """Let the command line add compiler options and partition rules. Every axis has a rule, at least the default."""
     open_keys = {PartitionConfig: ("parameters", "activations"), ChipConfig: ("xla_options", "xla_options_until")}
     for key in open_keys.get(OmegaConf.get_type(config) or type(config), ()):
         OmegaConf.set_struct(config[key], False)
@@ -290,7 +296,7 @@ def _mesh(name: str) -> MeshConfig:
 
 
 def _target_config(name: str) -> DictConfig:
-    """Return what a YAML of this target would hold."""
+    """Build the config that a YAML of this target would contain."""
     target = parse_target(name, Chips(), files("target"))
     chip = [] if target.chip is None else [f"chip/{target.chip.name}@chip"]
     values = {key: getattr(target, key) for key in ("name", "chips", "topology", "hosts")}

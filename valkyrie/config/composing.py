@@ -1,4 +1,4 @@
-"""Hydra at work on the package's configuration, with the user's own before it."""
+"""Lets Hydra compose from the user's config folders and the package's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from valkyrie.config.compose import register
 
 @contextmanager
 def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[None]:
-    """Let Hydra compose from the package's groups, and before these from `folders`.
+    """Let Hydra compose from `folders` and then from the package's groups.
 
-    `primary`: the folder of the primary config, where it is not the package's. ValueError where one of `folders` is no
-    folder.
+    `primary`: the folder of the primary config, or None for the package's. Raises ValueError if one of `folders` is not
+    a folder.
     """
     conf = register()
     with _beside_hydra(), initialize_config_dir(primary or str(conf), version_base="1.3"):
@@ -37,7 +37,7 @@ def composing(folders: Sequence[str], primary: str | None = None) -> Iterator[No
 
 @contextmanager
 def _beside_hydra() -> Iterator[None]:
-    """Let a run be composed while Hydra composes the jobs of a multirun."""
+    """Set aside the running Hydra, so that a run can be composed while a multirun composes its jobs."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

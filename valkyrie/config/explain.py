@@ -1,4 +1,4 @@
-"""Errors of Hydra, OmegaConf and YAML in words of ours: what was asked, what is wrong, what to write."""
+"""Rewrites errors of Hydra, OmegaConf and YAML: the request, what is wrong with it, and what to write instead."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from valkyrie.foreign_errors import ambiguous_argument, missing_group, needs_quo
 from valkyrie.problems import Problem, ProblemError, first_line, suggest
 
 _OVERLAYS = ("experiment", "sweep")
-"""Groups of YAMLs with settings of other groups."""
+"""Groups with YAMLs that set keys of other groups."""
 _GROUPS = (*_OVERLAYS, *GROUPS)
 _EXTRAS = {
     "hydra/launcher": {"joblib": "launchers", "submitit_local": "launchers", "submitit_slurm": "launchers"},
     "hydra/sweeper": {"optuna": "optuna"},
 }
-"""Choices that come with an extra of the package."""
+"""Choices that need an extra of the package, and the extra."""
 
 
 def explain(error: Exception, folders: Sequence[str] = ()) -> ValueError:
-    """Return an error of Hydra, OmegaConf or YAML as ours, a ProblemError if one key is at fault.
+    """Return our error for one of Hydra, OmegaConf or YAML: a ProblemError if a single key is at fault.
 
-    `folders` are those of the user's own configurations.
+    `folders` are the user's config folders.
     """
     if isinstance(error, ProblemError):
         return error
@@ -65,7 +65,7 @@ def _refusal(error: Exception, folders: Sequence[str]) -> Problem | str:
 
 
 def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> str:
-    """Return the refusal of a configuration that no folder has, `GROUP/NAME.yaml`, with the choices."""
+    """Return the message for a choice without a file, `GROUP/NAME.yaml`, with the available choices."""
     group, _, name = asked.removesuffix(".yaml").rpartition("/")
     if not group:
         return f"there is no {name}.yaml in the folder of --config-path."
@@ -95,7 +95,7 @@ def _no_choice(asked: str, options: Sequence[str], folders: Sequence[str]) -> st
 
 
 def _no_package(where: str) -> str:
-    """Return the refusal of an overlay without a package line, by its group or by its path in the folder of groups."""
+    """Return the message for an overlay without a package line. `where` is its group or its path among the groups."""
     group, _, name = where.partition("/")
     file = f"{where}.yaml" if name else f"the file of {group}="
     return (
@@ -105,7 +105,7 @@ def _no_package(where: str) -> str:
 
 
 def _wrong_file(message: str) -> str | None:
-    """Return what is wrong with a YAML of the user's where Hydra has words of its own for it; else None."""
+    """Return the message for a mistake in a user's YAML that Hydra reports, or None if it is not recognised."""
     if missing := missing_group(message):
         file, group = missing
         if (overlay := group.partition(".")[0]) in _OVERLAYS and overlay != group:
@@ -124,7 +124,7 @@ def _wrong_file(message: str) -> str | None:
 
 
 def _unreadable(error: OverrideParseException) -> str:
-    """Return what Hydra's grammar made of an argument, and how a value of any text is written."""
+    """Return the message for an argument that Hydra cannot parse, with the correct quoting."""
     key, sign, value = error.override.partition("=")
     reason = first_line(error)
     why = "some of its signs stand only in quotes" if needs_quotes(reason) else reason
@@ -135,7 +135,7 @@ def _unreadable(error: OverrideParseException) -> str:
 
 
 def _refusal_behind(error: BaseException | None) -> ValueError | None:
-    """Return our own refusal, as a resolver raised it, that Hydra and OmegaConf have wrapped in their errors."""
+    """Return the ValueError of one of our resolvers that Hydra and OmegaConf wrapped in their errors, or None."""
     while error is not None:
         cause = error.__cause__ or error.__context__
         if isinstance(error, InterpolationResolutionError) and type(cause) is ValueError:

@@ -1,4 +1,4 @@
-"""Slips of the keyboard that Hydra answers in words of its own, or not at all: refused before it reads them."""
+"""Rejects common typing mistakes that Hydra reports unclearly or not at all, before Hydra parses the arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def version_text() -> str:
 
 
 def refuse_slips(arguments: Sequence[str], multirun: bool) -> None:
-    """Raise ValueError with what to write in place of `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..."""
+    """Raise ValueError for `--steps=5`, `steps 5`, `mesh=2,2,2`, `model.name=gpt_1b`, ..., with the correct form."""
     for here, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         if _OWN_FLAGS.match(here):
             _refuse_dashes(here, following)
@@ -59,7 +59,7 @@ def _refuse_no_assignment(here: str, following: str) -> None:
 
 
 def _refuse_names(argument: str, key: str, value: str) -> None:
-    """Refuse what would give a group another name and leave its settings as they are, or no choice at all."""
+    """Reject arguments that only rename a group and keep its settings, and values that are not a single choice."""
     group = key.partition(".")[0]
     named = group in _CHOSEN and key == f"{group}.name"
     if named and (group in ("mesh", "target") or value in config_names(group)):
@@ -71,7 +71,7 @@ def _refuse_names(argument: str, key: str, value: str) -> None:
 
 
 def _one_of(key: str, value: str) -> str:
-    """Return how one of a list of choices is made, and a run of each."""
+    """Return the end of the message for a list: how to choose one of its values, or run a sweep over all."""
     choices = [choice for choice in value.strip("[]").replace(" ", "").split(",") if choice]
     if key == "mesh" or len(choices) < 2:
         return f": {key}={'x'.join(choices) or 'NAME'}."

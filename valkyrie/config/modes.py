@@ -1,6 +1,6 @@
-"""Modes of `valkyrie-train`: the base of their configs, and the files that they leave in a run folder.
+"""Modes of `valkyrie-train`: the base of their configs, and the files that they write to a run folder.
 
-A mode is a module with a dataclass `Config` derived from `ModeConfig`, in `valkyrie.modes` or in a folder of the user's
+A mode is a module with a dataclass `Config` derived from `ModeConfig`, in `valkyrie.modes` or in a folder of the user
 (`conf/README.md`).
 """
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
 SUMMARY, MEASURED, METRICS = "compile.json", "measure.json", "metrics.jsonl"
-"""The files of a run folder in which a compile, a measurement and a training leave their numbers."""
+"""Results of a compile, a measurement and a training in a run folder."""
 TUNED, ATTEMPTS = "tuned.yaml", "tune.json"
-"""The files of a run folder with the compiler options found best, and with all that were tried."""
+"""The best compiler options and all that were tried, in a run folder."""
 EXPLAINED = "explain.json"
-"""The file with what makes one of two layouts faster."""
+"""The comparison of two layouts, in a run folder."""
 CALIBRATED = "calibrated_{chip}.yaml"
-"""The files of a run folder with the constants fitted for each chip."""
+"""Constants fitted to a chip, in a run folder."""
 FIGURES, MACHINES = "figures.json", "machines.json"
-"""The files of a run folder with what the devices at hand reach, and with the names of the machines that have them."""
+"""Figures reached by the local devices and the names of the machines with such devices, in a run folder."""
 TIMELINE = "timeline.json"
-"""The file with the timeline of a predicted step."""
+"""Timeline of a predicted step, in a run folder."""
 CODE_EVAL = "code_eval.json"
-"""The file with the last completions of a run's problems, and what became of each."""
+"""The last completion of each code problem and its result, in a run folder."""
 MODULE, TEXT, TRACE = "module.hlo.pb", "module.hlo.txt", "trace"
 """The optimised module of a compile, serialised and as text, and the folder of the profiler's trace."""
 
@@ -40,9 +40,9 @@ HOUR_S = 3600.0
 
 SHAPING_KEYS = ("target", "mesh", "partition", "model", "precision", "optimizer", "steps", "batch", "seq")
 SHAPING_KEYS += ("microbatches", "remat", "task")
-"""The keys of a run that decide what is compiled."""
+"""Keys of a run that change the compiled program."""
 NO_RESULT = frozenset({"name", "runs", "resume", "force", "trial", "tracking", "distributed"})
-"""The keys of a run that decide no result."""
+"""Keys of a run that never change a result."""
 
 _FLAT_KEYS: dict[str, Any] = {
     "time_limit_s": 1800.0,
@@ -65,11 +65,11 @@ _FLAT_KEYS: dict[str, Any] = {
     "second": None,
     "keep": None,
 }
-"""The keys that `mode` had when all modes shared one config, with their defaults: each is in every such `run.yaml`."""
+"""Keys of `mode` and their defaults, from when all modes shared one config and every `run.yaml` had all keys."""
 
 
 class Needs(Enum):
-    """What a mode needs of this machine: nothing but files, the compiler of the target's chips, or the devices."""
+    """Requirements of a mode: only files, the compiler of the target's chips, or the devices of this machine."""
 
     nothing = "nothing"
     compiler = "compiler"
@@ -88,50 +88,50 @@ class ModeConfig(ABC):
     """One line for `--help`."""
     needs: ClassVar[Needs] = Needs.devices
     results: ClassVar[str | None] = None
-    """The file of the run folder with its numbers, or None if it only prints."""
+    """Name of the results file in the run folder, or None if the mode only prints."""
     files: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The files that it leaves in the run folder in addition to `results`, by the key that requests them."""
+    """Files that the mode writes to the run folder in addition to `results`, by the key that requests them."""
     short_keys: ClassVar[tuple[str, ...]] = ()
     """The keys that may be written without `mode.` on the command line."""
     reads_run: ClassVar[bool] = False
     """Whether `name` and `resume` name a trained run."""
     predicts: ClassVar[bool] = False
-    """Whether its numbers come from a compiler, and are computed again with another version of it."""
+    """Whether the results come from a compiler, so that another version of it requires computing them again."""
     timed: ClassVar[bool] = False
-    """Whether trials at the same time on one machine disturb its numbers."""
+    """Whether other trials on the same machine at the same time would disturb the results."""
     tracked: ClassVar[bool] = False
-    """Whether it reports to W&B itself."""
+    """Whether the mode itself reports to W&B."""
     any_model: ClassVar[bool] = False
-    """Whether it also takes models that no task can train."""
+    """Whether the mode also accepts models that no task can train."""
     any_layout: ClassVar[bool] = False
-    """Whether it looks for a legal layout itself."""
+    """Whether the mode searches for a legal layout itself."""
     not_decided_by: ClassVar[frozenset[str]] = NO_RESULT
-    """The keys of the run that do not decide a trial's result, unless `decided_by` lists those that do."""
+    """Keys of the run that do not change a trial's result. Ignored if `decided_by` lists those that do."""
     trial_limit_s: ClassVar[float | None] = HOUR_S
-    """Seconds that a trial may take, or None if it may take any time."""
+    """Time limit of a trial in seconds, or None for no limit."""
     grace_s: ClassVar[float] = 5.0
-    """Seconds that a trial may take to stop."""
+    """Seconds for a trial to stop before it is killed."""
 
     name: str
 
     @abstractmethod
     def run(self, run: Run) -> int:
-        """Carry out a run and return the exit status. Imports JAX only here: a run is checked before JAX loads."""
+        """Execute a run and return the exit status. Import JAX only here, because runs are checked before JAX loads."""
 
     def problems(self) -> list[Problem]:
         """Return the problems of the keys."""
         return []
 
     def requested_files(self) -> tuple[str, ...]:
-        """Return the files, in addition to its results, that a run leaves."""
+        """Return the files that a run writes in addition to its results."""
         return tuple(name for key, names in self.files.items() if getattr(self, key) for name in names)
 
     def decided_by(self) -> Sequence[str] | None:
-        """Return the keys of the run that decide a trial's result, or None for all except `not_decided_by`."""
+        """Return the keys of the run that change a trial's result, or None for all except `not_decided_by`."""
         return None
 
     def limit_s(self) -> float | None:
-        """Return the seconds that a trial may take, or None if it may take any time."""
+        """Return the time limit of a trial in seconds, or None for no limit."""
         return self.trial_limit_s
 
 
@@ -140,8 +140,8 @@ class CompilingMode(ModeConfig):
     """Base of modes that compile layouts for their target.
 
     Args:
-        time_limit_s: seconds that the compiler may take.
-        cache: whether to take the result of an equal compile.
+        time_limit_s: time limit of a compile, in seconds.
+        cache: whether to reuse the result of an identical compile.
     """
 
     time_limit_s: float = 1800.0
@@ -171,7 +171,7 @@ class MeasuringMode(ModeConfig):
 
 
 MODES = Families("mode.name", "valkyrie.modes", ModeConfig)
-"""What `mode=` may name."""
+"""The choices of `mode=`."""
 
 Schema = TypeVar("Schema", bound=ModeConfig)
 
@@ -182,21 +182,21 @@ def mode_named(name: str | None) -> type[ModeConfig] | None:
 
 
 def reads_run(name: str | None) -> bool:
-    """Return whether a mode looks at a trained run, which `name` and `resume` then name; False for an unknown one."""
+    """Return whether `name` and `resume` name a trained run that this mode reads; False for an unknown mode."""
     mode = mode_named(name)
     return mode is not None and mode.reads_run
 
 
 def has_results(name: str) -> bool:
-    """Return whether a mode leaves numbers; a trial of another is carried out each time it is requested."""
+    """Return whether a mode writes a results file. Trials of modes without one run each time they are requested."""
     mode = mode_named(name)
     return mode is not None and mode.results is not None
 
 
 def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
-    """Return the settings with which a run does what another mode does: shared keys, and defaults of the others.
+    """Convert the settings of a mode to another mode: copies shared keys and uses the defaults of the others.
 
-    A search compiles and measures, for example, and `valkyrie.predict` compiles a run of any mode.
+    For example, a search compiles and measures, and `valkyrie.predict` compiles a run of any mode.
     """
     if isinstance(mode, schema):
         return mode
@@ -205,7 +205,7 @@ def settings_for(schema: type[Schema], mode: ModeConfig) -> Schema:
 
 
 def check_time(key: str, value: str | None) -> list[Problem]:
-    """Return the problem of a key whose value must be a time with its unit, or null."""
+    """Return a problem unless the value is a time with a unit, or null."""
     if value is None or seconds_of(value) is not None:
         return []
     text = f"{key}={value}: write a time with its unit, such as 90s, 10min or 2h, or null."
@@ -219,9 +219,9 @@ def modes_with(key: str) -> list[str]:
 
 
 def without_foreign_keys(mode: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys of other modes from the `mode` of a `run.yaml` of the time when all modes shared one config.
+    """Drop the keys of other modes from the `mode` of an old `run.yaml`, from when all modes shared one config.
 
-    Keys whose value is not the default stay, and are then refused.
+    Keeps keys with a value other than the default, which are rejected later.
     """
     config = mode_named(mode.get("name"))
     own = set() if config is None else {field.name for field in fields(config)}

@@ -1,4 +1,4 @@
-"""What is refused of a configuration whatever it is for, in plain words: unknown keys, wrong types, huge numbers."""
+"""Error messages for unknown keys, wrong types and huge numbers in any configuration."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ _ELSEWHERE = {
     "dataset": "data",
     "tokenizer": "data.tokenizer",
 }
-"""Names that other frameworks have for a key, and where it is here."""
+"""Names of keys in other frameworks, and the corresponding key here."""
 LARGEST = 2**31 - 1
-"""The largest whole number of a setting: JAX counts in 32-bit integers."""
+"""Largest integer setting. JAX uses 32-bit integers."""
 _LONG = {"data.max_bytes", "data.shard_tokens", "data.generator_seed"}
-"""Settings of 64 bits, which JAX does not see."""
+"""64-bit settings, which are not passed to JAX."""
 _FOR_THE_COMPILER = ("target.chip.xla_options.", "target.chip.compiler_options.")
 
 
 def refusal_of(error: OmegaConfBaseException) -> Problem:
-    """Return the problem that OmegaConf has found, with its key and what is needed."""
+    """Convert an OmegaConf error to a problem, with the key and the values that are allowed."""
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return unknown_key(str(error.full_key), error.parent_node)
     cause = error.__cause__ or error.__context__
@@ -83,7 +83,7 @@ def refusal_of(error: OmegaConfBaseException) -> Problem:
 
 
 def unknown_key(full_key: str, parent: Any) -> Problem:
-    """Return the problem of a key that the schema does not have, with the keys that it has and the nearest."""
+    """Return the problem of a key that is not in the schema, with the keys that are and the most similar one."""
     prefix, _, last = full_key.rpartition(".")
     inside = f"{prefix}." if prefix else ""
     known = sorted(str(k) for k in parent if k != "hydra") if OmegaConf.is_dict(parent) else []
@@ -108,7 +108,7 @@ def unknown_key(full_key: str, parent: Any) -> Problem:
 
 
 def _elsewhere(name: str, parent: Any, prefix: str) -> list[str]:
-    """Return the key of another place that is meant by a name: that of other frameworks, or the same one in a group."""
+    """Return the likely intended key: that of another framework's name, or the only key of this name in a group."""
     meant = _ELSEWHERE.get(name.lower())
     if meant is not None and (not prefix or meant.startswith(f"{prefix}.")):
         return [meant]
@@ -127,7 +127,7 @@ def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _wrong_value(key: str | None, message: str) -> str:
-    """Return the refusal of a value, by OmegaConf's own message about it."""
+    """Return the message for an illegal value, from OmegaConf's message about it."""
     kind, found = wrong_value(message) or (None, [])
     value, needed, *_ = [*found, "", ""]
     match kind:
@@ -156,7 +156,7 @@ def _wrong_value(key: str | None, message: str) -> str:
 
 
 def too_large(values: dict[str, Any]) -> list[Problem]:
-    """Return a problem for every whole number that no program could take, so that nothing is computed with it."""
+    """Return a problem for each integer that does not fit its type, so that nothing is computed with it."""
     problems = []
     for key, value in flat(values).items():
         largest = 2**63 - 1 if key in _LONG or key.startswith(_FOR_THE_COMPILER) else LARGEST

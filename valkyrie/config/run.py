@@ -1,4 +1,4 @@
-"""`Run`: the composed, typed and validated object behind every command. Imports no JAX."""
+"""`Run`: the composed and typed configuration behind every command, with its checks. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from valkyrie.tasks import TASKS, Task
 from valkyrie.trees import as_written, at, flat, with_value
 
 HEADER = "# valkyrie-train --config-path "
-"""How every `run.yaml` begins."""
+"""First characters of every `run.yaml`."""
 FAMILIES: dict[str, Families] = {
     "mode": MODES,
     "model": models.FAMILIES,
@@ -54,14 +54,14 @@ FAMILIES: dict[str, Families] = {
     "task": TASKS,
     "optimizer": optim.FAMILIES,
 }
-"""The config groups whose schema depends on the family that is chosen; such a module may be the user's."""
+"""Config groups with one schema per family. A family may be a module of the user."""
 OPTIONAL_GROUPS = frozenset({"task"})
-"""Groups that a run may leave out: without `task` it has the task of its model family."""
+"""Groups that a run may omit. Without `task`, a run uses the task of its model family."""
 _COUNTS_OF_A_LAYOUT = ("microbatches", "partition.rounds")
 
 
 class Debug(Enum):
-    """Extra checks: `nans` turns on `jax_debug_nans`, which names the operation and is slow."""
+    """Extra checks. `nans` turns on `jax_debug_nans`, which is slow and names the operation that made a NaN."""
 
     none = "none"
     nans = "nans"
@@ -69,10 +69,10 @@ class Debug(Enum):
 
 @dataclass
 class TrialConfig:
-    """How one trial of a multirun is run.
+    """Settings of each trial of a multirun.
 
-    `limit_s`: its process is ended after so many seconds; null: an hour, and none for a training. `retry`: do trials
-    again whose process failed, was killed or took too long.
+    `limit_s`: time limit of its process in seconds; null for the limit of the mode, by default an hour and none for a
+    training. `retry`: repeat trials that crashed, were killed or timed out.
     """
 
     limit_s: float | None = None
@@ -81,13 +81,17 @@ class TrialConfig:
 
 @dataclass
 class RunConfig:
-    """The schema of `conf/train.yaml`. `batch` counts sequences of the global batch, `seq` tokens of a sequence.
+    """The schema of `conf/train.yaml`.
 
-    `task` None is the task of the model family.
-    `modules` are folders with the user's own modules (models, data sources, tasks, optimizers, modes), which a run in
-    another process imports too.
-    `batch_tokens` and `device_batch` are put as `batch` and `microbatches` (`valkyrie.parallel.batches`).
-    `force` goes on where this machine's memory or cores cannot be enough. `profile`: the steps to trace (`100-105`).
+    Args:
+        task: the task, or None for the task of the model family.
+        batch: sequences in the global batch.
+        seq: tokens in a sequence.
+        batch_tokens, device_batch: converted to `batch` and `microbatches` (`valkyrie.parallel.batches`).
+        modules: folders with the user's modules (models, data sources, tasks, optimizers, modes). Child processes of
+            the run import them too.
+        force: continue even if this machine has too little memory or too few cores.
+        profile: the steps to trace, such as `100-105`.
     """
 
     mode: ModeConfig = MISSING
@@ -132,20 +136,20 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as asked: every group typed, every word known. What follows from it (layout, shardings) is derived.
+    """A requested run, with every group typed and every name valid. Layout and shardings are derived from it.
 
-    `arguments` are those it was composed from; `run.yaml` says them to its reader.
+    `arguments` are the arguments it was composed from, which `run.yaml` records in a comment.
     """
 
     config: RunConfig
     model: Model
     arguments: tuple[str, ...] = field(default=(), compare=False)
     batch_note: str | None = field(default=None, compare=False)
-    """What was made of `batch_tokens` and `device_batch`, as it is printed; None where neither was given."""
+    """Describes how `batch_tokens` and `device_batch` were converted, for printing. None if neither was given."""
 
     @property
     def layout(self) -> Layout:
-        """The legal layout of this run; ValueError lists all of its problems."""
+        """The layout of this run. Raises ProblemError with all of its problems if it is illegal."""
         layout, problems = self._layout()
         if problems or layout is None:
             raise ProblemError(problems)
@@ -153,27 +157,27 @@ class Run:
 
     @cached_property
     def arrays(self) -> Arrays:
-        """What a layout splits of the model."""
+        """The arrays of the model that a layout shards."""
         return self.model.arrays()
 
     def changed(self, **values: Any) -> Run:
-        """Return this run with other values of its keys (`mesh`, `partition`, ...), of the same model."""
+        """Return a copy with other values of some keys (`mesh`, `partition`, ...) and the same model."""
         other = Run(replace(self.config, **values), self.model, self.arguments)
         other.__dict__["arrays"] = self.arrays
         return other
 
     def layout_on(self, mesh: MeshConfig, partition: PartitionConfig) -> Layout:
-        """Return what a partition's rules make of a mesh with this model, legal or not, whatever the batch."""
+        """Apply a partition to a mesh for this model, ignoring the batch. The layout may be illegal."""
         return derive_layout(mesh, partition, self.arrays, known_axes=known_axes())[0]
 
     @property
     def tokenizer(self) -> str:
-        """The name of the tokenizer: the data's if it names one, else the model's."""
+        """Name of the tokenizer: that of the data if set, else that of the model."""
         return self.config.data.tokenizer_for(self.model.tokenizer)
 
     @cached_property
     def task(self) -> Task:
-        """The task: that of `task=`, else the one of the model family. ValueError if there is no such task."""
+        """The task from `task=`, or else of the model family. Raises ValueError if there is no such task."""
         return self.config.task or TASKS.config_class(self.model.task)()
 
     @property
@@ -183,12 +187,12 @@ class Run:
 
     @property
     def order_seed(self) -> int:
-        """The seed of the order in which documents are read: the data's own, else the run's."""
+        """Seed of the document order: `data.shuffle_seed` if set, else the seed of the run."""
         own = self.config.data.shuffle_seed
         return self.config.seed if own is None else own
 
     def asked(self) -> LayoutRecord:
-        """Return the record of what was requested, also of a run whose layout is illegal."""
+        """Return the record of the requested settings. Also works if the layout is illegal."""
         c = self.config
         return LayoutRecord(
             model=self.model.name,
@@ -209,7 +213,7 @@ class Run:
         )
 
     def about(self) -> LayoutRecord:
-        """Return the record of what was requested and of its layout; ValueError if that is illegal."""
+        """Return the record of the requested settings and the layout; ValueError if the layout is illegal."""
         layout = self.layout
         return replace(
             self.asked(),
@@ -222,14 +226,14 @@ class Run:
         )
 
     def values(self) -> dict[str, str]:
-        """Return what decides what a step computes, by its key on the command line: `model.layers`: `4`."""
+        """Return the settings that change what a step computes, by key: `{"model.layers": "4"}`."""
         groups = {"model": self.config.model, "precision": self.config.precision, "optimizer": self.config.optimizer}
         values = flat({name: asdict(group) for name, group in groups.items()})
         return {key: as_written(value) for key, value in values.items()}
 
     @staticmethod
     def from_config(config: DictConfig) -> Run:
-        """Return the typed run of a composed config or a `run.yaml`; ValueError names unknown keys with the choices."""
+        """Build a run from a composed config or a `run.yaml`; ValueError for an unknown key, listing the valid keys."""
         composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         add_import_path(OmegaConf.select(composed, "modules") or [])
         schema, folders = OmegaConf.structured(RunConfig), []
@@ -261,15 +265,16 @@ class Run:
         return Run(typed, typed.model)._with_batches()
 
     def _with_batches(self) -> Run:
-        """Return the run with the batch and microbatches that `batch_tokens` and `device_batch` ask for.
+        """Convert `batch_tokens` and `device_batch` to `batch` and `microbatches`.
 
-        A trial or a continued run then changes those; what cannot be had stays, and is refused.
+        A trial or a resumed run then overrides `batch` and `microbatches`. Leaves values that cannot be met unchanged;
+        `problems` reports them.
         """
         c, found = self.config, self._batches()
         if found.problems or (c.batch_tokens, c.device_batch) == (None, None):
             return self
         own = replace(c, batch=found.batch, microbatches=found.microbatches, batch_tokens=None, device_batch=None)
-        if self.config.mode.any_layout:  # each has microbatches of its own
+        if self.config.mode.any_layout:  # each layout has its own number of microbatches
             return replace(self, config=replace(own, microbatches=c.microbatches, device_batch=c.device_batch))
         return replace(self, config=own, batch_note=found.describe(c.seq, c.device_batch))
 
@@ -280,9 +285,9 @@ class Run:
         return batches_of(c.batch, c.microbatches, c.seq, shards, c.batch_tokens, c.device_batch)
 
     def problems(self, *, advise: bool = True) -> list[Problem]:
-        """Return everything wrong with this run that can be known without JAX and without a device.
+        """Return all problems of this run that can be found without JAX and without a device.
 
-        `advise` looks for the values that would do, which takes longer than finding the problems.
+        `advise` also searches for values that would be legal, which takes longer than finding the problems.
         """
         c = self.config
         if huge := too_large(asdict(c)):
@@ -327,13 +332,13 @@ class Run:
         return [Problem(ProblemCode.malformed, "name", name, text)] if text else []
 
     def legal_partitions(self) -> list[str]:
-        """Return the names of the partitions in `conf/partition` that would be legal for this mesh, model and batch."""
+        """Return the names of the partitions in `conf/partition` that are legal for this mesh, model and batch."""
         partitions = read_group("partition", PartitionConfig)
         runs = [self.changed(partition=partition) for partition in partitions]
         return [run.config.partition.name for run in runs if not run.layout_problems()]
 
     def record(self) -> dict[str, Any]:
-        """Return every setting as plain values, paths of what the run reads in full, without which process this is."""
+        """Return every setting as plain values, with absolute paths for inputs and without the process's identity."""
         anyone = replace(self.config.distributed, coordinator=None, processes=None, process=None)
         config = replace(
             self.config,
@@ -347,7 +352,7 @@ class Run:
         return {str(key): value for key, value in values.items()}
 
     def save(self, path: Path) -> None:
-        """Write `run.yaml`: resolved, complete, and enough to repeat the run (`--config-path`) from any directory."""
+        """Write `run.yaml` with every setting resolved. `--config-path` repeats the run from it in any directory."""
         silent = {"root": None}
         hydra = {"run": {"dir": "."}, "output_subdir": None, "job": {"chdir": False}}
         hydra |= {"job_logging": silent, "hydra_logging": silent}
@@ -367,12 +372,12 @@ class Run:
         return asked | {"arrays": self.arrays, "known_axes": known_axes()}
 
     def layout_problems(self) -> set[Identity]:
-        """Return the identities of the layout's problems: what is wrong, whatever the sizes."""
+        """Return the identities of the layout's problems, which do not depend on sizes."""
         problems = self.config.mesh.problems() or layout_with_problems(**self._laid_out)[1]
         return {problem.identity for problem in problems}
 
     def _nearest(self, problem: Problem) -> list[int]:
-        """Return the values of the problem's key, nearest to its own, that remove it and make no other problem."""
+        """Return the nearest values of the problem's key that solve the problem without causing another."""
         key, known = problem.key, self.layout_problems() - {problem.identity}
         assert key is not None
 
@@ -385,11 +390,11 @@ class Run:
             )
 
         value = at(self.config, key)
-        least = value if key == "model.vocab_size" else 1  # the tokenizer's ids are not fewer
+        least = value if key == "model.vocab_size" else 1  # the tokenizer does not get smaller
         return nearest_legal(value, problem.parts, legal, least)
 
     def _writes(self) -> tuple[str, object] | None:
-        """Return the key and value for which the model must write text, or None if there is none."""
+        """Return the key and value that require the model to generate text, or None if no setting does."""
         mode, every = self.config.mode.name, self.config.code_eval_every
         every = every if mode == "train" else None
         if mode in ("generate", "code_eval"):
@@ -397,7 +402,7 @@ class Run:
         return None if every is None else ("code_eval_every", every)
 
     def _task_problems(self) -> list[Problem]:
-        """Return why its task cannot train its model with these settings."""
+        """Return the problems that prevent the task from training the model with these settings."""
         try:
             task = self.task
         except ValueError as error:
@@ -420,7 +425,7 @@ class Run:
 
 
 def drop_foreign_keys(values: DictConfig, group: str) -> None:
-    """Drop the keys of other modes or data sources that a `run.yaml` of an earlier version has."""
+    """Drop keys of other modes or data sources from the `run.yaml` of an earlier version."""
     own_keys = {"mode": modes.without_foreign_keys, "data": data.without_foreign_keys}.get(group)
     settings = OmegaConf.to_container(values[group])
     if own_keys is not None and isinstance(settings, dict) and (own := own_keys(settings)) != settings:

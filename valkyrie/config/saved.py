@@ -1,7 +1,7 @@
-"""Settings that are composed already: of a run folder, or of a file given by `--config-path`. Imports no JAX.
+"""Saved settings: of a run folder, or of a file given by `--config-path`. Imports no JAX.
 
-Hydra composes them again, each group from the file unless another choice of it is given, so that everything that the
-command line can say of a new run it can say of these.
+Hydra composes them again and takes each group from the file unless the command line chooses another, so that every
+argument that works for a new run also works for a saved one.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from valkyrie.paths import conf_dir, unused
 from valkyrie.runs.folder import RUN, find_run, key_value, parts_of, read_settings, saved_config
 
 CONFIG_PATH = ("--config-path", "-cp")
-"""The flags whose value is the folder of the whole configuration."""
+"""Flags for the folder of the primary config."""
 _NAME, _DIR = ("--config-name", "-cn"), ("--config-dir", "-cd")
 CONFIG_FLAGS = (*CONFIG_PATH, *_NAME, *_DIR)
-"""The flags that say where the configuration lies."""
+"""Flags for the location of the configuration."""
 SETTINGS = "VALKYRIE_SETTINGS"
-"""The variable by which the jobs of a multirun know the file with their settings."""
+"""Environment variable that passes the settings file to the jobs of a multirun."""
 SAVED_RUN = "saved_run"
-"""The name under which Hydra finds these settings."""
+"""Name of these settings in Hydra's config store."""
 
 
 @dataclass(frozen=True)
 class Primary:
-    """What Hydra composes: a configuration by its name, its folder (None: the one that ships), and the arguments."""
+    """A primary config for Hydra: its name, its folder (None for the package's) and the arguments."""
 
     name: str
     folder: str | None
@@ -46,11 +46,10 @@ class Primary:
 
 
 def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bool = True) -> Primary:
-    """Return what arguments ask Hydra to compose, the settings of a file or of a run folder made known to it.
+    """Return the primary config for these arguments. Registers the settings of a file or run folder with Hydra.
 
-    The run folder is the given one, else that of a trained run which the arguments name; with `read=False` none.
-    ValueError where there is no such run, where a file is damaged or holds part of the settings, and where a training
-    is given two names.
+    The run folder is `folder`, or else that of a trained run that the arguments name, or none with `read=False`.
+    Raises ValueError if there is no such run, if a file is damaged or incomplete, or if a training has two names.
     """
     file = composed_file(arguments)
     if file is not None:
@@ -70,9 +69,10 @@ def primary_of(arguments: Sequence[str], *, folder: Path | None = None, read: bo
 
 
 def run_to_read(arguments: Sequence[str]) -> Path | None:
-    """Return the folder of the trained run whose settings arguments begin with; None where they name none.
+    """Return the folder of the trained run that provides the initial settings, or None if the arguments name none.
 
-    It is that of `resume=`; `mode=eval` and `mode=generate` mean the run of `name=`, or the latest, without it.
+    It is the folder of `resume=`. Without it, modes that read a run (`mode=eval`, `mode=generate`, ...) use `name=`, or
+    else the latest run.
     """
     given = dict(key_value(a) for a in parts_of(arguments)[1])
     resume, reads = given.get("resume"), reads_run(given.get("mode"))
@@ -95,7 +95,7 @@ def run_to_read(arguments: Sequence[str]) -> Path | None:
 
 
 def composed_file(arguments: Sequence[str]) -> Path | None:
-    """Return the file that the arguments name as their whole configuration, if it has no defaults list."""
+    """Return the primary config file that the arguments name if it has no defaults list, else None."""
     folder = config_path(arguments)
     if folder is None:
         return None
@@ -104,24 +104,24 @@ def composed_file(arguments: Sequence[str]) -> Path | None:
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
-    """Return the folder of the whole configuration that the arguments give, in full; None where they give none."""
+    """Return the absolute path of the primary config's folder, or None if the arguments name none."""
     folder = _flag(arguments, CONFIG_PATH)
     return None if folder is None else os.path.abspath(folder)
 
 
 def config_name(arguments: Sequence[str]) -> str:
-    """Return the name of the whole configuration: `train`, unless the arguments give another."""
+    """Return the name of the primary config, by default `train`."""
     return (_flag(arguments, _NAME) or "train").removesuffix(".yaml")
 
 
 def config_dirs(arguments: Sequence[str]) -> list[str]:
-    """Return the folder that the arguments give for configurations of the user's own, in full; at most one."""
+    """Return the absolute path of the user's config folder: one entry, or none."""
     folder = _flag(arguments, _DIR)
     return [] if folder is None else [str(Path(folder).resolve())]
 
 
 def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
-    """Return the settings in a file: of a `run.yaml` those of a new run, which does not take the name of that one."""
+    """Return the settings in a file. A `run.yaml` yields the settings of a new run with an unused name."""
     is_record = file.read_bytes().startswith(HEADER.encode())
     values = read_settings(file, whole=is_record)
     written = {str(key) for key in values if not OmegaConf.is_missing(values, key)}  # unresolved: nothing is registered
@@ -147,7 +147,7 @@ def _settings_in(file: Path, arguments: Sequence[str]) -> DictConfig:
 
 
 def _whole(values: DictConfig, file: Path) -> DictConfig:
-    """Return every setting of a `run.yaml`, those that it has not by default; ValueError names the file and the key."""
+    """Return a `run.yaml` completed with defaults; ValueError names the file and the key."""
     try:
         return OmegaConf.create(Run.from_config(values).record())
     except ValueError as error:
@@ -155,7 +155,7 @@ def _whole(values: DictConfig, file: Path) -> DictConfig:
 
 
 def _offer(values: DictConfig, file: Path | None) -> None:
-    """Let Hydra compose these settings; `file` is what another process finds them by."""
+    """Register these settings with Hydra. `file` lets other processes find them."""
     add_import_path(values.modules)
     shipped: Any = OmegaConf.load(conf_dir() / "train.yaml")
     after = shipped.defaults[list(shipped.defaults).index("_self_") :]
@@ -183,7 +183,7 @@ def _plain(values: DictConfig) -> dict[str, Any]:
 
 
 def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the arguments without some flags and their values."""
+    """Remove some flags and their values from the arguments."""
     kept, value_follows = [], False
     for argument in arguments:
         name, joined, _ = argument.partition("=")
@@ -194,7 +194,7 @@ def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _flag(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the last value of a flag, joined to it by `=` or standing behind it."""
+    """Return the last value of a flag, given as `FLAG=VALUE` or `FLAG VALUE`, or None."""
     given = None
     for argument, following in zip_longest(arguments, arguments[1:]):
         name, joined, value = argument.partition("=")

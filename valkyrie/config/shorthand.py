@@ -1,4 +1,4 @@
-"""What may be written shorter on the command line: slices by chips, several slices, keys of a mode."""
+"""Abbreviations on the command line: slices by chip count, lists of slices, keys of a mode without `mode.`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from valkyrie.runs.folder import key_value
 
 
 def written_out(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without abbreviations; ValueError where one makes no sense.
+    """Expand the abbreviations in arguments; ValueError for one that makes no sense.
 
-    `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`, of a chip of the
-    package or with a file in the folder of `--config-dir`; there
-    `target=[v4-64,v5e-64]` compares slices, and `tokens=`, `budget=` and `budget_usd=` are keys of the mode, as under
-    `mode=explain` `first=` and `second=`.
+    - `target.chip=v4 target.chips=512` becomes the slice of that size, in any shape under `mode=search`. The chip is
+      one of the package or has a file in the folder of `--config-dir`.
+    - `target=[v4-64,v5e-64]` compares slices under `mode=search`.
+    - Some keys of a mode work without `mode.`: `tokens=`, `budget=` and `budget_usd=` under `mode=search`, `first=` and
+      `second=` under `mode=explain`.
     """
     given = dict(key_value(argument) for argument in arguments if "=" in argument)
     mode = mode_named(given.get("mode"))
@@ -47,7 +48,7 @@ def written_out(arguments: Sequence[str]) -> list[str]:
 
 
 def _chip(name: str, folders: Sequence[str]) -> ChipConfig | None:
-    """Return the chip of a name, of the package or of the user's own; None where there is none."""
+    """Return the chip with this name, of the package or of the user, or None if unknown."""
     if name in known_chips() or not folders:
         return known_chips().get(name)
     with composing(folders):
