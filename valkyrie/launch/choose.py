@@ -16,11 +16,11 @@ from valkyrie.problems import suggest
 
 ENGINES = Families("target", "valkyrie.launch.engines", EngineConfig)
 TPU_ENGINE = "tpu_vm"
-"""The engine of a `target=` that names a slice of TPUs. Other platforms have no default engine."""
+"""Default engine if `target=` names a slice of TPUs. Other platforms have none."""
 
 
 def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
-    """Return the configuration that `KEY=VALUE` words give; ValueError says what to write instead."""
+    """Parse `KEY=VALUE` words into the configuration of an engine; the ValueError suggests what to write instead."""
     given: dict[str, str] = {}
     for word in words:
         key, sign, value = word.partition("=")
@@ -47,12 +47,12 @@ def read_config(words: Sequence[str], restarts: int) -> EngineConfig:
 
 
 def engine_keys(engine: type[EngineConfig]) -> list[str]:
-    """Return the keys that an engine takes besides `target`."""
+    """Return the keys of an engine, except `target`."""
     return [field.name for field in fields(engine) if field.name not in ("target", "restarts")]
 
 
 def _engine(target: str) -> tuple[type[EngineConfig], dict[str, str]]:
-    """Return the engine of a target, and the keys whose values the target gives."""
+    """Return the engine of a target, and the values of the keys that the target sets."""
     if target in ENGINES:
         return ENGINES.config_class(target), {}
     try:

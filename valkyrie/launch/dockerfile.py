@@ -1,4 +1,4 @@
-"""The Dockerfile of the image that Kubernetes runs: the code of a clone and its environment, no data and no run."""
+"""Dockerfile for Kubernetes: the code of a clone and its environment, without data and runs."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ CMD ["valkyrie-train", "--help"]
 
 
 def dockerfile(extra: str = "tpu") -> str:
-    """Return the Dockerfile; `extra`: `tpu`, `cuda`, or nothing for CPUs."""
+    """Return the Dockerfile. `extra`: `tpu`, `cuda`, or empty for CPUs."""
     return DOCKERFILE.format(extra=f" --extra {extra}" if extra else "")

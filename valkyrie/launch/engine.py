@@ -27,8 +27,8 @@ class EngineConfig(ABC):
 
     Args:
         target: the value of `target=`.
-        name: name of the run and of what is rented for it.
-        restarts: how many crashes are followed by another start.
+        name: name of the run and of the resources rented for it.
+        restarts: number of restarts after crashes.
     """
 
     target: str
@@ -53,7 +53,7 @@ class EngineConfig(ABC):
         return problems
 
     def mesh_problems(self, name: str, size: int) -> list[str]:
-        """Return why the hardware cannot run a mesh of this name with `size` devices."""
+        """Return the reasons why the hardware cannot run a mesh with this name and `size` devices."""
         return []
 
     @abstractmethod
@@ -61,7 +61,7 @@ class EngineConfig(ABC):
         """Return the plan that trains with these arguments of `valkyrie-train`."""
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Carry out the plan, as `--run` does, and return the exit status of the first step that fails, or 0.
+        """Execute the plan, as `--run` does, and return the exit status of the first step that fails, or 0.
 
         Args:
             overrides: the arguments of `valkyrie-train`.
@@ -85,8 +85,8 @@ class SliceConfig(EngineConfig):
     Args:
         slice: the hardware, such as `v5e-8` or `h100-16`.
         hours: planned duration, for the price.
-        usd_per_hour: list price of a chip, in place of the one in `conf/target/chip`.
-        spot_usd_per_hour: spot price of a chip, likewise.
+        usd_per_hour: list price of a chip; overrides the one in `conf/target/chip`.
+        spot_usd_per_hour: spot price of a chip; overrides the one in `conf/target/chip`.
     """
 
     slice: str = ""
@@ -94,21 +94,21 @@ class SliceConfig(EngineConfig):
     usd_per_hour: float = 0.0
     spot_usd_per_hour: float = 0.0
 
-    slices = 1  # an engine that joins several slices, or rents at spot prices, makes these keys
+    slices = 1  # subclasses that join several slices or rent at spot prices turn these into keys
     spot = False
 
     @property
     def hardware(self) -> TargetConfig | None:
-        """The slice, or None if none is named; ValueError lists the slices there are."""
+        """The slice, or None if none is named. Raises ValueError with the available slices for an unknown name."""
         return parse_target(self.slice) if self.slice else None
 
     @property
     def where(self) -> str:
-        """The key that names the slice, as messages quote it."""
+        """The key and value that name the slice, for messages."""
         return f"target={self.target}" if self.target == self.slice else f"slice={self.slice}"
 
     def mesh_problems(self, name: str, size: int) -> list[str]:
-        """Return why the slices cannot run a mesh of this name with `size` devices."""
+        """Return the reasons why the slices cannot run a mesh with this name and `size` devices."""
         hardware = self.hardware
         devices = None if hardware is None or hardware.devices is None else hardware.devices * self.slices
         if devices in (None, size):
@@ -130,7 +130,7 @@ class SliceConfig(EngineConfig):
         return [*super().problems(), *wrong]
 
     def price_notes(self) -> tuple[str, ...]:
-        """Notes of a plan: the hardware, and its cost at list and spot prices. An unknown price is never guessed."""
+        """Return notes for a plan: the hardware, and its cost at list and spot prices. Never guesses a price."""
         hardware = self.hardware
         if hardware is None or hardware.chip is None or hardware.chips is None:
             return ()
@@ -165,7 +165,7 @@ class RentedConfig(SliceConfig):
 
     @property
     def rented(self) -> tuple[TargetConfig, ChipConfig]:
-        """The slice and its chip, which `problems` has checked."""
+        """The slice and its chip. Call `problems` first, which checks that both exist."""
         hardware = self.hardware
         assert hardware is not None and hardware.chip is not None
         return hardware, hardware.chip
@@ -177,7 +177,7 @@ class RentedConfig(SliceConfig):
 
 
 def disk_notes(overrides: Sequence[str], fate: str = "go with the machines") -> tuple[str, ...]:
-    """Return a note for a training that saves its checkpoints on a disk that only one machine has.
+    """Return a warning if a training saves its checkpoints to a disk that only one machine can read.
 
     Args:
         overrides: the arguments of `valkyrie-train`.

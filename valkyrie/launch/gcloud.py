@@ -8,23 +8,23 @@ from valkyrie.hardware.target import TargetConfig
 
 
 def has_usual_shape(target: TargetConfig) -> bool:
-    """Whether a slice has the default shape of its size, so that its name ends in the size."""
+    """Return whether a slice has the default shape for its size. Its name then ends in the size."""
     return target.name.rpartition("-")[2].isdecimal()
 
 
 def accelerator(target: TargetConfig) -> str:
-    """Return the AcceleratorType of a slice of the usual shape: `v4-64`, `v5litepod-8`."""
+    """Return the AcceleratorType of a slice with the default shape, such as `v4-64` or `v5litepod-8`."""
     assert target.chip is not None
     return accelerator_type(target) + target.name.removeprefix(target.chip.name)
 
 
 def accelerator_type(target: TargetConfig) -> str:
-    """Return the generation as gcloud names it: `v4`, `v5litepod`."""
+    """Return gcloud's name of the TPU generation, such as `v4` or `v5litepod`."""
     assert target.chip is not None
     return target.chip.rented_as.get("tpu_vm_type", target.chip.name)
 
 
 def resource_name(name: str) -> str:
-    """Return a name that Google Cloud and Kubernetes accept: small letters, digits and dashes, a letter first."""
+    """Convert a name for Google Cloud and Kubernetes: up to 40 lowercase letters, digits and dashes, a letter first."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].rstrip("-")

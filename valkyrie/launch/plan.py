@@ -1,4 +1,4 @@
-"""Plans: the commands and files that start a training elsewhere, printed as a shell script."""
+"""Plans: the commands and files that start a training on other hardware, printed as a shell script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from valkyrie.paths import write_whole
 
 WIDTH = 120
-"""Longest printed line: a longer command is broken before its flags."""
+"""Maximum length of a printed line. Longer commands are broken before their flags."""
 
 Command = tuple[str, ...]
 """A program and its arguments."""
@@ -24,11 +24,11 @@ class Call:
     """A step that runs a command, or several joined by pipes.
 
     Args:
-        about: what the step does, for people.
-        commands: the commands, each reading the output of the one before.
-        until: the step is repeated until it prints this word.
-        beside: whether the following steps start without waiting for this one.
-        action: word of `valkyrie-launch` that runs this step alone: logs, describe, list or delete.
+        about: description of the step.
+        commands: the commands. Each reads the output of the previous one.
+        until: in the printed script, the step repeats until it prints this word.
+        beside: whether the next steps start without waiting for this one.
+        action: subcommand of `valkyrie-launch` that runs only this step: logs, describe, list or delete.
     """
 
     about: str
@@ -45,14 +45,14 @@ class Call:
         return f"{text} &" if self.beside else text
 
     def run(self) -> int:
-        """Run it and return the exit status of the last command that fails, or 0."""
+        """Run the commands once and return the exit status of the last one that fails, or 0."""
         running: list[subprocess.Popen[bytes]] = []
         for number, command in enumerate(self.commands, 1):
             source = running[-1].stdout if running else None
             sink = subprocess.PIPE if number < len(self.commands) else None
             running.append(subprocess.Popen(command, stdin=source, stdout=sink))
             if source is not None:
-                source.close()  # so that the writer notices when the reader ends
+                source.close()  # so that the writer gets SIGPIPE when the reader ends
         statuses = [process.wait() for process in running]
         return next(filter(None, reversed(statuses)), 0)
 
@@ -66,14 +66,14 @@ class Written:
     content: str
 
     def text(self) -> str:
-        """Return the step as shell code: a here-document in which nothing is expanded."""
+        """Return the step as shell code: a here-document without expansion."""
         end = "END"
         while re.search(rf"^{end}$", self.content, re.MULTILINE):
             end += "_"
         return f"cat > {shlex.quote(self.path)} <<'{end}'\n{self.content}{end}"
 
     def run(self) -> int:
-        """Write it and return 0."""
+        """Write the file and return 0."""
         write_whole(Path(self.path), self.content)
         return 0
 
@@ -83,7 +83,7 @@ Step = Call | Written
 
 @dataclass(frozen=True)
 class Plan:
-    """Notes for the user, the steps that start a training, and the commands for later."""
+    """Notes for the user, the steps that start a training, and commands to use later."""
 
     notes: tuple[str, ...]
     steps: tuple[Step, ...]
@@ -124,16 +124,16 @@ def quoted(word: str) -> str:
 
 
 def flags(**values: str | bool) -> Command:
-    """Return `--key=value` words; empty values are left out, and `True` gives the bare flag."""
+    """Return `--key=value` words. Omits empty values; `True` gives `--key`."""
     given = ((f"--{key.replace('_', '-')}", value) for key, value in values.items() if value)
     return tuple(flag if value is True else f"{flag}={value}" for flag, value in given)
 
 
 def join(command: Iterable[str]) -> str:
-    """Return a command as one line for another machine's shell."""
+    """Return a command as one line of shell code for a remote machine."""
     return " ".join(quoted(word) for word in command)
 
 
 def gave_up(step: Call, status: int) -> ValueError:
-    """Return the error for a failed step on which the others depend."""
+    """Return the error for a failed step that other steps depend on."""
     return ValueError(f"it failed with status {status}: {step.text()}")

@@ -1,7 +1,7 @@
-"""Starts the processes of a training together, ends them together, and starts them again after a crash.
+"""Starts the processes of a training together, stops them together, and restarts them after a crash.
 
-Exit statuses of `valkyrie-train`: 0, 2 and 130 end the job; after 75 it has saved and is started again; anything else,
-or death by a signal, is a crash. 69 means that another process failed first, or that a step hung.
+Exit statuses of `valkyrie-train`: 0, 2 and 130 end the job; 75 means that it has saved and can be restarted; any other
+status or death by a signal is a crash. 69 means that another process failed first, or that a step hung.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from valkyrie.processes.interrupt import Listener
 from valkyrie.processes.team import Place
 
 RESTARTS = "VALKYRIE_LAUNCH_RESTARTS"
-"""Environment variable of the training's processes: how often the training was started again."""
+"""Environment variable of the training's processes with the number of restarts."""
 
 _ENDS_THE_JOB = (DONE, REFUSED, INTERRUPTED)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -29,14 +29,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Member:
-    """A process to start: its command, and what is added to the launcher's environment."""
+    """A process to start: its command, and variables to add to the launcher's environment."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def cluster(command: Sequence[str], processes: int) -> list[Member]:
-    """Return processes of this machine that find each other at a free port. A single one needs no address."""
+    """Return processes on this machine that connect through a free port. A single process needs no address."""
     if processes == 1:
         return [Member(tuple(command))]
     address = f"127.0.0.1:{free_port()}"
@@ -49,14 +49,14 @@ class Supervisor:
 
     Args:
         members: returns the processes to start, given the number of earlier starts.
-        restarts: how many crashes are followed by another start.
-        logs: folder for the output of all processes but the first.
-        send: passes a signal on to processes of other hosts; None if all run on this machine.
-        clean_up: called after an attempt that failed.
-        lost: returns whether the hosts were preempted, which is no crash.
-        grace_s: seconds that the other processes have after a crash.
+        restarts: number of restarts after crashes.
+        logs: folder for the output of all processes except the first.
+        send: forwards a signal to processes on other hosts, or None if all run on this machine.
+        clean_up: called after a failed attempt.
+        lost: returns whether the hosts were preempted, which does not count as a crash.
+        grace_s: seconds for the other processes to stop after a crash.
         notice_s: seconds to save after SIGTERM or a preemption.
-        soon_s: a preemption sooner than this counts as a crash, because it would repeat for ever.
+        soon_s: a preemption within this many seconds of the start counts as a crash, to avoid restarting forever.
     """
 
     members: Callable[[int], Sequence[Member]]
@@ -70,7 +70,7 @@ class Supervisor:
     soon_s: float = 10.0
 
     def run(self) -> int:
-        """Run the training to its end and return its exit status, which is 75 after a SIGTERM if all have saved."""
+        """Run the training to its end and return its exit status: 75 after a SIGTERM if all processes have saved."""
         crashes = starts = 0
         while True:
             members, start_time = self.members(starts), time.monotonic()
@@ -91,7 +91,7 @@ class Supervisor:
             say(f"starting again{f' ({crashes} of {self.restarts})' if crash else ''}")
 
     def _attempt(self, members: Sequence[Member], starts: int, signals: Sequence[int]) -> int:
-        """Start all processes and return the status of the first to fail, or 0. None is left running."""
+        """Start all processes and return the status of the first to fail, or 0. Kills those still running."""
         processes: list[ChildProcess] = []
         try:
             for index, member in enumerate(members):
@@ -110,7 +110,7 @@ class Supervisor:
             if signals:
                 return self._stop(processes, signals)
             if failed:
-                # peers of a killed process fail within milliseconds: the one that a signal ended was first
+                # peers of a killed process fail within milliseconds, so the process that died by a signal was first
                 first = min(failed, key=lambda process: (statuses[process] or 0) >= 0)
                 return self._after(first, processes, signals)
             if None not in statuses.values():
@@ -118,12 +118,12 @@ class Supervisor:
             time.sleep(0.02)
 
     def _after(self, first: ChildProcess, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
-        """Let the others end after one has failed, report it, and return its status."""
+        """Give the other processes time to stop after one has failed, report it, and return its status."""
         saves = first.status in (PREEMPTED, INTERRUPTED)
         wait_for(processes, self.notice_s if saves else self.grace_s)
         if signals:
             return self._stop(processes, signals)
-        if first.status == LOST:  # it reports that another failed first, or that a step hung
+        if first.status == LOST:  # another process failed first, or a step hung
             first = next((process for process in processes if process.status not in (None, DONE, LOST)), first)
         status, others = first.status, [process for process in processes if process is not first]
         assert status is not None
@@ -138,7 +138,7 @@ class Supervisor:
         return worse[0] or status if status == PREEMPTED and worse else status
 
     def _stop(self, processes: Sequence[ChildProcess], signals: Sequence[int]) -> int:
-        """Pass the launcher's signal on to all, wait until they have saved, and return the exit status."""
+        """Forward the launcher's signal to all processes, wait until they have saved, and return the exit status."""
         by_hand = signals[0] == signal.SIGINT
         once_more = "; once more ends them at once" if by_hand else f", at most {self.notice_s:g} s"
         running = [process for process in processes if process.status is None]
@@ -159,12 +159,12 @@ class Supervisor:
 
 
 def say(*lines: str) -> None:
-    """Print what the launcher does to stderr."""
+    """Print a message of the launcher to stderr."""
     with contextlib.suppress(OSError):  # the training continues if nobody reads this any more
         print(*(f"valkyrie-launch: {line}" for line in lines[:1]), *lines[1:], sep="\n", file=sys.stderr, flush=True)
 
 
 def _running(processes: Sequence[ChildProcess]) -> str:
-    """Name the processes that still run; empty if there are none."""
+    """Return the names of the running processes for a message, or an empty string."""
     numbers = [str(process.index) for process in processes if process.status is None]
     return f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}" if numbers else ""

@@ -1,4 +1,4 @@
-"""YAML as people write it: keys in their order, long texts as blocks."""
+"""Writes readable YAML: keys in their given order, multi-line text as blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import yaml
 
 
 class _Readable(yaml.SafeDumper):
-    """Indents lists below their key, and writes text of several lines as a block."""
+    """Indents lists below their key, and writes multi-line text as a block."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, indentless=False)
@@ -22,5 +22,5 @@ _Readable.add_representer(str, _text)
 
 
 def yaml_text(described: dict[str, Any]) -> str:
-    """Return a mapping as YAML in ASCII, because PyYAML reads some other characters as line breaks."""
+    """Return a mapping as ASCII YAML, because PyYAML reads some other characters as line breaks."""
     return yaml.dump(described, Dumper=_Readable, sort_keys=False, width=1000)

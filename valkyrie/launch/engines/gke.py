@@ -1,7 +1,7 @@
-"""Google Kubernetes Engine: a JobSet with a job for every slice and a pod for every host, or the same by XPK.
+"""Google Kubernetes Engine: a JobSet with one job per slice and one pod per host, or the same with XPK.
 
 Fields: cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice and kubernetes-sigs/jobset (failure policy). XPK:
-AI-Hypercomputer/xpk, docs/usage/workloads.md and docker.md. JAX finds the other pods by itself.
+AI-Hypercomputer/xpk, docs/usage/workloads.md and docker.md. JAX discovers the other pods by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from valkyrie.launch.yaml_text import yaml_text
 from valkyrie.processes.ending import INTERRUPTED, REFUSED
 
 _ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
-"""Annotation of a pod: how often the job was started again."""
+"""Annotation of a pod with the number of restarts of its job."""
 _PORTS = (8471, 8080, 8431)
 """Ports of libtpu between hosts, of the first slice's coordinator between slices, and of the metrics."""
 
@@ -87,7 +87,7 @@ class Config(RentedConfig):
 
 
 def xpk(config: Config, overrides: Sequence[str]) -> Command:
-    """Return the command that runs the same with XPK."""
+    """Return the command that submits the same job with XPK."""
     return (
         *("xpk", "workload", "create", f"--workload={resource_name(config.name)}", f"--cluster={config.cluster}"),
         *flags(zone=config.zone, project=config.project),
@@ -147,5 +147,5 @@ def manifest(config: Config, overrides: Sequence[str]) -> str:
 
 
 def _unexpanded(word: str) -> str:
-    """Return an argument in which Kubernetes expands no `$(NAME)`: it reads `$$` as `$`."""
+    """Escape `$(NAME)` in an argument, so that Kubernetes does not expand it. Kubernetes reads `$$` as `$`."""
     return word.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""One process of this machine: the command of a training that something else starts on every host."""
+"""One process on this machine, for trainings that another tool starts on every host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Config(EngineConfig):
     processes = 1
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the command."""
+        """Return a plan with the training command alone."""
         return Plan((), (Call("train", (("valkyrie-train", *overrides),)),))
 
     def run(self, overrides: Sequence[str], command: Sequence[str]) -> int:
-        """Train in supervised processes of this machine."""
+        """Train in supervised processes on this machine."""
         logs = self.log_folder(overrides)
         if self.processes > 1:
             say(f"{self.processes} processes; all but process 0 write to {logs}")

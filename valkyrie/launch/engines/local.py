@@ -1,4 +1,4 @@
-"""Several processes of this machine that train as one."""
+"""Several processes on this machine that train one model together."""
 
 from __future__ import annotations
 

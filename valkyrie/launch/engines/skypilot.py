@@ -1,7 +1,7 @@
-"""SkyPilot: a task that rents a slice or GPUs where some are free, trains, and moves when it is preempted.
+"""SkyPilot: a task that rents a slice or GPUs wherever they are available, trains, and moves when preempted.
 
 Fields and variables: docs.skypilot.co, reference/yaml-spec, reference/tpu, running-jobs/distributed-jobs and
-examples/managed-jobs. The task runs on every host of a slice; JAX finds the others by itself.
+examples/managed-jobs. The task runs on every host of a slice; JAX discovers the other hosts by itself.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def task(config: Config, overrides: Sequence[str]) -> str:
 
 
 def _cluster() -> str:
-    """Return the shell code that lets the processes of several nodes find each other."""
+    """Return shell code with the address and rank variables that connect the processes of several nodes."""
     return (
         f'export {COORDINATOR}="$(echo "$SKYPILOT_NODE_IPS" | head -n1):{PORT}"\n'
         f'export {COUNT}="$SKYPILOT_NUM_NODES" {INDEX}="$SKYPILOT_NODE_RANK"\n'

@@ -1,7 +1,7 @@
 """Slurm: a script for sbatch that starts one process per GPU, or per node without GPUs, and requeues itself.
 
-JAX finds the processes by Slurm's variables, with one GPU each (jax/_src/clusters/slurm_cluster.py). Slurm counts the
-restarts and sends SIGUSR1 before the time limit (slurm.schedmd.com/sbatch.html, srun.html).
+JAX discovers the processes from Slurm's variables, with one GPU each (jax/_src/clusters/slurm_cluster.py). Slurm counts
+the restarts and sends SIGUSR1 before the time limit (slurm.schedmd.com/sbatch.html, srun.html).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from valkyrie.launch.supervisor import RESTARTS
 from valkyrie.processes.ending import DONE, INTERRUPTED, PREEMPTED, REFUSED
 
 NOTICE_S = 120
-"""Seconds before the time limit at which a job is told to save."""
+"""A job gets the signal to save this many seconds before its time limit."""
 WAIT_S = 300
-"""Seconds that the other processes have when one has ended, to write a last checkpoint."""
+"""Seconds for the other processes to write a last checkpoint after one has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Config(SliceConfig):
 
     Args:
         nodes: number of nodes.
-        gpus_per_node: GPUs of each node, one process for each; 0 for one process without.
+        gpus_per_node: GPUs of each node, with one process per GPU; 0 for one process per node without GPUs.
         partition: partition of the cluster; empty for the default one.
         account: account to charge; empty for the default one.
     """

@@ -1,4 +1,4 @@
-"""Hosts that ssh reaches: the code is copied to each, which then runs one process. The first host coordinates."""
+"""Hosts reachable by ssh: copies the code to each host and runs one process there. The first host coordinates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Config(EngineConfig):
     """Keys of `target=ssh`.
 
     Args:
-        hosts: names of the hosts, as ssh takes them.
+        hosts: names of the hosts for ssh.
         port: port of the coordinator on the first host.
         folder: folder of the code on each host, relative to the home folder.
         extra: dependencies to install: `tpu`, `cuda`, or empty for CPUs.
@@ -48,7 +48,7 @@ class Config(EngineConfig):
         return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the commands of every host."""
+        """Return the commands for all hosts."""
         again = (
             f"--run runs this, ends all when one fails and starts all again, up to {self.restarts} times",
             *disk_notes(overrides, "are not seen by the other hosts"),
@@ -61,7 +61,7 @@ class Config(EngineConfig):
         return self.supervisor(overrides).run()
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
-        """Copies the code, trains on all hosts, and restarts all of them after a crash."""
+        """Return the supervisor that copies the code, trains on all hosts and restarts all of them after a crash."""
 
         def members(starts: int) -> list[Member]:
             for step in self.copy() if starts == 0 else []:
@@ -82,7 +82,7 @@ class Config(EngineConfig):
         )
 
     def copy(self) -> list[Call]:
-        """Copy the last commit to every host and install it there."""
+        """Return the steps that copy the last commit to every host and install it there."""
         unpack = f"{remote.unpack(self.folder)} && {remote.install(self.folder, self.extra)}"
         pack = (*remote.ARCHIVE, "HEAD")
         return [
@@ -90,7 +90,7 @@ class Config(EngineConfig):
         ]
 
     def train(self, overrides: Sequence[str], restarts: int = 0) -> list[Call]:
-        """Train in one process on each host."""
+        """Return the steps that train in one process on each host."""
         address = f"{self.hosts[0].rpartition('@')[2]}:{self.port}"
         again = {RESTARTS: str(restarts)} if restarts else {}
         steps = []
@@ -101,7 +101,7 @@ class Config(EngineConfig):
         return steps
 
     def end(self, overrides: Sequence[str], number: int) -> list[Call]:
-        """Send a signal to this training's process on each host; empty if it has no name to find it by."""
+        """Return the steps that send a signal to this training on each host; empty if the run has no name."""
         text = remote.end(overrides, number)
         return [Call(f"end it on {host}", (_ssh(host, text),)) for host in self.hosts if text]
 

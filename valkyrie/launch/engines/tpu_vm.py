@@ -1,8 +1,8 @@
-"""Slices of Cloud TPU VMs: requested from gcloud, trained on, requested again after a preemption, and given back.
+"""Slices of Cloud TPU VMs: requests them with gcloud, trains, and requests new ones after a preemption.
 
 Flags: cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpus/tpu-vm (create, describe, ssh,
 scp, delete, list); spot and preemption: cloud.google.com/tpu/docs/spot and /queued-resources. A preempted slice cannot
-be started again: it is deleted and requested anew. JAX finds the other hosts and slices by itself.
+be restarted: it is deleted and requested again. JAX discovers the other hosts and slices by itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from valkyrie.launch.plan import Call, Command, Plan, flags, gave_up
 from valkyrie.launch.supervisor import RESTARTS, Member, Supervisor, say
 
 LOG = "launch.log"
-"""The log of a worker in the folder of the code."""
+"""Name of a worker's log, in the folder of the code."""
 _POLL_S = 30.0
-"""Seconds between two looks at a slice."""
+"""Seconds between two checks of a slice's state."""
 _TRIES = 3
-"""How often the code is copied to a slice that is there: the first ssh may come too soon."""
+"""Attempts to copy the code to a slice that is ready. The first may fail because ssh is not up yet."""
 _GONE = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED", "TERMINATED", "STOPPED", "DELETING")
 """States of a slice that cannot be used again (REST references of QueuedResource and Node)."""
 
@@ -36,8 +36,8 @@ class Config(RentedConfig):
     Args:
         project: project of Google Cloud; empty for the default one.
         network: network of the VMs; empty for the default one.
-        runtime: software version of the VMs; empty for the chip's usual one.
-        queued: whether to wait in the queue. If not, the slice is available at once or the request fails.
+        runtime: software version of the VMs; empty for the default of the chip.
+        queued: whether to wait in the queue. If false, the request fails unless the slice is available at once.
         folder: folder of the code on each worker, relative to the home folder.
         slices: number of slices that train together.
     """
@@ -61,7 +61,7 @@ class Config(RentedConfig):
         return problems
 
     def plan(self, overrides: Sequence[str]) -> Plan:
-        """Return the gcloud commands that rent the slice, train on it, watch it and give it back."""
+        """Return the gcloud commands that rent the slice, train on it, monitor it and delete it."""
         again = (
             "--run runs this; after a preemption it deletes the slice and begins at 1 again, after a crash at 6, up to "
             f"{self.restarts} times"
@@ -95,11 +95,11 @@ class Config(RentedConfig):
 
     @property
     def ready(self) -> str:
-        """State of slices that can be used."""
+        """State of slices that are ready to use."""
         return "ACTIVE" if self.queued else "READY"
 
     def create(self) -> Call:
-        """Request the slices."""
+        """Return the step that requests the slices."""
         hardware, chip = self.rented
         runtime = self.runtime or chip.rented_as["tpu_vm_runtime"]
         if has_usual_shape(hardware):
@@ -117,13 +117,13 @@ class Config(RentedConfig):
         return Call("ask for the slice", (self._gcloud("create", self.resource, *request, *network),))
 
     def state(self) -> Call:
-        """Print the state of the request."""
+        """Return the step that prints the state of the request, repeated until the slices are ready."""
         value = "value(state.state)" if self.queued else "value(state)"
         command = self._gcloud("describe", self.resource, f"--format={value}")
         return Call("wait until it is there", (command,), until=self.ready)
 
     def copy(self) -> tuple[Call, Call, Call]:
-        """Copy the code to every worker and install it there."""
+        """Return the steps that copy the code to every worker and install it there."""
         archive = f"{self.resource}.tar.gz"
         pack = (*remote.ARCHIVE, f"--output=/tmp/{archive}", "HEAD")
         setup = f"{remote.unpack(self.folder, archive)} && {remote.install(self.folder, 'tpu')}"
@@ -135,27 +135,27 @@ class Config(RentedConfig):
         )
 
     def train(self, overrides: Sequence[str], restarts: int = 0) -> Call:
-        """Train on every worker; the exit status is that of the first worker whose status is not 0."""
+        """Return the step that trains on every worker. It exits with the first status of a worker that is not 0."""
         environment = {RESTARTS: str(restarts)} if restarts else {}
         return Call("train", (self._on_all(remote.train(self.folder, overrides, environment, LOG)),))
 
     def end(self, number: int) -> Call:
-        """Send a signal to the training on every worker."""
+        """Return the step that sends a signal to the training on every worker."""
         text = remote.end((), number, alone=True)
         assert text is not None
         return Call("stop the training, with a save", (self._on_all(text),))
 
     def describe(self) -> Call:
-        """Show everything about the slices."""
+        """Return the step that prints all details of the slices."""
         return Call("its state", (self._gcloud("describe", self.resource),), action="describe")
 
     def delete(self) -> Call:
-        """Give the slices back, with all that is stored on their disks."""
+        """Return the step that deletes the slices and their disks."""
         command = self._gcloud("delete", self.resource, *flags(force=self.queued, quiet=True))
         return Call("give it back: until then it costs", (command,), action="delete")
 
     def supervisor(self, overrides: Sequence[str]) -> Supervisor:
-        """Rents the slices, trains on them, and requests new ones after a preemption."""
+        """Return the supervisor that rents the slices, trains, and requests new slices after a preemption."""
 
         def lost() -> bool:
             time.sleep(_POLL_S)  # for a moment a preempted slice still shows its old state
@@ -179,7 +179,7 @@ class Config(RentedConfig):
     def _prepare(self, installed: bool) -> None:
         """Wait until the slices are ready and have the code; ValueError if that fails.
 
-        Slices that were `installed` are used as they are. Those preempted meanwhile are requested again.
+        If `installed`, slices that are still ready already have the code. Preempted slices are requested again.
         """
         tries = 0
         while (new := self._rent()) or not installed:
@@ -193,7 +193,10 @@ class Config(RentedConfig):
             time.sleep(_POLL_S)
 
     def _rent(self) -> bool:
-        """Wait until the slices are ready and return whether they are new; ValueError if they are not available."""
+        """Rent the slices if needed and wait until they are ready; ValueError if they are not available.
+
+        Returns whether they were requested by this call.
+        """
         requested = False
         while (state := self._state()) != self.ready:
             if state == "FAILED" and requested:
@@ -211,7 +214,7 @@ class Config(RentedConfig):
         return requested
 
     def _state(self) -> str | None:
-        """State of the slices, or None if nothing of their name is rented."""
+        """Return the state of the slices, or None if no slices with their name are rented."""
         done = subprocess.run(self.state().commands[0], capture_output=True, text=True, check=False)
         return done.stdout.strip() or None if done.returncode == 0 else None
 
