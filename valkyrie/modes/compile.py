@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from valkyrie.config.run import Run
 
 _MARGIN_S = 300.0
-"""Seconds that a trial has beyond the compiler's own limit, to start and to report."""
+"""Seconds for a trial to start and to report, in addition to the compiler's limit."""
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Config(CompilingMode):
     """Settings of `mode=compile`.
 
     Args:
-        hlo: whether to leave the optimised module in the run folder.
+        hlo: whether to write the optimised module to the run folder.
     """
 
     description: ClassVar[str] = (
@@ -35,11 +35,11 @@ class Config(CompilingMode):
     hlo: bool = False
 
     def decided_by(self) -> Sequence[str]:
-        """Return the keys of the run that decide a trial's result."""
+        """Return the keys of the run that change a trial's result."""
         return SHAPING_KEYS
 
     def limit_s(self) -> float:
-        """Return the seconds that a trial may take."""
+        """Return the time limit of a trial in seconds."""
         return max(HOUR_S, self.time_limit_s + _MARGIN_S)
 
     def run(self, run: Run) -> int:

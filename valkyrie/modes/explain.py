@@ -1,4 +1,4 @@
-"""`mode=explain`: says why one of two layouts is faster."""
+"""`mode=explain`: explains why one of two layouts is faster."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Config(CompilingMode):
     """Settings of `mode=explain`.
 
     Args:
-        first: one layout: overrides in addition to the command's own, or a run folder.
-        second: the other layout.
+        first: one layout, as a run folder or as overrides in addition to those of the command.
+        second: the other layout, likewise.
     """
 
     description: ClassVar[str] = "say why one of two layouts is faster: what each waits for, computes twice and keeps"

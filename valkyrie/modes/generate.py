@@ -16,7 +16,7 @@ class Config(ModeConfig):
     """Settings of `mode=generate`.
 
     Args:
-        keep: name under which the run folder keeps the text and the state after it, which the next call continues.
+        keep: name for saving the text and the model's state to the run folder. The next call continues from there.
     """
 
     description: ClassVar[str] = "print the prompt and what a trained run makes of it"

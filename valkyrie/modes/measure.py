@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MeasuredData(Enum):
-    """What a step is fed: random tokens that are placed on the devices, or the run's data by its loader."""
+    """Input of a step: random tokens that are already on the devices, or the run's data from its loader."""
 
     random = "random"
     real = "real"
@@ -25,8 +25,8 @@ class Config(MeasuringMode):
     """Settings of `mode=measure`.
 
     Args:
-        data: what a step is fed.
-        trace: whether to leave the profiler's trace in the run folder.
+        data: input of a step.
+        trace: whether to write the profiler's trace to the run folder.
     """
 
     description: ClassVar[str] = "time the step on the devices of this machine"
@@ -39,7 +39,7 @@ class Config(MeasuringMode):
     trace: bool = False
 
     def decided_by(self) -> Sequence[str]:
-        """Return the keys of the run that decide a trial's result."""
+        """Return the keys of the run that change a trial's result."""
         data = ["data"] if self.data is MeasuredData.real else []
         return [*SHAPING_KEYS, "seed", "debug", *data, "mode.warmup", "mode.repeats", "mode.data"]
 

@@ -17,16 +17,16 @@ class Config(CompilingMode, MeasuringMode):
     """Settings of `mode=search`.
 
     Args:
-        budget: time for compiles, and again for measurements (`10min`, `90s`, `2h`); null for no limit. It stops a
-            compile that is under way; no measurement begins after it.
+        budget: time for compiles, and the same again for measurements (`10min`, `90s`, `2h`); null for no limit. A
+            running compile is stopped when it ends. No measurement starts after it.
         targets: slices to compare.
-        shapes: whether to search every shape that a slice comes in.
-        compiles: the most layouts to compile.
-        measure: the most layouts to measure, if the devices are at hand. They run without what `tune` found, which is
-            left out of the answer if another layout is then the fastest.
-        tune: time for compiler options and implementations, tried on the best layout; null for none.
-        tokens: tokens for which hours and dollars are reported.
-        budget_usd: dollars for which tokens are reported.
+        shapes: whether to search every shape of a slice.
+        compiles: maximum number of layouts to compile.
+        measure: maximum number of layouts to measure, if the devices are available. Layouts are measured without the
+            results of `tune`, which are dropped from the answer if a different layout is the fastest.
+        tune: time for trying compiler options and implementations on the best layout; null for none.
+        tokens: report the hours and dollars to train on this many tokens.
+        budget_usd: report the tokens that can be trained on for this many dollars.
     """
 
     description: ClassVar[str] = (

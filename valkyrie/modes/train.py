@@ -21,7 +21,7 @@ class Config(ModeConfig):
     results: ClassVar[str | None] = METRICS
     tracked: ClassVar[bool] = True
     not_decided_by: ClassVar[frozenset[str]] = NO_RESULT | _NO_TRAINING
-    grace_s: ClassVar[float] = 60.0  # it saves its state
+    grace_s: ClassVar[float] = 60.0  # a training saves its state before it stops
     trial_limit_s: ClassVar[float | None] = None
 
     name: str = "train"

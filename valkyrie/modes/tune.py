@@ -17,8 +17,8 @@ class Config(CompilingMode):
     """Settings of `mode=tune`.
 
     Args:
-        budget: time after which nothing more is tried (`10min`, `90s`, `2h`), or null for no limit. The layout as it is
-            is limited only by `time_limit_s`.
+        budget: time for trying options (`10min`, `90s`, `2h`), or null for no limit. The baseline compile is limited
+            only by `time_limit_s`.
     """
 
     description: ClassVar[str] = "find the compiler options with which the step is shortest, by compile alone"
