@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from valkyrie.optim.muon import Spread
 
 NOT_AVERAGED = frozenset({"puzzle", "fixed"})
-"""Groups that `ema_decay` does not average: tables whose rows change seldom, and parameters that never change."""
+"""Groups that `ema_decay` does not average: tables with rarely updated rows, and parameters that never change."""
 
 
 class Schedule(Enum):
-    """The learning rate after warm-up: along a cosine, or held at its peak and then lowered evenly (`trapezoid`)."""
+    """The learning rate after warm-up: a cosine, or constant followed by a linear decay (`trapezoid`)."""
 
     cosine = "cosine"
     trapezoid = "trapezoid"
@@ -35,11 +35,11 @@ class Schedule(Enum):
 
 @dataclass(frozen=True)
 class Training:
-    """What an optimizer needs to know about the run.
+    """Properties of a run that an optimizer depends on.
 
     Args:
         steps: optimizer steps of the run.
-        compute: dtype of the products of the model, by name.
+        compute: name of the dtype of the model's matrix products.
         spread: sharding of Muon's stacks of matrices, or None for a single device.
     """
 
@@ -50,20 +50,22 @@ class Training:
 
 @dataclass
 class OptimizerConfig:
-    """Settings that every optimizer has; a family's `Config` derives from this and adds its own.
+    """Settings of every optimizer. The `Config` of a family derives from this and adds its settings.
 
     Args:
         family: the module that defines the optimizer.
         learning_rate: peak of the schedule.
         warmup_steps: steps of linear warm-up.
-        decay_steps: steps of the schedule, null for as many as the run has. The rate then stays at its last value.
+        decay_steps: length of the schedule in steps, null for that of the run. The rate stays at its last value after
+            it.
         final_ratio: last learning rate over the peak; 1 for no decay.
         schedule: `trapezoid` holds the peak until the last `warmdown` of the steps.
-        weight_decay: of matrices and tables.
-        clip_norm: largest global norm of the gradients, null for no clipping.
-        puzzle_learning_rate: peak rate of puzzles' rows, which step by the signs of their gradients; null for
-            `learning_rate`.
-        ema_decay: decay of the average of parameters, null for no average.
+        warmdown: fraction of the steps over which `trapezoid` decays.
+        weight_decay: decay of matrices and tables.
+        clip_norm: maximum global norm of the gradients, null for no clipping.
+        puzzle_learning_rate: peak rate of puzzle embeddings, which are updated by the signs of their gradients; null
+            for `learning_rate`.
+        ema_decay: decay of the moving average of parameters, null for no average.
     """
 
     name: str = "adamw"
@@ -80,10 +82,10 @@ class OptimizerConfig:
     ema_decay: float | None = None
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
-        """Transformations of the groups `matrix` (decayed, as are embeddings), `vector` and `ssm` (not decayed).
+        """Build the transformations of the groups `matrix` (decayed), `vector` and `ssm` (not decayed).
 
-        All other groups of `valkyrie.axes.GROUPS` are treated as `vector`. A family that distinguishes more groups
-        overrides `transformation` instead.
+        `matrix` includes embeddings; `vector` includes all other groups of `valkyrie.axes.GROUPS`. A family that
+        distinguishes more groups overrides `transformation` instead.
 
         Args:
             rate: learning rate by step.
@@ -95,9 +97,9 @@ class OptimizerConfig:
         """Build the update without clipping.
 
         Args:
-            specs: tree of `Parameter`, with the structure of the parameters. Gradients, parameters and state are
+            specs: tree of `Parameter` with the structure of the parameters. Gradients, parameters and state are
                 float32.
-            training: the run it is for.
+            training: properties of the run.
         """
         import jax
 
@@ -109,7 +111,7 @@ class OptimizerConfig:
     ) -> optax.GradientTransformation:
         """Build the transformation that applies each rule to the parameters with its label.
 
-        Labels `puzzle` (steps by signs, decayed) and `fixed` (never changed) have rules of their own.
+        Adds the rules of the labels `puzzle` (updated by signs, decayed) and `fixed` (never changed).
         """
         import jax
         import optax
@@ -125,22 +127,22 @@ class OptimizerConfig:
         return optax.partition(all_rules, labels)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Bytes of optimizer state per number of a parameter. Two float32 moments, unless a family overrides it."""
+        """Bytes of optimizer state per element of a parameter. By default two float32 moments."""
         return 8.0
 
     def update_bytes(self, parameter: Parameter) -> float:
-        """Bytes that an update reads from and writes to HBM, per number of a parameter.
+        """HBM traffic of an update, in bytes per element of a parameter.
 
-        The gradient is read; the parameter and the state are read and written.
+        Reads the gradient, and reads and writes the parameter and the state.
         """
         return 12.0 + 2 * self.state_bytes(parameter)
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """FLOPs of the products in an update, on the device that computes the most; none, unless overridden.
+        """FLOPs of the matrix products in an update, on the device with the most of them. By default 0.
 
         Args:
             parameters: every parameter of the model.
-            devices: number of devices, one entry per layout.
+            devices: number of devices of each layout.
         """
         return 0.0 * devices
 
@@ -166,9 +168,9 @@ class OptimizerConfig:
 
 
 class AdamLike(OptimizerConfig, ABC):
-    """Base of optimizers that differ in their directions: decoupled decay of matrices, a rate for state spaces.
+    """Base of optimizers that differ only in `directions`, with decoupled weight decay of matrices.
 
-    `ssm_learning_rate_ratio` scales the rate of S5's own parameters (B, Lambda, log_step, norm), which are never
+    `ssm_learning_rate_ratio` scales the learning rate of S5's parameters (B, Lambda, log_step, norm), which are never
     decayed, as in lindermanlab/S5 `train_helpers.py`.
     """
 
@@ -178,10 +180,10 @@ class AdamLike(OptimizerConfig, ABC):
 
     @abstractmethod
     def directions(self) -> optax.GradientTransformation:
-        """Build the directions of a group, before decay and learning rate."""
+        """Build the transformation of a group before weight decay and learning rate."""
 
     def rules(self, rate: optax.Schedule) -> dict[str, optax.GradientTransformation]:
-        """Directions, decay and learning rate of each group."""
+        """Build the directions, weight decay and learning rate of each group."""
         import optax
 
         def rule(ratio: float, decay: float) -> optax.GradientTransformation:
@@ -201,10 +203,10 @@ FAMILIES = Families("optimizer.family", "valkyrie.optim.families", OptimizerConf
 
 
 def with_family(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer settings of a `run.yaml` under today's keys.
+    """Convert the optimizer settings of an old `run.yaml` to the current keys.
 
-    Before optimizers had families, one set of keys served all of them: `kind` named the optimizer, and `muon` had
-    what only Muon reads.
+    Before optimizers had families, all shared one set of keys: `kind` named the optimizer, and `muon` held the settings
+    of Muon.
     """
     if "kind" not in saved:
         return dict(saved)
@@ -215,7 +217,7 @@ def with_family(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the schedule of a run of `steps` steps: linear warm-up to the peak, then down to `final_ratio` of it."""
+    """Return the schedule for a run of `steps` steps: linear warm-up to the peak, then decay to `final_ratio` of it."""
     import optax
 
     length = config.decay_steps or steps
@@ -232,9 +234,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
-    """Whether continuing a run of `steps` steps to `longer` raises its learning rate, because the schedule stretches.
+    """Return whether extending a run of `steps` steps to `longer` raises its learning rate by stretching the schedule.
 
-    It does not for a constant schedule (`final_ratio=1`) or one with a length of its own (`decay_steps`).
+    It does not for a constant schedule (`final_ratio=1`) or one with a fixed length (`decay_steps`).
     """
     import numpy as np
 
@@ -243,7 +245,7 @@ def rises_if_extended(config: OptimizerConfig, steps: int, longer: int) -> bool:
 
 
 def _trapezoid(config: OptimizerConfig, length: int) -> optax.Schedule:
-    """Return a schedule that warms up, holds the peak, and falls evenly over the last `warmdown` of the steps."""
+    """Return a schedule that warms up, holds the peak, and decays linearly over the last `warmdown` of the steps."""
     import jax.numpy as jnp
 
     down = max(round(config.warmdown * length), 1)
@@ -263,14 +265,14 @@ def scaled(schedule: optax.Schedule, ratio: float) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> optax.GradientTransformation:
-    """Return the optax transformation of a config, with clipping by the global norm over all groups.
+    """Build the optax transformation of a config, with clipping by the global norm over all groups.
 
-    State and updates are float32, whatever the dtypes of parameters and gradients.
+    State and updates are float32 for any dtype of parameters and gradients.
 
     Args:
-        config: the optimizer's.
-        specs: tree of `Parameter`, with the structure of the parameters.
-        training: the run it is for.
+        config: settings of the optimizer.
+        specs: tree of `Parameter` with the structure of the parameters.
+        training: properties of the run.
     """
     import optax
 
@@ -287,7 +289,7 @@ def make_optimizer(config: OptimizerConfig, specs: Any, training: Training) -> o
 
 
 def is_parameter(node: Any) -> bool:
-    """Return whether a node of a tree is a `Parameter`."""
+    """Return True for a `Parameter`, as the `is_leaf` of tree functions."""
     return isinstance(node, Parameter)
 
 

@@ -1,8 +1,8 @@
-"""Muon (Jordan 2024) as nanochat has it: momentum made orthogonal, a step of one size in every direction.
+"""Muon (Jordan 2024), as in nanochat: orthogonalized momentum, so that each step has equal size in every direction.
 
-Matrices of one shape are stacked over all layers and parameters, and the stack is split over all devices: each makes
-whole matrices orthogonal by itself. Two exchanges of the size of the parameters in the compute dtype are all that
-devices send, where iterating on split matrices would sum a square matrix over devices twice in each of five iterations.
+Matrices of the same shape are stacked over all layers and parameters, the stack is split over all devices, and each
+device orthogonalizes whole matrices. Devices only communicate twice, each time all parameters in the compute dtype.
+Iterating on sharded matrices would instead all-reduce a square matrix twice in each of five iterations.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-"""Five steps of the Polar Express (arXiv 2505.16932) for a safety factor of 2e-2 and a cushion of 2."""
+"""Coefficients of five steps of the Polar Express (arXiv 2505.16932), safety factor 2e-2 and cushion 2."""
 MARGIN = 1.01
-"""A matrix is divided by its norm times this margin before the first step."""
+"""Before the first step, a matrix is divided by its norm times this margin."""
 
 
 class Spread(NamedTuple):
-    """Sharding of stacks of matrices; by default that of a single device.
+    """Sharding of stacks of matrices. The default is for a single device.
 
     Args:
         devices: Number of devices that a stack is split over.
-        sharding_key: Key of a parameter, equal for those whose matrices are sharded alike.
-        as_stored: Shards a stack (matrices, rows, columns) like this parameter between steps.
-        by_matrix: Shards a stack over all devices, by whole matrices.
+        sharding_key: Returns a key that is equal for parameters with equally sharded matrices.
+        as_stored: Shards a stack (matrices, rows, columns) like the parameter is stored between steps.
+        by_matrix: Shards the first dimension of a stack over all devices.
     """
 
     devices: int = 1
@@ -51,7 +51,7 @@ class Spread(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Settings of an update. The schedules are functions of the step, 0 for the first."""
+    """Settings of an update. `rate`, `momentum` and `decay` are functions of the step, starting at 0."""
 
     rate: Callable[[Any], Any]
     momentum: Callable[[Any], Any]
@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
 
 
 class MuonState(NamedTuple):
-    """Steps taken, momentum by parameter, and the mean squares of rows or columns (`beta2`)."""
+    """Number of steps, momentum by parameter, and mean squares of rows or columns (with `beta2`)."""
 
     count: Array
     momentum: Any
@@ -69,9 +69,9 @@ class MuonState(NamedTuple):
 
 
 def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.GradientTransformation:
-    """Build the transformation of a tree of matrices that `specs` describes, with masked nodes elsewhere.
+    """Build the transformation of the matrices in `specs`, a tree with masked nodes for other parameters.
 
-    Rows of a matrix are a parameter's first dimension after `layers`, columns all others together.
+    Rows are a parameter's first dimension after `layers`; columns are all later dimensions, flattened.
     """
     spread = spread or Spread()
 
@@ -103,7 +103,7 @@ def muon(recipe: Recipe, specs: Any, spread: Spread | None = None) -> optax.Grad
 
 
 def _stacks(specs: list[Parameter], spread: Spread) -> list[list[int]]:
-    """Return the indices of the parameters of each stack: their matrices have one shape and one sharding."""
+    """Group parameters with the same matrix shape and sharding into stacks. Returns the indices of each stack."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, spec in enumerate(specs):
         groups[(*matrix_shape(spec)[1:], spec.output_first, spread.sharding_key(spec))].append(i)
@@ -113,7 +113,7 @@ def _stacks(specs: list[Parameter], spread: Spread) -> list[list[int]]:
 def _directions(
     leaves: list[Array], second: list[Any], specs: list[Parameter], recipe: Recipe, spread: Spread
 ) -> tuple[list[Array], list[Any]]:
-    """Return the orthogonal directions of one stack's parameters, and the mean squares of their rows or columns."""
+    """Return the orthogonal directions of a stack's parameters and the new mean squares of their rows or columns."""
     spec, counts = specs[0], [matrix_shape(s)[0] for s in specs]
     _, rows, columns = matrix_shape(spec)
     stack = jnp.concatenate([leaf.astype(recipe.compute).reshape(-1, rows, columns) for leaf in leaves])
@@ -131,9 +131,10 @@ def _directions(
 
 
 def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Float[Array, "n rows columns"]:
-    """Return the nearest orthogonal matrices, of norm sqrt(min(rows, columns)), in the dtype of the stack.
+    """Return the nearest orthogonal matrices with norm sqrt(min(rows, columns)), in the dtype of the stack.
 
-    The rows of outputs (columns unless `output_first`) are first scaled to one norm (MuonEq, arXiv 2603.28254).
+    First scales the vectors of the outputs (rows if `output_first`, else columns) to equal norms (MuonEq, arXiv
+    2603.28254).
     """
     wide, rows = stack.astype(jnp.float32), stack.shape[-2 if output_first else -1]
     norms = jnp.linalg.norm(wide, axis=-1 if output_first else -2, keepdims=True)
@@ -145,13 +146,13 @@ def orthogonal(stack: Float[Array, "n rows columns"], output_first: bool) -> Flo
 
 
 _COEFFICIENTS = np.array([[c / MARGIN ** (2 * i + 1) for i, c in enumerate(POLAR_EXPRESS[0])], *POLAR_EXPRESS[1:]])
-"""The Polar Express, with the division by the margin in the first step."""
+"""Coefficients of the Polar Express, with the division by the margin folded into the first step."""
 
 
 def _evened(
     made: Float[Array, "n rows columns"], before: Float[Array, "n kept"], beta2: float, kept: int
 ) -> tuple[Float[Array, "n rows columns"], Float[Array, "n kept"]]:
-    """Return directions whose rows (or columns) are divided by their running root mean squares, of the same norm.
+    """Divide rows (or columns) by their running root mean squares, keeping the norm of each matrix.
 
     NorMuon, arXiv 2510.05491.
     """
@@ -165,7 +166,7 @@ def _evened(
 
 
 def _kept_axis(spec: Parameter) -> int:
-    """Dimension over which NorMuon keeps second moments: that of the outputs, unless there are more inputs."""
+    """Return the dimension over which NorMuon keeps second moments: the larger of outputs and inputs."""
     _, first, rest = matrix_shape(spec)
     outputs, inputs = (first, rest) if spec.output_first else (rest, first)
     return 1 if spec.output_first == (outputs >= inputs) else 2
@@ -177,17 +178,17 @@ def _kept_shape(spec: Parameter) -> tuple[int, ...]:
 
 
 def _scale(spec: Parameter) -> float:
-    """Return the factor of a matrix's learning rate: the root of outputs over inputs where there are more outputs."""
+    """Return the learning rate factor of a matrix: sqrt(outputs / inputs), at least 1."""
     _, first, rest = matrix_shape(spec)
     return max(1.0, first / rest if spec.output_first else rest / first) ** 0.5
 
 
 def _step(direction: Array, value: Array, rate: Any, decay: Any) -> Array:
-    """Return the update: against the direction, and decayed where that makes a number smaller too (cautious)."""
+    """Return the update. Decays only the elements that the step also shrinks (cautious weight decay)."""
     agrees = direction * value >= 0
     return -rate * (direction + decay * jnp.where(agrees, value, 0))
 
 
 def _ends(counts: list[int]) -> list[int]:
-    """Return where parts of these lengths end, but the last."""
+    """Return the split points between parts of these lengths."""
     return [sum(counts[: i + 1]) for i in range(len(counts) - 1)]

@@ -1,1 +1,1 @@
-"""The optimizers that ship with Valkyrie, a module each."""
+"""The optimizers that ship with Valkyrie, one module each."""

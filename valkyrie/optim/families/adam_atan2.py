@@ -1,4 +1,4 @@
-"""AdamATan2, which has no epsilon (`valkyrie.ops.atan2`)."""
+"""AdamATan2: Adam without epsilon (`valkyrie.ops.atan2`)."""
 
 from __future__ import annotations
 

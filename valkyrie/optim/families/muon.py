@@ -1,4 +1,4 @@
-"""Muon for matrices, as in nanochat's `optim.py`, and AdamW for all other parameters."""
+"""Muon for matrices and AdamW for all other parameters, as in nanochat's `optim.py`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import optax
 
 ITERATIONS = 5
-"""Steps of the polynomial iteration that makes a matrix orthogonal: the rows of `valkyrie.optim.muon.POLAR_EXPRESS`."""
+"""Iterations that orthogonalize a matrix: the number of rows of `valkyrie.optim.muon.POLAR_EXPRESS`."""
 
 
 @dataclass
 class AdamGroup:
-    """AdamW for a group of parameters: its own peak rate, which follows the run's schedule."""
+    """AdamW for a group of parameters, with a separate peak learning rate that follows the run's schedule."""
 
     learning_rate: float = 0.005
     beta1: float = 0.8
@@ -50,14 +50,14 @@ def _groups() -> dict[str, AdamGroup]:
 
 @dataclass
 class Config(OptimizerConfig):
-    """Muon. `weight_decay` falls along a cosine to 0, and only decays what the step makes smaller too.
+    """Muon. `weight_decay` falls to 0 along a cosine and applies only where the step also shrinks the parameter.
 
     Args:
-        epsilon: of AdamW.
-        momentum_start: momentum at the first step, which rises to `momentum` over `momentum_warmup` steps.
-        momentum_end: momentum at the last step; it falls while the learning rate falls.
-        beta2: decay of the mean squares by which NorMuon scales rows, null for plain Muon.
-        groups: settings of AdamW by group of parameters.
+        epsilon: epsilon of AdamW.
+        momentum_start: momentum at the first step. It rises to `momentum` over `momentum_warmup` steps.
+        momentum_end: momentum at the last step. It falls during the last `warmdown` of the steps.
+        beta2: decay of the mean squares that NorMuon scales rows by, null for plain Muon.
+        groups: settings of AdamW by parameter group.
     """
 
     name: str = "muon"
@@ -102,17 +102,17 @@ class Config(OptimizerConfig):
         return self.partition({"matrix": muon(recipe, matrices, training.spread), **rules}, labels, schedule)
 
     def state_bytes(self, parameter: Parameter) -> float:
-        """Momentum of matrices in float32, two moments of other parameters.
+        """Bytes per element: float32 momentum for matrices, two float32 moments for other parameters.
 
-        NorMuon's mean squares, one number for each row or column, are left out.
+        Ignores NorMuon's mean squares, one number per row or column.
         """
         return 4.0 if is_matrix(parameter) else 8.0
 
     def update_flops(self, parameters: Iterable[Parameter], devices: np.ndarray) -> np.ndarray:
-        """FLOPs of making matrices orthogonal, on the device that computes the most.
+        """FLOPs of orthogonalizing matrices, on the device with the most of them.
 
-        Matrices of one shape are stacked and the stack is split over all devices, each of which works on whole
-        matrices. An iteration on a matrix X of m rows and n columns, m <= n, computes A = X X^T, A A and A X.
+        Matrices of the same shape are stacked, and each device orthogonalizes whole matrices of the stack. An iteration
+        on an (m, n) matrix X with m <= n computes A = X X^T, A A and A X.
         """
         counts: Counter[tuple[int, int]] = Counter()
         for parameter in filter(is_matrix, parameters):
@@ -143,14 +143,14 @@ class Config(OptimizerConfig):
 
 
 def is_matrix(parameter: Parameter) -> bool:
-    """Return whether Muon updates a parameter: a matrix, or a stack of them over layers."""
+    """Return whether Muon updates a parameter: a matrix, or a stack of matrices over layers."""
     return parameter.group == "matrix" and len(parameter.shape) - (LAYERS in parameter.axes) >= 2
 
 
 def matrix_shape(parameter: Parameter) -> tuple[int, int, int]:
-    """Return the number of matrices in a parameter, and their rows and columns.
+    """Return (matrices, rows, columns) of a parameter.
 
-    Rows are the first dimension after `layers`, columns all others together.
+    Rows are the first dimension after `layers`; columns are all later dimensions, flattened.
     """
     stacked = LAYERS in parameter.axes
     count, shape = (parameter.shape[0], parameter.shape[1:]) if stacked else (1, parameter.shape)
