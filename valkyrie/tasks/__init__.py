@@ -1,7 +1,7 @@
-"""Tasks: the loss to minimise, its metrics, and what is carried from step to step.
+"""Tasks: the loss to minimise, its metrics, and the state carried from step to step.
 
-A model family names the task it is trained on unless `task=` chooses another. A task is a module with a dataclass
-`Config` derived from `Task`, in this package or in a folder of the user's (`valkyrie/tasks/README.md`).
+Each model family has a default task, which `task=` overrides. A task is a module with a dataclass `Config` derived from
+`Task`, in this package or in a folder of the user (`valkyrie/tasks/README.md`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Array(NamedTuple):
 class BatchLoss(NamedTuple):
     """The objective to differentiate, summed metrics, and the carry for the next step.
 
-    Objective and sums are sums, not means, so that microbatches and devices add up; `sums["weight"]` is what both are
-    divided by.
+    Objective and sums are not means, so that they can be added over microbatches and devices. Divide them by
+    `sums["weight"]` for means.
     """
 
     objective: jax.Array
@@ -47,7 +47,7 @@ class BatchLoss(NamedTuple):
 
 @dataclass
 class Task(ABC):
-    """Base of the config of every task. Imports JAX only in what computes: a run is checked before JAX loads.
+    """Base of the config of every task. Import JAX only in methods that compute: runs are checked before JAX loads.
 
     Args:
         name: the name of the YAML in `conf/task`.
@@ -55,35 +55,35 @@ class Task(ABC):
     """
 
     data_kind: ClassVar[str] = TEXT
-    """The kind of data whose batches it takes (`valkyrie.data.config`)."""
+    """Kind of data that the task trains on (`valkyrie.data.config`)."""
     needs_key: ClassVar[bool] = False
-    """Whether a training step draws random numbers, in addition to dropout."""
+    """Whether a training step needs random numbers in addition to those of dropout."""
 
     name: str
     family: str
 
     @property
     def is_text(self) -> bool:
-        """Whether its data is text, which a tokenizer reads and the model writes."""
+        """Whether the data is text, so that the task has a tokenizer and the model can generate."""
         return self.data_kind == TEXT
 
     def problems(self, model: Model, seq: int) -> list[Problem]:
-        """Why it cannot train this model on sequences of `seq` positions."""
+        """Return the problems of training this model on sequences of `seq` positions."""
         return []
 
     def data_problems(self, model: Model, seq: int, data: DataConfig) -> list[Problem]:
-        """Why it cannot train this model on this data, judged by the beginning of the data."""
+        """Return the problems of training this model on this data, judged by the beginning of the data."""
         return []
 
     @abstractmethod
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
-        """Arrays of a global batch, first dimension `batch`."""
+        """Describe the arrays of a global batch. Their first dimension is `batch`."""
 
     def carry(self, model: Model, compute: str, batch: int, seq: int) -> dict[str, Array]:
-        """Arrays carried from one step to the next, zeros before the first; empty by default.
+        """Describe the arrays carried from one step to the next. They start as zeros; empty by default.
 
-        They belong to the whole batch, so a task that carries anything takes no microbatches. `compute`: the dtype in
-        which the model computes.
+        They belong to the whole batch, so a task with a carry does not support microbatches. `compute` is the dtype of
+        the model's computation.
         """
         return {}
 
@@ -91,7 +91,7 @@ class Task(ABC):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """The rows at `places` of a batch of random values, every target counted, which follow from the seed."""
+        """Return the rows at `places` of a random batch, determined by the seed. Every target counts in the loss."""
 
     @abstractmethod
     def loss(
@@ -104,29 +104,29 @@ class Task(ABC):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Loss of a training batch. `key` is for dropout and for what the task draws, or None without either."""
+        """Compute the loss of a training batch. `key` is for dropout and random choices of the task, or None."""
 
     @abstractmethod
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """What is logged of a step's sums: `loss`, `tokens`, and anything else."""
+        """Return the logged metrics for the sums of a step: `loss`, `tokens` and others."""
 
     def references(self, tokenizer: Tokenizer | None, vocab_rows: int) -> Any:
-        """Arrays that `evaluate` needs in addition to the batch, the same for all batches; none by default."""
+        """Return arrays that `evaluate` needs for every batch; empty by default."""
         return ()
 
     @abstractmethod
     def evaluate(
         self, module: Any, batch: dict[str, jax.Array], references: Any, *, shard: Shard
     ) -> dict[str, jax.Array]:
-        """Sums over an evaluation batch."""
+        """Return sums over an evaluation batch."""
 
     @abstractmethod
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
-        """What is logged of the sums over all evaluation batches; each name begins with `eval_`."""
+        """Return the logged metrics for the sums over all evaluation batches. All names start with `eval_`."""
 
     @abstractmethod
     def describe(self, evaluation: dict[str, float]) -> str:
-        """An evaluation in a few words, as it is printed."""
+        """Summarize an evaluation in one printed line."""
 
 
 TASKS = Families("task.family", "valkyrie.tasks", Task)

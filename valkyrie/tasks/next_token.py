@@ -1,6 +1,6 @@
 """Next-token prediction over packed documents: cross-entropy per token, and bits per byte in evaluation.
 
-JAX is imported by what computes, for a run asks its task what it needs before JAX is loaded.
+Only functions that compute import JAX, because runs are checked before JAX loads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "weigh
 def token_losses(
     module: LanguageModel, batch: Batch, *, shard: Shard, checkpoint: Checkpoint, key: jax.Array | None
 ) -> Losses:
-    """Return the loss sums of a batch (`tokens`, `targets`, `segment_ids`, `weights`: batch by seq)."""
+    """Return the loss sums of a batch (`tokens`, `targets`, `segment_ids`, `weights`, each (batch, seq))."""
     x = module.embed(batch["tokens"], shard=shard)
     boundaries = module.boundaries(batch["segment_ids"], batch["tokens"])
     targets = batch["targets"], batch["weights"]
@@ -39,13 +39,13 @@ def token_losses(
 
 @dataclass
 class Config(Task):
-    """Predicts every token but the first from those before it; losses are averaged over tokens."""
+    """Predicts each token from the previous ones. Losses are averaged over tokens."""
 
     name: str = "next_token"
     family: str = "next_token"
 
     def problems(self, model: Any, seq: int) -> list[Problem]:
-        """Why it cannot train this model: it sees later positions, or has a table of fewer positions than `seq`."""
+        """Return problems if the model is not causal or supports fewer than `seq` positions."""
         longest, problems = getattr(model, "longest", seq), []
         if not model.causal:
             text = (
@@ -66,7 +66,7 @@ class Config(Task):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the rows at `places` of a batch of random tokens, each row one document."""
+        """Return the rows at `places` of a batch of random tokens. Each row is one document."""
         import numpy as np
 
         rows = [np.random.default_rng([seed, place]).integers(0, vocab_size, seq + 1) for place in places]
@@ -85,16 +85,17 @@ class Config(Task):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return the objective (with z-loss and auxiliary losses), and sums.
+        """Return the objective, including z-loss and auxiliary losses, and the sums.
 
-        The sums are `loss` (nats, without those), `weight` (targets) and every value that the model's blocks return.
+        The sums are `loss` (nats, cross-entropy only), `weight` (targets) and the auxiliary values of the model's
+        blocks.
         """
         losses = token_losses(module, batch, shard=shard, checkpoint=checkpoint, key=key)
         sums = {"loss": losses.loss_sum, "weight": losses.weight_sum, **losses.auxiliary}
         return BatchLoss(losses.objective_sum, sums, carry)
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """Return `loss` (nats per token), `tokens`, and the means of the values that the model's blocks return."""
+        """Return `loss` (nats per token), `tokens`, and the means of the auxiliary values of the model's blocks."""
         import jax.numpy as jnp
 
         weight = jnp.maximum(sums["weight"], 1.0)
@@ -110,7 +111,7 @@ class Config(Task):
         return lengths
 
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
-        """Return `loss` and `weight` over all targets, `nats` and `bytes` over those that are text."""
+        """Return `loss` and `weight` over all targets, and `nats` and `bytes` over targets that are text."""
         import jax.numpy as jnp
 
         losses = token_losses(module, batch, shard=shard, checkpoint=lambda block: block, key=None)
@@ -131,6 +132,6 @@ class Config(Task):
         }
 
     def describe(self, evaluation: dict[str, float]) -> str:
-        """Return loss, bits per byte, and over how many tokens."""
+        """Summarize loss, bits per byte and number of tokens."""
         loss, bits = evaluation["eval_loss"], evaluation["eval_bits_per_byte"]
         return f"validation loss {loss:.4f}, {bits:.4f} bits per byte over {evaluation['eval_tokens']:,.0f} tokens"

@@ -1,8 +1,8 @@
-"""Puzzles: every cell of an answer at once, improved over several steps, until the model says that it is right.
+"""Puzzles: the model predicts all cells of an answer at once and refines it over several steps, until it halts.
 
-A batch brings a puzzle for every row. A row that is at work on an earlier one goes on with it; only a row that has
-halted takes the new one. So a puzzle takes several optimizer steps, and what a row works on is part of the train state.
-JAX is imported by what computes, for a run asks its task what it needs before JAX is loaded.
+Every batch has a new puzzle for each row. Only rows that have halted take it; the others continue with their current
+puzzle. A puzzle therefore takes several optimizer steps, and the current puzzle of each row is part of the train state.
+Only functions that compute import JAX, because runs are checked before JAX loads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 
 
 class PuzzleLosses(NamedTuple):
-    """What the answers to a batch come to, for each puzzle: nats a cell, those of halting, and what is right."""
+    """Losses and accuracy of each puzzle in a batch.
+
+    Args:
+        answer: mean cross-entropy of labelled cells, in nats.
+        halt: binary cross-entropy of halting, in nats.
+        exact: whether all labelled cells are right.
+        cells: share of labelled cells that are right.
+        labelled: number of labelled cells.
+    """
 
     answer: jax.Array
     halt: jax.Array
@@ -38,7 +46,7 @@ class PuzzleLosses(NamedTuple):
 
 
 def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
-    """Return the losses of each puzzle: the mean over its cells, and of halting just where all cells are right."""
+    """Return the losses of each puzzle. The target of halting is whether all cells are right."""
     import jax
     import jax.numpy as jnp
 
@@ -55,7 +63,7 @@ def puzzle_losses(answers: Any, labels: jax.Array) -> PuzzleLosses:
 
 @dataclass
 class Config(Task):
-    """Works on puzzles until the model halts or `max_steps` are done; losses are averaged over puzzles."""
+    """Refines answers until the model halts or for `max_steps` steps. Losses are averaged over puzzles."""
 
     data_kind: ClassVar[str] = PUZZLES
     needs_key: ClassVar[bool] = True
@@ -64,7 +72,7 @@ class Config(Task):
     family: str = "puzzles"
 
     def problems(self, model: Any, seq: int) -> list[Problem]:
-        """Why it cannot train this model: it is not recursive, or its mixer has weights for other puzzles."""
+        """Return a problem if the model is not recursive, or if its MLP mixer has weights for another `seq`."""
         if not isinstance(model, trm.Config):
             text = f"task={self.name} trains models of model.family=trm, and model={model.name} is of another."
             return [Problem(ProblemCode.unsupported, "model", model.name, text)]
@@ -77,7 +85,7 @@ class Config(Task):
         return [Problem(ProblemCode.conflict, "seq", seq, text)]
 
     def data_problems(self, model: Any, seq: int, data: DataConfig) -> list[Problem]:
-        """Why the model does not fit the puzzles: `seq` must be their cells; values and identifiers may be fewer."""
+        """Return a problem unless `seq` is the cells of a puzzle and the model has enough values and identifiers."""
         assert isinstance(data, PuzzleConfig), "data of this kind"
         shape = data.shape()
         needed = {"context": shape.cells, "vocab_size": shape.vocab_size, "puzzles": shape.identifiers}
@@ -93,14 +101,14 @@ class Config(Task):
         return [Problem(ProblemCode.conflict, "data", data.name, text)]
 
     def batch(self, batch: int, seq: int) -> dict[str, Array]:
-        """Return the arrays of a global batch: what is given and what is asked of each cell, and each identifier."""
+        """Describe the arrays of a global batch: inputs and labels of each cell, and the identifier of each puzzle."""
         cells = Array((batch, seq), "int32", ("batch", "seq"))
         return {"inputs": cells, "labels": cells, "puzzles": Array((batch,), "int32", ("batch",))}
 
     def carry(self, model: Any, compute: str, batch: int, seq: int) -> dict[str, Array]:
-        """What each row is at work on: its puzzle, both states, its steps, and whether it goes on.
+        """Describe the state of each row: its puzzle, both hidden states, its steps, and whether it is running.
 
-        `last_steps` is how many its last finished puzzle took, 0 before the first.
+        `last_steps` is the number of steps of the row's last finished puzzle, 0 before the first.
         """
         shape = (batch, seq + model.puzzle_tokens, model.embed)
         states = Array(shape, compute, ("batch", "seq", "embed"))
@@ -111,7 +119,7 @@ class Config(Task):
     def random_batch(
         self, batch: int, seq: int, vocab_size: int, seed: int, places: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """Return the rows at `places` of a batch of random cells, every one with a label."""
+        """Return the rows at `places` of a batch of random cells. Every cell has a label."""
         import numpy as np
 
         cells = [np.random.default_rng([seed, place]).integers(1, vocab_size, (2, seq)) for place in places]
@@ -128,7 +136,7 @@ class Config(Task):
         checkpoint: Checkpoint,
         key: jax.Array | None,
     ) -> BatchLoss:
-        """Return the objective of one step of supervision, sums over the batch, and what its rows go on with."""
+        """Return the objective of one step of supervision, sums over the batch, and the new carry of each row."""
         import jax.numpy as jnp
 
         assert key is not None, "a training step has a key"
@@ -162,9 +170,10 @@ class Config(Task):
         return BatchLoss(objective, sums, {**current, **states, **of_rows})
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """Return `loss` a puzzle, that of its answer in nats a cell, and what is right in the answers of this step.
+        """Return the means over the rows of this step.
 
-        `halting_steps`: the mean of what each row's last finished puzzle took; `tokens`: the cells with a label.
+        `loss` is per puzzle, `answer_loss` in nats per cell, `tokens` the number of labelled cells, and `halting_steps`
+        the mean number of steps of each row's last finished puzzle.
         """
         import jax.numpy as jnp
 
@@ -179,7 +188,7 @@ class Config(Task):
         }
 
     def evaluate(self, module: Any, batch: Batch, references: Any, *, shard: Shard) -> dict[str, jax.Array]:
-        """Return sums over the puzzles of a batch after `max_steps` steps each; those without labels do not count."""
+        """Return sums over the puzzles of a batch after `max_steps` steps each. Ignores puzzles without labels."""
         import jax
         import jax.numpy as jnp
 
@@ -207,13 +216,13 @@ class Config(Task):
         }
 
     def evaluation(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return `eval_loss`, the shares of puzzles and cells that are right, and when the model would halt."""
+        """Return `eval_loss`, the accuracy by puzzle and by cell, and the mean step where the model would halt."""
         names = {"loss": "loss", "exact": "exact_accuracy", "cells": "cell_accuracy", "steps": "halting_steps"}
         values = {f"eval_{name}": sums[key] / sums["weight"] for key, name in names.items()}
         return {**values, "eval_puzzles": sums["weight"]}
 
     def describe(self, evaluation: dict[str, float]) -> str:
-        """Return how many puzzles are solved, and how many of the cells are right."""
+        """Summarize the loss, the solved puzzles and the correct cells."""
         exact, cells = (100 * evaluation[f"eval_{name}_accuracy"] for name in ("exact", "cell"))
         return (
             f"validation loss {evaluation['eval_loss']:.4f}, {exact:.1f}% of {evaluation['eval_puzzles']:,.0f} puzzles "
@@ -222,7 +231,10 @@ class Config(Task):
 
 
 def _halted(config: trm.Config, halt: jax.Array, steps: jax.Array, key: jax.Array) -> jax.Array:
-    """Return which rows end: after `max_steps`, or where the model says so and exploration does not ask for more."""
+    """Return a mask of the rows that halt: after `max_steps`, or when the model halts.
+
+    A random share of rows (`exploration`) must first do a random number of steps.
+    """
     import jax
     import jax.numpy as jnp
 
