@@ -1,1 +1,1 @@
-"""The heavy array operations of the models; all implementations of one agree in value."""
+"""The expensive array operations of the models. All implementations of an operation return the same values."""

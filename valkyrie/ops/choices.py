@@ -1,4 +1,4 @@
-"""The names of the implementations and variants that a config may choose; imports no JAX."""
+"""Names of implementations and variants for configs. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 CONTEXT, STATES = "context", "states"
-"""The names of what attention's kernel gives with its softmax's sums, and of the states of a recurrence.
+"""Checkpoint names of attention outputs with their softmax sums, and of the states of a recurrence.
 
-They are given where these are computed, so that a policy that keeps them (`jax.checkpoint`) keeps what the derivative
-that is written out there needs, and nothing runs twice.
+They are attached inside the custom derivatives, so that a `jax.checkpoint` policy that saves these names saves the
+residuals of the backward pass and nothing is computed twice.
 """
 
 
 class ScanImpl(Enum):
-    """How an S5 recurrence is evaluated; `auto` chooses by backend, `kernel` is interpreted where there is no TPU."""
+    """Implementation of the S5 recurrence. `auto` depends on the backend; `kernel` is interpreted without a TPU."""
 
     auto = "auto"
     sequential = "sequential"
@@ -24,14 +24,14 @@ class ScanImpl(Enum):
 
 
 class Discretization(Enum):
-    """How a continuous-time state space becomes a recurrence (S5 paper, section 3.1)."""
+    """Method to discretize a continuous-time state space (S5 paper, section 3.1)."""
 
     zoh = "zoh"
     bilinear = "bilinear"
 
 
 class CInit(Enum):
-    """The initialiser of the S5 output matrix C, by the names of lindermanlab/S5 `ssm_init.py`."""
+    """Initialiser of the S5 output matrix C, with the names in lindermanlab/S5 `ssm_init.py`."""
 
     trunc_standard_normal = "trunc_standard_normal"
     lecun_normal = "lecun_normal"
@@ -39,7 +39,7 @@ class CInit(Enum):
 
 
 class Bias(Enum):
-    """Which products of attention have a bias: none, queries, keys and values (Qwen 2), or the output too (GPT-2)."""
+    """Projections of attention with a bias: none; queries, keys and values (Qwen 2); or also the output (GPT-2)."""
 
     none = "none"
     qkv = "qkv"
@@ -48,10 +48,10 @@ class Bias(Enum):
 
 @dataclass
 class RopeStretch:
-    """Slower rotary frequencies for contexts longer than the `context` that a model was first trained on (Llama 3.1).
+    """Slower rotary frequencies for sequences longer than the `context` a model was first trained on (Llama 3.1).
 
-    With a `factor` of 1 they are as they were. A pair that turns less than `low` times over that context turns `factor`
-    times slower, one that turns more than `high` times as before, and those between by parts of both.
+    Pairs that turn fewer than `low` times over that context turn `factor` times slower. Pairs that turn more than
+    `high` times are unchanged, and those in between are interpolated. A `factor` of 1 changes nothing.
     """
 
     factor: float = 1.0
@@ -61,7 +61,7 @@ class RopeStretch:
 
 
 class AttentionImpl(Enum):
-    """How windowed attention is evaluated; `auto` chooses by backend and length."""
+    """Implementation of windowed attention. `auto` depends on the backend and the length."""
 
     auto = "auto"
     dense = "dense"

@@ -1,10 +1,10 @@
-"""Cross-entropy over a large vocabulary without all its logits: a chunk of positions at a time.
+"""Cross-entropy over a large vocabulary, one chunk of positions at a time, without storing all logits.
 
-Only one chunk of float32 logits exists, forward and backward. The backward pass is written out: it keeps the
-log-sum-exp of every token, makes each chunk's logits again, and sums the gradient of the unembedding in float32
-whatever the compute dtype. (A rematerialised scan takes the same time and a tenth more memory, experiments/LOG.md, but
-sums in the compute dtype.) That gradient is summed over chunks apart for every shard of the batch and the sequence, and
-over the shards once, after the last chunk: otherwise each chunk would end in an all-reduce of the whole unembedding.
+Only one chunk of float32 logits exists at any time, forward and backward. The custom backward pass saves the
+log-sum-exp of every token, recomputes the logits of each chunk, and sums the gradient of the unembedding in float32 for
+any compute dtype. (A rematerialised scan takes the same time and a tenth more memory, experiments/LOG.md, but sums in
+the compute dtype.) That gradient is summed over chunks separately for each shard of the batch and the sequence, and
+once over the shards after the last chunk. Otherwise each chunk would end in an all-reduce of the whole unembedding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Constrain = Callable[[Array], Array]
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the tokens of a batch; the mean to minimise is (loss_sum + z_sum) / weight_sum, in nats per token."""
+    """Sums over the tokens of a batch. The mean to minimise is (loss_sum + z_sum) / weight_sum, in nats per token."""
 
     loss_sum: Float[Array, ""]
     weight_sum: Float[Array, ""]
@@ -30,7 +30,7 @@ class CrossEntropy(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What is fixed about the map from hidden states to logits."""
+    """Static settings of the map from hidden states to logits. See `cross_entropy`."""
 
     vocab_size: int
     softcap: float | None
@@ -57,17 +57,27 @@ def cross_entropy(
     place: Constrain | None = None,
     total: Constrain | None = None,
 ) -> CrossEntropy:
-    """Return the weighted sums of -log p(target), and the value of every token: unweighted, 0 where the weight is 0.
+    """Compute the weighted sums of -log p(target), and the unweighted loss of every token, 0 where the weight is 0.
 
-    Products take operands in the dtype of `hidden`; logits, softmax and sums are float32. Rows of `unembed` from
-    `vocab_size` on are padding and get probability 0. `z_loss` weighs the square of the log-sum-exp (PaLM, arXiv
-    2204.02311, section 5) into `z_sum`. `softcap` c replaces logits l by c * tanh(l / c). `chunk` positions of each
-    of the `shards` into which the sequence is split are taken at a time; `constrain` is applied to each chunk's logits
-    (batch, shards * chunk, vocab), and `place` to the unembedding in the dtype of `hidden`, forward and again backward:
-    what it gathers is not kept in between, and the gradient is not rounded on its way to a wider parameter.
-    `total` sums the gradient of the unembedding, (batch_shards, shards, vocab, embed) in float32, over its first two
-    dimensions. `batch_shards` says into how many parts the batch is split. Targets whose weight is 0 may be any number.
-    Raises ValueError where a length does not divide.
+    Matrix products use the dtype of `hidden`; logits, softmax and sums are float32. Raises ValueError if the batch or
+    the sequence is not divisible by its shards.
+
+    Args:
+        hidden: hidden states.
+        unembed: unembedding. Rows from `vocab_size` on are padding and get probability 0.
+        targets: target ids. They may be any number where the weight is 0.
+        weights: weights of the tokens.
+        vocab_size: number of ids.
+        chunk: positions of each sequence shard that are processed at a time.
+        z_loss: factor of the squared log-sum-exp in `z_sum` (PaLM, arXiv 2204.02311, section 5).
+        softcap: c replaces logits l by c * tanh(l / c), or None.
+        shards: number of shards of the sequence.
+        batch_shards: number of shards of the batch.
+        constrain: applied to the logits of each chunk, (batch, shards * chunk, vocab).
+        place: applied to the unembedding in the dtype of `hidden`, forward and again backward, so that a gathered
+            copy is not kept in between and the gradient is not rounded before it reaches a wider parameter.
+        total: sums the float32 gradient of the unembedding, (batch_shards, shards, vocab, embed), over its first two
+            dimensions.
     """
     batch, seq, _ = hidden.shape
     if not 0 < vocab_size <= unembed.shape[0]:
@@ -98,7 +108,7 @@ def cross_entropy(
 
 
 def _split(x: Array, shards: int, chunk: int) -> Array:
-    """(batch, seq, ...) as (chunks, batch, shards * chunk, ...), each shard's part padded to whole chunks."""
+    """Reshape (batch, seq, ...) to (chunks, batch, shards * chunk, ...), padding each shard to whole chunks."""
     batch, seq = x.shape[:2]
     x = x.reshape(batch, shards, seq // shards, *x.shape[2:])
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % chunk)) + ((0, 0),) * (x.ndim - 3))
@@ -107,7 +117,7 @@ def _split(x: Array, shards: int, chunk: int) -> Array:
 
 
 def _join(x: Array, shards: int, batch: int, seq: int) -> Array:
-    """The inverse of `_split`, cut to `seq`."""
+    """Invert `_split` and cut to `seq`."""
     chunks = x.shape[0]
     x = jnp.moveaxis(x.reshape(chunks, batch, shards, -1, *x.shape[3:]), 0, 2)
     x = x.reshape(batch, shards, -1, *x.shape[4:])[:, :, : seq // shards]
@@ -115,7 +125,7 @@ def _join(x: Array, shards: int, batch: int, seq: int) -> Array:
 
 
 def _placed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) -> Float[Array, "vocab embed"]:
-    """The unembedding as products use it."""
+    """Cast and place the unembedding for matrix products."""
     unembed = unembed.astype(hidden.dtype)
     return unembed if head.place is None else head.place(unembed)
 
@@ -123,7 +133,7 @@ def _placed(head: _Head, hidden: Array, unembed: Float[Array, "vocab embed"]) ->
 def _logits(
     head: _Head, hidden: Float[Array, "batch part embed"], unembed: Float[Array, "vocab embed"]
 ) -> tuple[Float[Array, "batch part vocab"], Float[Array, "batch part vocab"] | None]:
-    """One chunk's logits, -inf in the padding, and their derivative by the raw product where that is not 1."""
+    """Return a chunk's logits, -inf in the padding, and the derivative of the soft cap, or None without one."""
     logits = jnp.einsum("bse,ve->bsv", hidden, unembed, preferred_element_type=jnp.float32)
     if head.constrain is not None:
         logits = head.constrain(logits)
@@ -137,7 +147,7 @@ def _logits(
 
 
 def _is_target(targets: Int[Array, "batch part"], vocab: int) -> Bool[Array, "batch part vocab"]:
-    """The one-hot of the targets, made by comparison so that a vocabulary split over devices stays split."""
+    """Return the one-hot targets, by comparison so that a sharded vocabulary stays sharded."""
     return targets[..., None] == jnp.arange(vocab)
 
 
@@ -148,7 +158,7 @@ def _token_losses(
     unembed: Float[Array, "vocab embed"],
     targets: Int[Array, "chunks batch part"],
 ) -> tuple[Float[Array, "chunks batch part"], Float[Array, "chunks batch part"]]:
-    """-log p(target) and the log-sum-exp of every token."""
+    """Return -log p(target) and the log-sum-exp of every token."""
     unembed = _placed(head, hidden, unembed)
 
     def one_chunk(carry: None, x: tuple[Array, Array]):
@@ -191,7 +201,7 @@ def _token_losses_backward(head, saved, cotangents):
 
 
 def _by_shard(head: _Head, x: Array) -> Array:
-    """(batch, part, ...) as (batch shards, batch of each, seq shards, chunk, ...)."""
+    """Reshape (batch, part, ...) to (batch shards, batch per shard, seq shards, chunk, ...)."""
     batch, part = x.shape[:2]
     return x.reshape(
         head.batch_shards, batch // head.batch_shards, head.seq_shards, part // head.seq_shards, *x.shape[2:]

@@ -1,7 +1,7 @@
-"""How a parameter meets an activation (products and look-ups), so that nothing gathered outlives its product.
+"""Products and look-ups of parameters that free gathered copies right after use.
 
-It is cast and gathered where it is used, forward and again backward; its gradient is summed in full precision and
-scattered back. Fully sharded parameters thus stay sharded in memory.
+A parameter is cast and gathered where it is used, in the forward pass and again in the backward pass. Its gradient is
+summed in full precision and scattered back. Fully sharded parameters therefore stay sharded in memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from valkyrie.precision import ACCUMULATED, DType, PolicyConfig
 
 
 class Numerics(NamedTuple):
-    """The dtypes of a precision policy, hashable: parameters as stored, operands of products, gradient sums.
+    """Names of the dtypes of a precision policy, hashable.
 
-    `products` is a narrow one that operands are scaled to (`valkyrie.ops.narrow`), None for none.
+    Args:
+        parameter: stored parameters.
+        compute: operands of products.
+        reduction: sums of gradients.
+        products: narrow dtype that operands are scaled to (`valkyrie.ops.narrow`), or None.
     """
 
     parameter: str
@@ -30,7 +34,7 @@ class Numerics(NamedTuple):
 
     @staticmethod
     def of(policy: PolicyConfig) -> Numerics:
-        """Return the dtypes that a policy names."""
+        """Return the dtypes of a policy."""
         narrow = None if policy.products is None else policy.products.value
         return Numerics(policy.parameter.value, policy.compute.value, policy.reduction.value, narrow)
 
@@ -48,11 +52,11 @@ def linear(
     shard: Shard,
     numerics: Numerics,
 ) -> Float[Array, "..."]:
-    """Return the einsum of an activation and a parameter with these logical axes, in the compute dtype.
+    """Compute the einsum of an activation and a parameter with logical axes `axes`, in the compute dtype.
 
     The parameter is cast, then gathered over the mesh axes that split data (`shard.gather_for_use`), here and again in
-    the backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, sharded as the
-    parameter is stored: under a fully sharded partition that is a reduce-scatter. Every index of `w` must appear in `x`
+    the backward pass. Its gradient is the product of `x` and the cotangent in the reduction dtype, sharded like the
+    stored parameter, which is a reduce-scatter under a fully sharded partition. Every index of `w` must appear in `x`
     or in the result.
     """
     operands, out = equation.split("->")
@@ -70,7 +74,7 @@ def linear(
     def product(x: Array, w: Array) -> Array:
         return multiplied(equation, x, w)
 
-    # The product stands here once more, not a call of `product`: rematerialisation that saves products must see it.
+    # Repeat the product instead of calling `product`, so that remat policies that save products see it.
     def forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
         return multiplied(equation, x, w), (x, w)
 
@@ -84,17 +88,17 @@ def linear(
         return dx.astype(x.dtype), dw.astype(w.dtype)
 
     product.defvjp(forward, backward)
-    # A slice of a parameter has no placement of its own: without this one, it would be kept as it was gathered.
+    # A slice of a parameter has no sharding. Without this constraint, the gathered copy would be saved.
     return product(x.astype(numerics.compute), shard.shard_for_storage(w, *axes))
 
 
 def lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "*rows"], *, axes: Axes, shard: Shard, numerics: Numerics
 ) -> Float[Array, "*rows embed"]:
-    """Return the rows of a parameter with these logical axes at `tokens`, in the compute dtype.
+    """Look up the rows of a parameter with logical axes `axes` at `tokens`, in the compute dtype.
 
-    The gradient of a row is the sum over all its uses, taken in float32 whatever the reduction dtype: a frequent token
-    has thousands, and a sum of them in bfloat16 stops growing at 256 equal ones.
+    The gradient of a row is summed over its uses in float32 for any reduction dtype: a frequent token occurs thousands
+    of times, and a bfloat16 sum of equal terms stops growing at 256.
     """
 
     @jax.custom_vjp
@@ -118,10 +122,10 @@ def lookup(
 
 @jax.custom_vjp
 def made_once(a: Float[Array, "*shape"], b: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], ...]:
-    """Return both arrays as they are; their cotangents are made before any product takes one.
+    """Return both arrays unchanged, and compute their cotangents once, before the products that use them.
 
-    Otherwise a compiler may make a gate's derivative anew inside each of the four products that need it: on TPU v5e a
-    tenth of a gated feed-forward's backward pass (compiler estimates, experiments/LOG.md).
+    Otherwise the compiler may recompute a gate's derivative inside each of the four products that need it. On TPU v5e
+    that is a tenth of a gated feed-forward's backward pass (compiler estimates, experiments/LOG.md).
     """
     return a, b
 

@@ -1,7 +1,7 @@
-"""Products whose operands are scaled to a narrow dtype, int8 or float8, and whose sums are wide again.
+"""Products with operands scaled to a narrow dtype (int8 or float8) and wide sums.
 
-Each row and column that a product sums over gets a scale of its own, from its largest magnitude, at every call: AQT's
-dynamic scaling (arXiv 2105.03536). Numbers are rounded to the nearest; AQT rounds gradients at random.
+Each row and column that a product sums over gets a separate scale from its largest magnitude at every call, like AQT's
+dynamic scaling (arXiv 2105.03536). Values are rounded to the nearest; AQT rounds gradients stochastically.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def narrow_einsum(
     dtype: str,
     place: Callable[[Array], Array] = lambda narrow: narrow,
 ) -> Float[Array, "..."]:
-    """Return the einsum of two operands in a narrow dtype, in x's dtype.
+    """Compute the einsum of two operands in a narrow dtype. The result has x's dtype.
 
-    `place` is applied to the narrow `w`: what it gathers over devices is then as narrow.
+    `place` is applied to the narrow `w`, so that gathering it over devices also moves narrow values.
     """
     operands, out = equation.split("->")
     of_x, of_w = operands.split(",")
@@ -37,7 +37,7 @@ def narrow_einsum(
 def scaled_to(
     x: Float[Array, "..."], dtype: str, axes: tuple[int, ...]
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
-    """Return `x` divided by its scale in a narrow dtype, and the scale: of length 1 over `axes`, and never 0."""
+    """Return `x` divided by its scale, in a narrow dtype, and the scale. It has length 1 over `axes` and is never 0."""
     integer = jnp.issubdtype(dtype, jnp.integer)
     largest = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
@@ -52,7 +52,7 @@ def _summed(letters: str, out: str) -> tuple[int, ...]:
 
 
 def _laid(scale: Float[Array, "..."], letters: str, out: str) -> Float[Array, "..."]:
-    """Return a scale with a dimension for every letter of the result, of length 1 where it has none."""
+    """Reshape a scale to broadcast against the result, with length 1 for letters that the operand does not have."""
     kept = [letter for letter in letters if letter in out]
     scale = jax.lax.squeeze(scale, _summed(letters, out))
     scale = scale.transpose([kept.index(letter) for letter in out if letter in kept])

@@ -1,8 +1,8 @@
 """Rotary position embeddings: pairs of channels rotated by position (RoFormer, arXiv 2104.09864).
 
-The halves convention: channel i of the first half is paired with channel i of the second, and position p turns the
-pair by p * theta ** (-2 i / head_dim) radians. On a TPU the halves change places by a product with a matrix of 0, 1
-and -1: exact, and next to nothing for the matrix unit, where moving lanes costs a fifth of attention's own projections
+The halves convention: channel i of the first half is paired with channel i of the second, and position p rotates the
+pair by p * theta ** (-2 i / head_dim) radians. On a TPU the halves are swapped by a product with a matrix of 0, 1 and
+-1. This is exact and almost free on the matrix unit, while moving lanes costs a fifth of attention's projections
 (compiler estimates, experiments/LOG.md).
 """
 
@@ -19,7 +19,7 @@ from valkyrie.hardware.platforms import platform_of
 from valkyrie.ops.choices import RopeStretch
 
 UNSTRETCHED = RopeStretch()
-"""Frequencies as they are."""
+"""No change of the frequencies."""
 
 
 def rotate(
@@ -29,9 +29,9 @@ def rotate(
     backend: str | None = None,
     stretch: RopeStretch = UNSTRETCHED,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return queries or keys rotated by their positions, in x's dtype; angles and products are float32.
+    """Rotate queries or keys by their positions, in x's dtype. Angles and products are float32.
 
-    `stretch` makes low frequencies slower (arXiv 2407.21783). `backend` (cpu, gpu, tpu) is where it will run, by
+    `stretch` slows down low frequencies (arXiv 2407.21783). `backend` (cpu, gpu, tpu) is where the result will run, by
     default where JAX runs now. Raises ValueError for an odd head_dim.
     """
     head_dim = x.shape[-1]
@@ -48,7 +48,7 @@ def rotate(
 
 
 def _stretched(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Float[Array, " half"]:
-    """Return frequencies in radians a position, slower below `high` turns over the first context."""
+    """Slow down frequencies, in radians per position, that make fewer than `high` turns over the original context."""
     turns = stretch.context * frequencies / (2 * jnp.pi)
     kept = jnp.clip((turns - stretch.low) / (stretch.high - stretch.low), 0, 1)
     return frequencies * (kept + (1 - kept) / stretch.factor)
@@ -56,7 +56,7 @@ def _stretched(frequencies: Float[Array, " half"], stretch: RopeStretch) -> Floa
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _turned(quarter, x: Array, cos: Array, sin: Array) -> Array:
-    """The rotation by the angles behind `cos` and `sin`; its transpose is the rotation back."""
+    """Rotate by the angles with these cosines and sines. The transpose rotates back."""
     return (x.astype(jnp.float32) * cos + quarter(x).astype(jnp.float32) * sin).astype(x.dtype)
 
 
@@ -73,13 +73,13 @@ _turned.defvjp(_turned_forward, _turned_backward)
 
 
 def _quarter(x: Array) -> Array:
-    """A quarter turn of every pair: (first, second) becomes (-second, first)."""
+    """Rotate every pair by a quarter turn: (first, second) becomes (-second, first)."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([-second, first], axis=-1)
 
 
 def _quarter_by_product(x: Array) -> Array:
-    """The same by a matrix product; `highest` keeps float32 exact, and bfloat16 is exact in one pass."""
+    """Same as `_quarter` by a matrix product. float32 needs `highest` to be exact; bfloat16 is exact in one pass."""
     half = x.shape[-1] // 2
     turn = np.zeros((2 * half, 2 * half), np.float32)
     turn[np.arange(half) + half, np.arange(half)] = -1

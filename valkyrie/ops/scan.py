@@ -1,8 +1,8 @@
-"""The S5 recurrence: picks the form that evaluates it, and gives all forms one derivative.
+"""The S5 recurrence: chooses an implementation, and defines one derivative for all of them.
 
-h_t = keep_t Lambda_bar h_{t-1} + bu_t is the whole of an S5 layer between its two projections (arXiv 2208.04933,
-equation 2). The backward pass is the same recurrence run the other way with the conjugate of Lambda_bar, so only the
-states are saved, whichever form computed them and however many devices the sequence lies on.
+h_t = keep_t Lambda_bar h_{t-1} + bu_t is all of an S5 layer between its two projections (arXiv 2208.04933, equation 2).
+The backward pass is the same recurrence in the other direction with the conjugate of Lambda_bar. It only needs the
+saved states, for any implementation and any number of devices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFAULT_BLOCK = 128
 
 
 class _Plan(NamedTuple):
-    """All that is fixed when a recurrence is traced."""
+    """Static settings of a recurrence."""
 
     impl: ScanImpl
     backend: str
@@ -48,9 +48,9 @@ class _Plan(NamedTuple):
 
 
 def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
-    """Return the implementation that `impl` means on a backend (None: JAX's default backend); `auto` is resolved.
+    """Resolve `auto` on a backend, by default JAX's default backend.
 
-    Raises ValueError for `auto` on a backend that has no default.
+    Raises ValueError for `auto` on a backend without a default.
     """
     if impl is not ScanImpl.auto:
         return impl
@@ -63,10 +63,10 @@ def chosen_impl(impl: ScanImpl, backend: str | None = None) -> ScanImpl:
 
 
 def is_checkable(impl: ScanImpl, backend: str | None = None) -> bool:
-    """Return whether a recurrence may stand in a `jax.shard_map` that checks along which mesh axes values vary.
+    """Return whether a recurrence works in a `jax.shard_map` that tracks the mesh axes that values vary over.
 
-    All may but the interpreted kernel. Without the check, gradients of values that are alike on the devices of a mesh
-    axis are summed over it and divided again: (batch, seq, state) numbers sent for nothing.
+    All implementations except the interpreted kernel do. Without tracking, gradients of values that are replicated over
+    a mesh axis are summed over it and divided again, which sends (batch, seq, state) numbers for nothing.
     """
     backend = jax.default_backend() if backend is None else backend
     return chosen_impl(impl, backend) is not ScanImpl.kernel or platform_of(backend).runs_pallas_tpu
@@ -83,14 +83,20 @@ def linear_recurrence(
     block: int = DEFAULT_BLOCK,
     backend: str | None = None,
 ) -> States:
-    """Return all states h_t = keep_t Lambda_bar h_{t-1} + bu_t in float32, as (real, imaginary).
+    """Compute all states h_t = keep_t Lambda_bar h_{t-1} + bu_t in float32, as (real, imaginary).
 
-    `h0` is the state before the first position (None: zero) and `keep` is 0 where a document starts (None: nowhere).
-    With `reverse` the recurrence runs from the last position to the first, `h0` enters at the last one, and `keep` is 0
-    where a document ends. Other float inputs are widened to float32.
+    Differentiable in reverse mode in `lam_bar`, `bu` and `h0`; `keep` is a constant. Only the states are saved for the
+    backward pass. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
 
-    Differentiable in reverse mode in `lam_bar`, `bu` and `h0`; `keep` is a constant. The backward pass saves only the
-    states. All implementations agree to float32 rounding. Raises ValueError for a block below 1.
+    Args:
+        lam_bar: eigenvalues. Other float dtypes are widened to float32.
+        bu: inputs of the states, likewise.
+        h0: state before the first position, or None for zero. With `reverse`, the state after the last position.
+        keep: 0 where a document starts (where it ends with `reverse`), 1 elsewhere, or None for 1 everywhere.
+        reverse: whether to run from the last position to the first.
+        impl: implementation.
+        block: positions in a block of the blocked implementation.
+        backend: where the result will run, by default JAX's default backend.
     """
     backend = jax.default_backend() if backend is None else backend
     plan = _Plan(chosen_impl(impl, backend), backend, block, reverse, ())
@@ -109,12 +115,13 @@ def sharded_linear_recurrence(
     block: int = DEFAULT_BLOCK,
     backend: str | None = None,
 ) -> States:
-    """Return this device's share of the states of `linear_recurrence`; to be called inside `jax.shard_map`.
+    """Compute this device's part of the states of `linear_recurrence`, inside `jax.shard_map`.
 
-    `seq` is split evenly over the mesh axes `axis_names`, the first of them major; `bu` and `keep` are this device's
-    positions, `lam_bar` and `h0` are the same on all devices of those axes. Each device scans its positions from zero,
-    last states are gathered (shards * batch * state complex numbers, and shards * batch of keep), and the local states
-    are corrected by powers of Lambda_bar. Equal to the unsharded result to float32 rounding, with the same derivatives.
+    `seq` is split evenly over the mesh axes `axis_names`, the first of them major. `bu` and `keep` are this device's
+    positions; `lam_bar` and `h0` are equal on all devices of those axes. Each device scans its positions from zero,
+    gathers the last states of all shards (shards * batch * state complex numbers, and shards * batch of keep), and
+    corrects its states with powers of Lambda_bar. Equal to the unsharded result and its derivatives to float32
+    rounding.
     """
     if not axis_names:
         raise ValueError("a sharded recurrence was asked for over no mesh axes. Name the axes that split seq.")
@@ -124,7 +131,7 @@ def sharded_linear_recurrence(
 
 
 def recurrence_step(lam_bar: Eigenvalues, h: Carry, bu_t: Carry) -> Carry:
-    """Return the state after one more position, Lambda_bar h + bu_t: the streaming form of `linear_recurrence`."""
+    """Return the next state, Lambda_bar h + bu_t: one step of `linear_recurrence`, for streaming."""
     return add(mul(as_float32(lam_bar), as_float32(h)), as_float32(bu_t))
 
 
@@ -135,14 +142,15 @@ def _checked(
     h0: Carry | None,
     keep: Float[Array, "batch seq"] | Bool[Array, "batch seq"] | None,
 ) -> States:
-    """Return the states, after making every input float32 and alike in the mesh axes along which it varies."""
+    """Check the inputs, cast them to float32, make them vary over the same mesh axes, and run the recurrence."""
     if plan.block < 1:
         raise ValueError(f"a scan block of {plan.block} positions was asked for: it must be at least 1.")
     bu = as_float32(bu)
     assert bu[0].shape[1] > 0, "a recurrence over no positions"
-    # Inside shard_map a value replicated over an axis takes part in a custom derivative only as a varying one; adding a
-    # zero that varies as bu does makes it so, and the transpose of that sum adds up the devices' gradients. The zeros
-    # are shaped by sums, which nothing computes under jit, because explicit mesh axes do not let a slice cut them.
+    # Inside shard_map, a custom derivative needs values that are replicated over an axis to be marked as varying.
+    # Adding a zero that varies like bu does that, and the transpose of the addition sums the gradients over devices.
+    # The zeros get their shape from sums, which are not computed under jit, because slices do not work on explicit mesh
+    # axes.
     zero, zeros = jnp.zeros_like(bu[0].sum((0, 1))), jnp.zeros_like(bu[0].sum(1))
     lam_bar = add(as_float32(lam_bar), (zero, zero))
     h0 = None if h0 is None else add(as_float32(h0), (zeros, zeros))
@@ -161,8 +169,8 @@ _Saved = tuple[Eigenvalues, States, Carry | None, Carry | None, Keep]
 def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep) -> tuple[States, _Saved]:
     h, entering = _evaluate(plan, lam_bar, bu, h0, keep)
     h = checkpoint_name(h[0], STATES), checkpoint_name(h[1], STATES)
-    # What leaves is an operation away from what is saved, here one that does nothing: inside `jax.shard_map` a policy
-    # that keeps the states would else keep them twice, as a residual and as a result.
+    # Separate the result from the residual by an operation without effect. Otherwise, a remat policy that saves the
+    # states would save them twice inside `jax.shard_map`: as a residual and as a result.
     leaving = jnp.expand_dims(h[0], 0).squeeze(0), jnp.expand_dims(h[1], 0).squeeze(0)
     return leaving, (lam_bar, h, h0, entering, keep)
 
@@ -170,7 +178,7 @@ def _forward(plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, ke
 def _backward(
     plan: _Plan, saved: _Saved, g: States
 ) -> tuple[Eigenvalues, States, Carry | None, Float32[Array, "batch seq"] | None]:
-    """Return the gradients: a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}, then products of a and the states."""
+    """Compute the gradients: a_t = g_t + keep_{t+1} conj(Lambda_bar) a_{t+1}, then products of a and the states."""
     lam_bar, h, h0, entering, keep = saved
     a, _ = _evaluate(plan._replace(reverse=not plan.reverse), conj(lam_bar), g, None, _next_keep(plan, keep))
     first, before, after = _ends(plan.reverse)
@@ -196,7 +204,7 @@ _recurrence.defvjp(_forward, _backward)
 def _evaluate(
     plan: _Plan, lam_bar: Eigenvalues, bu: States, h0: Carry | None, keep: Keep
 ) -> tuple[States, Carry | None]:
-    """Return the states of these positions and the state that entered them (None: zero)."""
+    """Return the states of this device's positions and the state before them, or None for zero."""
     form = form_on(plan.impl, plan.backend)
     if not plan.axis_names:
         return form(lam_bar, bu, h0, keep, plan.reverse, plan.block), h0
@@ -210,7 +218,7 @@ def _evaluate(
 
 
 def _entering(plan: _Plan, lam_bar: Eigenvalues, local: States, h0: Carry | None, keep: Keep) -> Carry:
-    """Return the state that enters this device's positions, from the last local states of the shards before it."""
+    """Return the state before this device's positions, from the last local states of the shards before it."""
     last = at(local, (slice(None), 0 if plan.reverse else -1))
     through = power(lam_bar, local[0].shape[1])
     gather = partial(jax.lax.all_gather, axis_name=plan.axis_names)
@@ -233,7 +241,7 @@ def _entering(plan: _Plan, lam_bar: Eigenvalues, local: States, h0: Carry | None
 
 
 def _next_keep(plan: _Plan, keep: Keep) -> Keep:
-    """Return for each position the keep of the position that the recurrence visits next (1 after the last)."""
+    """Return, for each position, the keep of the next position of the recurrence (1 after the last)."""
     if keep is None:
         return None
     first, _, after = _ends(plan.reverse)
@@ -249,7 +257,10 @@ def _next_keep(plan: _Plan, keep: Keep) -> Keep:
 
 
 def _ends(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[slice, slice]]:
-    """Return indices of (batch, seq): the first position visited, all but the last visited, all but the first."""
+    """Return indices into (batch, seq) of the first position, all except the last, and all except the first.
+
+    First and last are in the order of the recurrence.
+    """
     everything, upto, since = slice(None), slice(None, -1), slice(1, None)
     if reverse:
         return (everything, -1), (everything, since), (everything, upto)
@@ -257,11 +268,11 @@ def _ends(reverse: bool) -> tuple[tuple[slice, int], tuple[slice, slice], tuple[
 
 
 def _shards(plan: _Plan) -> int:
-    """Return over how many devices the sequence is split."""
+    """Return the number of shards of the sequence."""
     return jax.lax.axis_size(plan.axis_names)
 
 
 def _rank(plan: _Plan) -> Array:
-    """Return how many shards the recurrence visits before this device's."""
+    """Return the number of shards before this device's in the order of the recurrence."""
     index = jax.lax.axis_index(plan.axis_names)
     return _shards(plan) - 1 - index if plan.reverse else index

@@ -1,7 +1,7 @@
-"""Complex numbers inside the recurrence: pairs of float32 arrays, never joined.
+"""Complex numbers of the recurrence as pairs of float32 arrays.
 
-A pair keeps the real and the imaginary part in arrays of their own, so the state axis can be sharded without the two
-halves ever meeting on it, projections stay real matrix products, and the same code can enter a Pallas kernel.
+With separate arrays for the real and imaginary parts, the state axis can be sharded without mixing the two, projections
+stay real matrix products, and the same code works in a Pallas kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 Complex = tuple[Float[Array, "..."], Float[Array, "..."]]
-"""A complex array as (real part, imaginary part), of one shape."""
+"""A complex array as (real part, imaginary part) with the same shape."""
 
 Eigenvalues = tuple[Float[Array, " state"], Float[Array, " state"]]
 """One complex number per state: Lambda_bar, or a factor of B_bar."""
@@ -22,10 +22,10 @@ States = tuple[Float[Array, "batch seq state"], Float[Array, "batch seq state"]]
 """The states, or the inputs of the states, at all positions."""
 
 Factor = Float[Array, "..."] | float | None
-"""A real factor that broadcasts against a complex array; None stands for 1."""
+"""A real factor that broadcasts against a complex array, or None for 1."""
 
 Index = int | slice | tuple[int | slice, ...]
-"""A static index, the same for both parts."""
+"""A static index into both parts."""
 
 Powers = tuple[Float32[Array, "exponent state"], Float32[Array, "exponent state"]]
 """Powers of one complex number per state."""
@@ -64,7 +64,7 @@ def as_float32(a: Complex) -> Complex:
 
 
 def zeros_like(a: Complex) -> Complex:
-    """Return zeros that lie on devices as a does (its sharding, and its varying axes inside `jax.shard_map`)."""
+    """Return zeros with the sharding of a, and with its varying axes inside `jax.shard_map`."""
     return jnp.zeros_like(a[0]), jnp.zeros_like(a[1])
 
 
@@ -74,10 +74,10 @@ def at(a: Complex, index: Index) -> Complex:
 
 
 def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
-    """Return base**exponent for an exponent of at least 1, by squaring.
+    """Return base**exponent for an exponent of at least 1, by repeated squaring.
 
-    Squaring the rounded float32 base follows what a step-by-step recurrence does to it. exp(exponent * Lambda * Delta)
-    would not: for HiPPO's large imaginary parts it loses the phase in the product.
+    This matches a step-by-step recurrence with the rounded float32 base. exp(exponent * Lambda * Delta) does not: its
+    product loses the phase for HiPPO's large imaginary parts.
     """
     assert exponent >= 1, exponent
     result: Eigenvalues | None = None
@@ -92,7 +92,7 @@ def power(base: Eigenvalues, exponent: int) -> Eigenvalues:
 
 
 def powers(base: Eigenvalues, count: int) -> Powers:
-    """Return base**1 ... base**count, in that order, by doubling the list: log2(count) rounds of multiplications."""
+    """Return base**1 ... base**count by doubling the list, in log2(count) rounds of multiplications."""
     assert count >= 1, count
     listed = base[0][None], base[1][None]
     while listed[0].shape[0] < count:

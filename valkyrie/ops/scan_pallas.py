@@ -1,12 +1,11 @@
-"""The S5 recurrence on a TPU core: a Pallas kernel that reads each input and writes each state once.
+"""The S5 recurrence on a TPU core: a Pallas kernel that reads each input once and writes each state once.
 
-Time lies on sublanes and states on lanes, as (batch, seq, state) arrays lie anyway. Three doubling steps add to every
-input what the inputs 1, 2 and 4 positions back have become by then; after them position t holds its last 8 inputs' part
-of the state, and h_t is that plus Lambda_bar**8 h_{t-8}: a tile of 8 positions waits for the one before it for a single
-multiplication. What lies a few positions back is read from VMEM at an address that need not be a tile's, which costs
-half of what rotating registers does on v4. Blocks of a sequence are visited in order (`reverse`: last first) and hand
-on their last tile; sequences and blocks of states are independent. Imported only where it is used, because importing
-Pallas takes a while.
+Time is on sublanes and states are on lanes, which is the layout of (batch, seq, state) arrays. Three doubling steps add
+the partial results from 1, 2 and 4 positions back. After them, position t holds the contribution of its last 8 inputs,
+and h_t is that plus Lambda_bar**8 h_{t-8}. A tile of 8 positions therefore waits for the previous tile only for a
+single multiplication. Earlier positions are read from VMEM at unaligned addresses, at half the cost of rotating
+registers on v4. Blocks of a sequence run in order (last first with `reverse`) and pass on their last tile; sequences
+and blocks of states are independent. Import this module only where it is used, because importing Pallas is slow.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from jaxtyping import Array, Float32
 from valkyrie.ops.scan_complex import Carry, Complex, Eigenvalues, States, add, mul, scaled
 
 TILE = 8
-"""Positions in a tile: the sublanes of a vector register."""
+"""Positions in a tile, which are the sublanes of a vector register."""
 
 LANES = 128
-"""States in a vector register; also the least length of a block, because `keep` enters with positions on lanes."""
+"""States in a vector register. Also the minimum length of a block, because `keep` arrives with positions on lanes."""
 
 STATE_BLOCKS = (256, 128)
-"""States a block may hold, best first: the tiles of two registers' states fill each other's waiting times."""
+"""Possible numbers of states in a block, best first. Two registers of states hide each other's latency."""
 
 TIME_BLOCKS = (512, 256, 128)
-"""Positions a block may hold, best first: two arrays in and two out, twice, take 4 MiB of VMEM at 512 by 256."""
+"""Possible lengths of a block, best first. At 512 by 256, two double-buffered inputs and outputs take 4 MiB of VMEM."""
 
 UNROLL = 4
-"""Tiles per loop iteration; 8 spill registers."""
+"""Tiles per loop iteration. 8 would spill registers."""
 
 DOUBLINGS = (1, 2, 4)
-"""How far back the doubling steps reach."""
+"""Distance of each doubling step, in positions."""
 
 STEPS = len(DOUBLINGS) + 1
-"""Multiply-adds per state: the doublings, then the tile before."""
+"""Multiply-adds per state: the doublings, then the previous tile."""
 
 
 def kernel(
@@ -54,9 +53,9 @@ def kernel(
     *,
     interpret: bool = False,
 ) -> States:
-    """Return the states by the kernel, on one device; `block` is ignored: the kernel's own block sizes are fixed.
+    """Run the kernel on one device. Ignores `block`, as the kernel has fixed block sizes.
 
-    Positions are padded to a multiple of 128 where the recurrence ends, states to a multiple of 128. `interpret` runs
+    Pads positions to a multiple of 128 at the end of the recurrence, and states to a multiple of 128. `interpret` runs
     the kernel without a TPU, slowly, for tests.
     """
     del block
@@ -72,7 +71,7 @@ def kernel(
         inputs += [part[:, None] for part in _padded(h0, (0, 0), (0, lanes))]
     if keep is not None:
         inputs += [jnp.pad(_kept(keep, reverse), ((0, 0), (0, 0), ends))]
-    # Inside a checked shard_map a result must say along which mesh axes it varies: along those of the input.
+    # Inside a checked shard_map, results must declare the mesh axes that they vary over: the same as the input.
     varying = jax.typeof(bu[0]).manual_axis_type
     shape = jax.ShapeDtypeStruct((batch, seq + rows, state + lanes), jnp.float32, manual_axis_type=varying)
     re, im = _call(shape, h0 is not None, keep is not None, reverse, interpret)(*inputs)
@@ -81,12 +80,12 @@ def kernel(
 
 
 def _padded(a: Complex, *widths: tuple[int, int]) -> Complex:
-    """Return a with zeros beside it, or a itself where there is nothing to add."""
+    """Pad with zeros. Returns `a` itself if there is nothing to add."""
     return (jnp.pad(a[0], widths), jnp.pad(a[1], widths)) if any(map(sum, widths)) else a
 
 
 def _kept(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "batch step seq"]:
-    """Return the products of 1, 2, 4 and 8 keeps, of a position and of those the recurrence visits before it."""
+    """Return, for each position, the products of the last 1, 2, 4 and 8 keeps up to it."""
     seq, products = keep.shape[1], [keep]
     for reach in DOUBLINGS:
         back = min(reach, seq)
@@ -97,7 +96,7 @@ def _kept(keep: Float32[Array, "batch seq"], reverse: bool) -> Float32[Array, "b
 
 
 def _call(shape: jax.ShapeDtypeStruct, enters: bool, resets: bool, reverse: bool, interpret: bool) -> Any:
-    """Return the kernel for states of this (padded) shape, as a function of its inputs."""
+    """Build the kernel for states of this padded shape."""
     batch, seq, state = shape.shape
     wide = next(size for size in STATE_BLOCKS if state % size == 0)
     long = next(size for size in TIME_BLOCKS if seq % size == 0)
@@ -132,9 +131,9 @@ def _call(shape: jax.ShapeDtypeStruct, enters: bool, resets: bool, reverse: bool
 
 
 def _cost(batch: int, seq: int, state: int, state_blocks: int, enters: bool, resets: bool) -> pl.CostEstimate:
-    """Return what the kernel does: 8 FLOPs (10 with resets) per state and step, and every array moved once.
+    """Estimate the cost of the kernel: 8 FLOPs (10 with resets) per state and step, and each array is moved once.
 
-    What does not depend on a block of states or of the batch is read again for each.
+    Inputs without a state or batch axis are read again for each block of states or each sequence.
     """
     numbers = batch * seq * state
     read = 2 * numbers + 2 * STEPS * batch * state
@@ -149,7 +148,8 @@ def _cost(batch: int, seq: int, state: int, state_blocks: int, enters: bool, res
 def _block(table: Any, bu_re: Any, bu_im: Any, *refs: Any, enters: bool, resets: bool, reverse: bool) -> None:
     """Compute the states of one block of positions and states.
 
-    `stages` holds the inputs of each doubling step, with the tile before the block beside it; `carry` the last states.
+    In `refs`, `stages` holds the inputs of each doubling step and the tile before the block, and `carry` the last
+    states.
     """
     left = list(refs)
     entering = [left.pop(0) for _ in range(2 if enters else 0)]
@@ -192,9 +192,9 @@ def _block(table: Any, bu_re: Any, bu_im: Any, *refs: Any, enters: bool, resets:
 
 
 def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) -> None:
-    """Put before the first block the state that enters, as if it were the input of the last position there.
+    """Place the initial state before the first block, as the input of the last position there.
 
-    Every later stage of it is the state itself too, since nothing came before.
+    All doubling stages of that position equal the state, because the inputs before it are zero.
     """
     at_row = jax.lax.broadcasted_iota(jnp.int32, carry.shape[1:], 0) == row
     for part in range(2):
@@ -208,13 +208,13 @@ def _start(stages: Any, carry: Any, entering: list[Any], edge: Any, row: int) ->
 
 
 def _factor(table: Any, step: int, column: Any) -> Complex:
-    """Return the power of Lambda_bar that a step multiplies by, for one register's states, on every row."""
+    """Return the power of Lambda_bar for a step and one register of states, broadcast over rows."""
     re, im = (table[2 * step + part : 2 * step + part + 1, column] for part in (0, 1))
     return jnp.broadcast_to(re, (TILE, LANES)), jnp.broadcast_to(im, (TILE, LANES))
 
 
 def _doubled(stage: Any, now: Complex, factor: Complex, base: Any, reach: int, reverse: bool) -> Complex:
-    """Return one tile after a doubling step; its input is kept for the tiles that look back at it."""
+    """Apply a doubling step to one tile. Stores the input in `stage` for the tiles that read it later."""
     here, back = (base, base + reach) if reverse else (base + TILE, base + TILE - reach)
     stage[0, pl.ds(here, TILE), :], stage[1, pl.ds(here, TILE), :] = now
     return add(now, mul(factor, (stage[0, pl.ds(back, TILE), :], stage[1, pl.ds(back, TILE), :])))

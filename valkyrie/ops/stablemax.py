@@ -1,4 +1,4 @@
-"""Cross-entropy of stablemax, which takes s(x) = x + 1, or 1 / (1 - x) below 0, where softmax takes exp(x).
+"""Cross-entropy of stablemax, which replaces softmax's exp(x) by s(x) = x + 1 for x >= 0 and 1 / (1 - x) for x < 0.
 
 Prieto et al., "Grokking at the edge of numerical stability" (arXiv 2501.04697); the Tiny Recursive Model's loss.
 """
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 def log_stablemax(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
     """Return the logarithms of stablemax in float32.
 
-    log s(x) is log1p(|x|) with the sign of x, so no quotient is formed and nothing small is lost beside 1: for logits
-    from 1e-6 to 1e6, losses are those of float64, which the reference takes, to 2e-6 (tests/test_puzzles.py).
+    log s(x) is log1p(|x|) with the sign of x, which avoids a quotient and cancellation for small x. For logits from
+    1e-6 to 1e6, losses agree to 2e-6 with float64, which the reference implementation uses (tests/test_puzzles.py).
     """
     x = logits.astype(jnp.float32)
     size = jnp.where(x < 0, -x, x)
@@ -22,6 +22,6 @@ def log_stablemax(logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vo
 
 
 def stablemax_cross_entropy(logits: Float[Array, "*rows vocab"], labels: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
-    """Return the cross-entropy of each label, in nats; 0 where the label is negative, which means none."""
+    """Return the cross-entropy of each label in nats, or 0 for a negative label, which marks a cell without one."""
     chosen = jnp.take_along_axis(log_stablemax(logits), jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     return jnp.where(labels < 0, 0.0, -chosen)

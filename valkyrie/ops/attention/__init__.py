@@ -1,8 +1,8 @@
 """Softmax attention over a sliding window, dilated or full, with segments and global tokens.
 
-`reference.py` is the whole mask written out, which the others equal to float32 rounding; `local.py` takes chunks of
-queries or the platform's kernel (`splash.py` on a TPU, cuDNN's on a GPU); `sharded.py` is for a sequence split over
-devices, and `streaming.py` for one token at a time. `pattern.py` defines windows, segments and global tokens.
+`reference.py` applies the full mask; the others match it to float32 rounding. `local.py` processes chunks of queries or
+calls the platform's kernel (`splash.py` on a TPU, cuDNN on a GPU), `sharded.py` handles a sequence split over devices,
+and `streaming.py` one token at a time. `pattern.py` defines windows, segments and global tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 ALWAYS_DENSE = 128
-"""The length up to which the whole mask is the fastest."""
+"""Sequence length up to which the full mask is fastest."""
 
 
 def attention(
@@ -55,13 +55,26 @@ def attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return softmax attention within a sliding window, in q's dtype.
+    """Compute softmax attention within a sliding window, in q's dtype.
 
-    Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32;
-    matrix products take their operands as they come and accumulate in float32. `backend` (cpu, gpu, tpu) is where the
-    result will run, by default where JAX runs now. `chunk` is how many queries the chunked form takes at a time.
-    `soft_cap` bounds logits (`Pattern`).
-    Raises ValueError for shapes that do not fit, and for `impl=kernel` where no kernel supports the request.
+    Query head h uses key head h // (heads / kv_heads). Logits (scaled by head_dim ** -0.5) and softmax are float32.
+    Matrix products use the dtype of their operands and accumulate in float32.
+
+    Raises ValueError for inconsistent shapes, and for `impl=kernel` if no kernel supports the request.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        window: number of keys in a window, or None for full attention (`valkyrie.ops.attention.pattern`).
+        causal: whether to hide later keys.
+        dilation: distance between keys of a window.
+        segment_ids: positions with different ids do not see each other.
+        global_tokens: positions that see and are seen by all positions.
+        impl: implementation.
+        backend: cpu, gpu or tpu, where the result will run. By default where JAX runs now.
+        chunk: queries per step of the chunked implementation.
+        soft_cap: bound of the logits (`Pattern`).
     """
     pattern = _checked_pattern(q, k, window, causal, dilation, soft_cap)
     backend = jax.default_backend() if backend is None else backend
@@ -82,7 +95,7 @@ def attention(
 
 
 class Request(NamedTuple):
-    """What an implementation must support: the pattern, dtype, head size and features, no values."""
+    """Static properties that an implementation must support: pattern, dtype, head size and features."""
 
     pattern: Pattern
     dtype: Any
@@ -92,10 +105,11 @@ class Request(NamedTuple):
 
 
 def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> AttentionImpl:
-    """Return the implementation that computes a request; only `auto` is replaced.
+    """Resolve `auto` and check that `kernel` supports the request.
 
-    `auto` is dense where one chunk would be the whole sequence, and otherwise the kernel before chunks.
-    Raises ValueError for `kernel` where the backend's kernel does not support the request, with the reason.
+    `auto` is dense for up to `ALWAYS_DENSE` positions, else the kernel if it supports the request, else dense if a
+    single chunk would cover the sequence, else chunked. Raises ValueError with the reason if `kernel` is requested and
+    does not support the request.
     """
     problem = _kernel_problem(platform_of(backend), request)
     if impl is AttentionImpl.kernel and problem is not None:
@@ -114,9 +128,9 @@ def choose(impl: AttentionImpl, backend: str, seq: int, request: Request) -> Att
 
 
 def _kernel_problem(platform: Platform, request: Request) -> str | None:
-    """Return why the platform's kernel does not support a request, or None if it does.
+    """Return the reason why the platform's kernel does not support a request, or None if it does.
 
-    Splash attention on a TPU supports every request; cuDNN on a GPU supports some.
+    Splash attention on a TPU supports every request, cuDNN on a GPU only some.
     """
     if platform.attention is None:
         return f"there is no attention kernel for {platform.name}"
@@ -126,7 +140,10 @@ def _kernel_problem(platform: Platform, request: Request) -> str | None:
 
 
 def _cudnn_problem(request: Request) -> str | None:
-    """Return why cuDNN does not support a request: it takes causal float16 and bfloat16 with a left window alone."""
+    """Return the reason why cuDNN does not support a request, or None if it does.
+
+    It supports float16 and bfloat16 with a left window, without segments, global tokens and soft cap.
+    """
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 or float16, not {jnp.dtype(request.dtype).name} (precision)"
     if not request.pattern.causal and (request.pattern.window is not None or request.pattern.dilation > 1):
@@ -145,7 +162,7 @@ def _cudnn_problem(request: Request) -> str | None:
 def _checked_pattern(
     q: Array, k: Array, window: int | None, causal: bool, dilation: int, soft_cap: float | None
 ) -> Pattern:
-    """Return the pattern of arguments whose shapes fit; raises ValueError that names what does not."""
+    """Return the pattern, or raise ValueError for the argument that is out of range or does not fit the shapes."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % kv_heads:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]

@@ -1,4 +1,4 @@
-"""Global tokens: the columns that every row sees beside its window, and their own rows over all keys."""
+"""Global tokens: columns that every row sees in addition to its window, and global rows that see all keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from valkyrie.ops.attention.pattern import (
 
 
 def take_positions(x: Array, positions: Int[Array, "batch globals"]) -> Array:
-    """Return the entries of `x` (batch, seq, ...) at `positions`, which are clipped into it."""
+    """Return the entries of `x` (batch, seq, ...) at `positions`, clipped to valid indices."""
     return jax.vmap(lambda a, i: jnp.take(a, i, axis=0, mode="clip"))(x, positions)
 
 
@@ -41,11 +41,21 @@ def attend_with_global_tokens(
     take: Callable[[Array, Int[Array, "batch globals"]], Array] = take_positions,
     axis_names: tuple[str, ...] = (),
 ) -> Queries:
-    """Return attention of windows joined by the global columns, with the global rows in place of theirs.
+    """Compute windowed attention plus the global columns, and overwrite the rows of global positions.
 
-    `attend` is attention over a stretch of keys with its columns. Of a sequence split evenly over `axis_names`, `k`
-    and `v` are one of `shards`, `start` is its first position, and `take` returns entries at positions relative to it
-    from whichever shard has them.
+    For a sequence split evenly over mesh axes, all arguments describe this device's shard.
+
+    Args:
+        attend: computes attention over a stretch of keys and its columns.
+        k: keys of this shard, with local projections.
+        v: values of this shard, with local projections.
+        tokens: the global tokens.
+        pattern: pattern of the windows.
+        stretch: segments of the queries.
+        start: position of the shard's first token.
+        shards: number of shards.
+        take: returns entries at positions relative to `start`, from the shard that has them.
+        axis_names: mesh axes that the sequence is split over.
     """
     segments, seq = stretch.query_segments, k.shape[1]
     rows, here = start + jnp.arange(seq), tokens.positions - start
@@ -58,7 +68,7 @@ def attend_with_global_tokens(
 
 
 def _counted(tokens: GlobalTokens, seq: int) -> Bool[Array, "batch globals"]:
-    """Return which entries of `tokens` count: valid, inside a sequence of `seq`, and not a repetition."""
+    """Return a mask of the entries of `tokens` that are valid, inside a sequence of `seq`, and not repeated."""
     positions = tokens.positions
     valid = tokens.valid & (positions >= 0) & (positions < seq)
     same = (positions[:, :, None] == positions[:, None, :]) & valid[:, None, :]
@@ -74,7 +84,7 @@ def _column_visibility(
     valid: Bool[Array, "batch globals"],
     segments: Int[Array, "batch globals"] | None,
 ) -> Bool[Array, "batch rows globals"]:
-    """Return which rows see which global columns, leaving out those that a row's own window already holds."""
+    """Return a mask of the global columns that each row sees, except those already in the row's window."""
     row, column = rows[None, :, None], positions[:, None, :]
     visible = valid[:, None, :] & ~pattern.sees(row, column) & same_segment(row_segments, segments)
     return visible & (column <= row) if pattern.causal else visible
@@ -88,7 +98,7 @@ def _global_rows(
     segments: Int[Array, "batch globals"] | None,
     axis_names: tuple[str, ...] = (),
 ) -> Float[Array, "batch globals heads head_dim"]:
-    """Return the attention of the global positions over all keys that they may see."""
+    """Compute the attention of the global positions over all keys that are visible to them."""
     mask = same_segment(segments, key_segments)
     if pattern.causal:
         mask = mask & (key_positions[None, None, :] <= tokens.positions[:, :, None])
@@ -103,7 +113,7 @@ def _overwrite_rows(
     positions: Int[Array, "batch globals"],
     valid: Bool[Array, "batch globals"],
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return `out` with `rows` written at those of `positions` that are valid and inside it."""
+    """Write `rows` into `out` at the `positions` that are valid and inside it."""
     seq = out.shape[1]
     inside = valid & (positions >= 0) & (positions < seq)
     index = jnp.where(inside, positions, seq)

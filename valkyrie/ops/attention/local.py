@@ -1,12 +1,12 @@
-"""Attention of queries to the keys around them on one device: by the platform's kernel, or by chunks of queries.
+"""Attention of queries to nearby keys on one device, with the platform's kernel or by chunks of queries.
 
-Dilation is taken away first, by putting positions of equal residue together, so that what remains is a plain window.
-The sequence-sharded form ends here too: it differs only in where the keys came from.
+Dilation is removed first by grouping positions with equal residues, which leaves a plain window. Sharded attention also
+uses this module after fetching keys from other devices.
 
-Chunks keep memory linear in length with plain XLA. Each is computed again in the backward pass. A scan over chunks was
-measured against one batched product over all chunks: on a CPU it is as fast or up to twice as fast, in half of the
-memory (experiments/LOG.md). The keys of a chunk's windows come in as scanned inputs, built from shifted views of the
-chunked keys; slicing them out of a closed-over array instead would make the backward pass quadratic.
+Chunks keep memory linear in length with plain XLA, and are recomputed in the backward pass. On a CPU, a scan over
+chunks is as fast as one batched product over all chunks or up to twice as fast, with half of the memory
+(experiments/LOG.md). The keys of a chunk's windows are scanned inputs, built from shifted views of the chunked keys.
+Slicing them from a closed-over array instead would make the backward pass quadratic.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 512
 
 
 class Method(NamedTuple):
-    """How a stretch is computed: `kernel` names it (`Platform.attention`), or None for chunks of `chunk` queries."""
+    """Implementation for a stretch: the name of a kernel (`Platform.attention`), or None for chunks of `chunk` queries.
+
+    `interpret` runs the kernel without its hardware.
+    """
 
     kernel: str | None = None
     chunk: int | None = None
@@ -46,7 +49,7 @@ class Method(NamedTuple):
 
 
 def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: Method, stretch: Stretch) -> Queries:
-    """Return attention of the queries over the keys around them; `stretch.before` is a multiple of the dilation."""
+    """Compute attention of the queries over a stretch of keys. `stretch.before` must be a multiple of the dilation."""
     if pattern.dilation > 1:
         return _undilated(q, k, v, pattern, method, stretch)
     if method.kernel == "splash":
@@ -64,7 +67,7 @@ def local_attention(q: Queries, k: Keys, v: Keys, *, pattern: Pattern, method: M
 
 
 def _undilated(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, stretch: Stretch) -> Queries:
-    """Each residue of the position, taken alone, is a sequence with a plain window."""
+    """Treat the positions with each residue as a separate sequence with a plain window."""
     dilation, columns = pattern.dilation, stretch.columns
     assert isinstance(stretch.before, int) and stretch.before % dilation == 0
     by_residue = functools.partial(_regroup, dilation=dilation)
@@ -91,7 +94,7 @@ def _undilated(q: Queries, k: Keys, v: Keys, pattern: Pattern, method: Method, s
 
 
 def pick_chunk(window: int | None, seq: int) -> int:
-    """Return how many queries to take at a time: about a window's worth, the fastest size on a CPU."""
+    """Return the queries per chunk: about one window, which is fastest on a CPU."""
     wanted = LARGEST_CHUNK if window is None else 1 << (window - 1).bit_length()
     return min(max(wanted, SMALLEST_CHUNK), LARGEST_CHUNK, max(seq, 1))
 
@@ -99,10 +102,10 @@ def pick_chunk(window: int | None, seq: int) -> int:
 def chunked_attention(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, stretch: Stretch, chunk: int | None = None
 ) -> Queries:
-    """Return attention by chunks of `chunk` queries, one after another, with memory linear in the length.
+    """Compute attention one chunk of `chunk` queries at a time, with memory linear in the length.
 
-    Each chunk sees the keys of its windows (dilation 1); all keys where the window is None or a chunk's windows would
-    span them. Keys that a window would want before the first or after the last are not seen.
+    Each chunk loads the keys of its windows (dilation 1), or all keys if the window is None or the windows of a chunk
+    span them all. The parts of windows before the first or after the last key are masked.
     """
     seq, keys = q.shape[1], k.shape[1]
     chunk = min(chunk or pick_chunk(pattern.window, seq), seq)
@@ -141,7 +144,7 @@ class _Window(NamedTuple):
 
 
 def _all_keys(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, chunk: int):
-    """Return the positions of each chunk's queries, to be scanned, and the piece of all keys that a chunk sees."""
+    """Return the query positions of each chunk for the scan, and a function from a chunk to a block of all keys."""
     keys, values, positions = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(k.shape[1])
 
     def piece_of(rows: _Chunk, row_positions: Int[Array, " chunk"]) -> KeyBlock:
@@ -155,7 +158,7 @@ def _all_keys(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int,
 
 
 def _windows(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, chunk: int):
-    """Return the keys of each chunk's windows, to be scanned, and the piece that a chunk makes of its own."""
+    """Return the keys of each chunk's windows for the scan, and a function from a chunk to the block of its keys."""
     assert pattern.window is not None and pattern.dilation == 1 and isinstance(stretch.before, int)
     left = pattern.window - 1
     width = chunk + left + (0 if pattern.causal else left)
@@ -172,7 +175,7 @@ def _windows(k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, chunks: int, 
 
 
 def _queries(q: Array, stretch: Stretch, chunk: int) -> _Chunk:
-    """Return everything that belongs to the queries, by chunk, padded to whole chunks."""
+    """Split the queries, their segments and visible columns into chunks, padded to whole chunks."""
 
     def by_chunk(x: Array) -> Array:
         return _chunked(jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk)) + ((0, 0),) * (x.ndim - 2)), chunk)
@@ -186,7 +189,10 @@ def _queries(q: Array, stretch: Stretch, chunk: int) -> _Chunk:
 
 
 def _shifted(x: Array, chunks: int, chunk: int, width: int, front: int) -> Array:
-    """The `width` keys of each chunk, (chunks, batch, width, ...); the first chunk's begin `front` before the first."""
+    """Return the `width` keys of each chunk, (chunks, batch, width, ...).
+
+    The keys of the first chunk start `front` positions before the first key.
+    """
     tiles = -(-width // chunk)
     length = (chunks + tiles - 1) * chunk
     x = x[:, max(-front, 0) :][:, : length - max(front, 0)]
@@ -196,12 +202,12 @@ def _shifted(x: Array, chunks: int, chunk: int, width: int, front: int) -> Array
 
 
 def _chunked(x: Array, chunk: int) -> Array:
-    """(batch, chunks * chunk, ...) as (chunks, batch, chunk, ...)."""
+    """Reshape (batch, chunks * chunk, ...) to (chunks, batch, chunk, ...)."""
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _regroup(x: Array, dilation: int) -> Array:
-    """Return `x` (batch, seq, ...) as (batch * dilation, ceil(seq / dilation), ...): equal residues together."""
+    """Group positions with equal residues: (batch, seq, ...) to (batch * dilation, ceil(seq / dilation), ...)."""
     batch, seq = x.shape[:2]
     steps = -(-seq // dilation)
     x = jnp.pad(x, ((0, 0), (0, steps * dilation - seq)) + ((0, 0),) * (x.ndim - 2))
@@ -210,7 +216,7 @@ def _regroup(x: Array, dilation: int) -> Array:
 
 
 def _ungroup(x: Array, dilation: int, seq: int) -> Array:
-    """Return the inverse of `_regroup`, cut to `seq` positions."""
+    """Invert `_regroup` and cut to `seq` positions."""
     groups, steps = x.shape[:2]
     x = x.reshape(groups // dilation, dilation, steps, *x.shape[2:]).swapaxes(1, 2)
     return x.reshape(groups // dilation, steps * dilation, *x.shape[3:])[:, :seq]

@@ -1,15 +1,15 @@
-"""Which key a query sees, and the softmax over pieces of keys that every implementation but the reference uses.
+"""Visibility of keys, and the softmax over blocks of keys that all implementations except the reference share.
 
-The window convention. A window of W counts W keys *including the token itself*, one every
-`dilation` positions. Causal: key j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and
-(i - j) % dilation == 0. Bidirectional: the same of |i - j|, so 2 W - 1 keys. A window of None has no limit.
-Other conventions differ: Longformer's own code counts one side without the token (W - 1 here), transformers counts
-both sides (2 (W - 1) here), and the (left, right) pairs of JAX, cuDNN and splash are inclusive: (W - 1, 0).
+The window convention. A window of W has W keys *including the token itself*, one every `dilation` positions. Causal:
+key j is visible to query i iff 0 <= i - j <= (W - 1) * dilation and (i - j) % dilation == 0. Bidirectional: the same
+for |i - j|, so 2 W - 1 keys. A window of None is unlimited. Other conventions differ: Longformer's code counts one side
+without the token (W - 1 here), transformers counts both sides (2 (W - 1) here), and the (left, right) pairs of JAX,
+cuDNN and splash are inclusive: (W - 1, 0).
 
-Global tokens (Longformer, arXiv 2004.05150, section 3). With G the set of global positions, row i not in G takes one
-softmax over {j: j in its window or j in G} with the local q, k, v; row i in G takes all keys with the separately
-projected q_g, k_g, v_g. When causal, all of this additionally needs j <= i. Positions of unequal segment ids never
-see each other. No key is counted twice. A row that sees nothing is zero.
+Global tokens (Longformer, arXiv 2004.05150, section 3). Let G be the set of global positions. A row i not in G takes
+one softmax over {j: j in its window or j in G} with the local q, k, v. A row i in G takes a softmax over all keys with
+the separate projections q_g, k_g, v_g. Causal attention additionally requires j <= i. Positions with different segment
+ids never see each other. No key is counted twice. The output of a row without visible keys is zero.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ Keys = Float[Array, "batch keys kv_heads head_dim"]
 
 
 class GlobalTokens(NamedTuple):
-    """Global positions and everything projected separately for them.
+    """Global positions and their separate projections.
 
-    `positions` and `valid` say which positions are global in each sequence (entries that are not valid, lie outside
-    the sequence or repeat an earlier one count for nothing). `q` are the global queries of those positions; `k` and
-    `v` are the global projections of every position.
+    Args:
+        positions: global positions of each sequence. Entries outside the sequence and repetitions are ignored.
+        valid: mask of `positions`.
+        q: global queries of `positions`.
+        k: global projections of every position.
+        v: global projections of every position.
     """
 
     positions: Int[Array, "batch globals"]
@@ -43,9 +46,9 @@ class GlobalTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which distances between query and key are visible (see the module's docstring), and how large a logit may be.
+    """Visible distances between query and key (see the module's docstring), and the bound of logits.
 
-    `soft_cap` c replaces logits l by c * tanh(l / c), as Gemma 2 does (arXiv 2408.00118); None bounds nothing.
+    `soft_cap` c replaces logits l by c * tanh(l / c), as in Gemma 2 (arXiv 2408.00118), or None for no bound.
     """
 
     window: int | None
@@ -54,12 +57,12 @@ class Pattern:
     soft_cap: float | None = None
 
     def reach(self) -> int:
-        """Return the largest visible distance in positions; the window must be finite."""
+        """Return the largest visible distance in positions. Requires a finite window."""
         assert self.window is not None
         return (self.window - 1) * self.dilation
 
     def sees(self, query: Int[Array, "*rows"], key: Int[Array, "*keys"]) -> Bool[Array, "*both"]:
-        """Return whether positions `key` are visible from positions `query` (the two broadcast)."""
+        """Return a mask of the `key` positions that are visible from `query` positions, with broadcasting."""
         distance = query - key
         visible = distance >= 0 if self.causal else jnp.ones(distance.shape, bool)
         if self.window is not None:
@@ -70,7 +73,7 @@ class Pattern:
 
 
 class KeyBlock(NamedTuple):
-    """Some keys with their values, and which rows see them; `mask` broadcasts to (batch, rows, keys)."""
+    """A block of keys and values, and a mask of the rows that see them, broadcastable to (batch, rows, keys)."""
 
     k: Float[Array, "batch kv_heads keys head_dim"]
     v: Float[Array, "batch kv_heads keys head_dim"]
@@ -78,7 +81,7 @@ class KeyBlock(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Extra keys shown to every row beside its window: the global tokens under their local projections."""
+    """Extra keys for every row in addition to its window: the global tokens with their local projections."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
@@ -86,9 +89,14 @@ class Columns(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """How a stretch of keys lies beside its queries: query i stands at key `before + i`.
+    """Position and visibility of a contiguous stretch of keys relative to its queries.
 
-    Keys that are not valid, or of another segment, are not seen; `columns` are seen beside the stretch.
+    Args:
+        before: keys before the first query. Query i is at the position of key `before + i`.
+        key_valid: mask of the visible keys, or None for all.
+        query_segments: segment ids of the queries, or None.
+        key_segments: segment ids of the keys, or None.
+        columns: keys that are visible in addition to the stretch.
     """
 
     before: int | Int[Array, ""] = 0
@@ -101,13 +109,13 @@ class Stretch(NamedTuple):
 def heads_first(
     x: Float[Array, "batch seq heads head_dim"], kv_heads: int
 ) -> Float[Array, "batch kv_heads group seq head_dim"]:
-    """Return queries with the heads that share a key head side by side: head h uses key head h // group."""
+    """Group the query heads that share a key head: head h uses key head h // group."""
     batch, seq, heads, head_dim = x.shape
     return x.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
 
 
 def heads_last(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
-    """Return the inverse of `heads_first`."""
+    """Invert `heads_first`."""
     batch, kv_heads, group, seq, head_dim = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, seq, kv_heads * group, head_dim)
 
@@ -118,10 +126,10 @@ def joint_softmax(
     axis_names: tuple[str, ...] = (),
     soft_cap: float | None = None,
 ) -> Float[Array, "batch kv_heads group rows head_dim"]:
-    """Return attention by one softmax over all pieces, in q's dtype; logits and sums are float32.
+    """Compute attention with a single softmax over all pieces, in q's dtype. Logits and sums are float32.
 
-    With `axis_names` (inside `jax.shard_map`) each shard brings its own pieces for the same rows, and the softmax
-    runs over the keys of all shards.
+    With `axis_names` (inside `jax.shard_map`), each shard has different pieces for the same rows, and the softmax is
+    over the keys of all shards.
     """
     logits = []
     for piece in pieces:
@@ -144,7 +152,7 @@ def joint_softmax(
 
 
 def capped(logits: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
-    """Return logits bent to stay within plus and minus `soft_cap`; unchanged where that is None."""
+    """Apply a tanh soft cap that bounds logits by plus and minus `soft_cap`. None leaves them unchanged."""
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
@@ -158,7 +166,7 @@ def _maximum(arrays: list[Array]) -> Array:
 def same_segment(
     query: Int[Array, "batch rows"] | None, key: Int[Array, "batch keys"] | None
 ) -> Bool[Array, "#batch #rows #keys"]:
-    """Return whether rows and keys lie in the same segment; without segments all do."""
+    """Return a mask of rows and keys in the same segment. All are without segments."""
     if query is None or key is None:
         return jnp.ones((1, 1, 1), bool)
     return query[:, :, None] == key[:, None, :]

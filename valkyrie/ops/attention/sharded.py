@@ -1,10 +1,10 @@
-"""Attention where the sequence is split over mesh axes: windows get a halo of keys, full attention all keys.
+"""Attention with the sequence split over mesh axes: windows fetch a halo of keys, full attention gathers all keys.
 
-A shard needs the (window - 1) * dilation keys before its first query (and after its last, when bidirectional). They
-come from as many neighbours as that spans, each by one `ppermute` straight from its owner. Full attention gathers, and
-where a kernel skips what causal masks hide, queries first change places, so that every shard has as much to do: of 2 n
-chunks, shard i of n takes chunks i and 2 n - 1 - i.
-Global columns are summed out of their owners; global rows are one softmax over the keys of all shards.
+A shard needs the (window - 1) * dilation keys before its first query, and after its last if bidirectional. It receives
+them from each neighbour in that range with one `ppermute` directly from the owner. Full attention gathers all keys.
+For a kernel that skips masked blocks, causal queries are exchanged first to balance the work: of 2 n chunks, shard i of
+n takes chunks i and 2 n - 1 - i.
+Global columns are collected from their owners by a sum; global rows take one softmax over the keys of all shards.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def sharded_attention(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Return this shard's part of `attention` over a sequence split evenly over `axis_names`, the first one major.
+    """Compute this shard's part of `attention` over a sequence split evenly over `axis_names`, the first one major.
 
-    To be called inside `jax.shard_map`. `seq` is a shard's length. Of `global_tokens`, `k` and `v` are this shard's;
-    `positions` (in the whole sequence), `valid` and `q` are the same on every shard. On a TPU it runs in the splash
-    kernel, elsewhere, and where it is dilated without a window, in chunks. `interpret` runs the kernel without a TPU.
+    Call it inside `jax.shard_map`. `seq` is the length of a shard. `global_tokens.k` and `.v` are this shard's, while
+    `.positions` (in the whole sequence), `.valid` and `.q` are equal on every shard. Uses the splash kernel on a TPU,
+    except for dilation without a window, and chunks otherwise. `interpret` runs the kernel without a TPU. The other
+    arguments are those of `attention`.
     """
     pattern = Pattern(window, causal, dilation, soft_cap)
     shards = math.prod(jax.lax.axis_size(axis) for axis in axis_names)
@@ -87,7 +88,7 @@ def _full_by_kernel(
     axis_names: tuple[str, ...],
     shards: int,
 ) -> Array:
-    """Return full attention of this shard's queries over all keys by splash attention."""
+    """Compute full attention of this shard's queries over all keys with splash attention."""
     from valkyrie.ops.attention.splash import Chunks, splash_causal_shard, whole_blocks  # Pallas is slow to import
 
     if not pattern.causal:
@@ -109,12 +110,12 @@ def _full_by_kernel(
 
 
 def _takers(shards: int) -> list[int]:
-    """Return which shard computes each half of a shard's queries: the first ones see little, the last ones much."""
+    """Return the shard that computes each half of each shard's queries: pairs early halves with late, costly ones."""
     return [min(half, 2 * shards - 1 - half) for half in range(2 * shards)]
 
 
 def _swapped(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = False) -> Array:
-    """Return the halves of `x` (batch, seq, ...) that this shard computes, of all shards' halves; or those put back."""
+    """Send the halves of `x` (batch, seq, ...) to the shards that compute them, or `back` to their owners."""
     parts = []
     for i, part in enumerate(jnp.split(x, 2, axis=1)):
         pairs = [(half // 2, to) for half, to in enumerate(_takers(shards)) if half % 2 == i]
@@ -123,7 +124,7 @@ def _swapped(x: Array, axis_names: tuple[str, ...], shards: int, back: bool = Fa
 
 
 def _gathered(k: Keys, v: Keys, stretch: Stretch, axis_names: tuple[str, ...]) -> tuple[Array, Array, Stretch]:
-    """Return the keys and values of all shards; `stretch` says where this one's queries stand."""
+    """Gather the keys, values and segments of all shards. `stretch.before` is the position of this shard's queries."""
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_names, axis=1, tiled=True)
     if stretch.query_segments is not None:
         stretch = stretch._replace(key_segments=gather(stretch.query_segments))
@@ -133,11 +134,11 @@ def _gathered(k: Keys, v: Keys, stretch: Stretch, axis_names: tuple[str, ...]) -
 def _with_neighbours(
     k: Keys, v: Keys, pattern: Pattern, stretch: Stretch, axis_names: tuple[str, ...], shards: int
 ) -> tuple[Array, Array, Stretch]:
-    """Return this shard's keys and values with those of its neighbours that a window reaches, and where they lie."""
+    """Extend this shard's keys and values by those of its neighbours within reach of a window, with their stretch."""
     batch, seq = k.shape[:2]
     before = min(pattern.reach(), (shards - 1) * seq)
     after = 0 if pattern.causal else before
-    # The stretch begins a multiple of the dilation before the first query, so that residues of keys and queries agree.
+    # Pad so that the first key is a multiple of the dilation before the first query: keys and queries agree in residue.
     padding = -before % pattern.dilation
 
     def extended(x: Array) -> Array:
@@ -155,7 +156,7 @@ def _with_neighbours(
 
 
 def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards: int) -> Array:
-    """Return `x` (batch, seq, ...) with the positions around it from the neighbours; zeros where there are none."""
+    """Extend `x` (batch, seq, ...) with positions from the neighbours, or zeros at the ends of the sequence."""
     seq = x.shape[1]
     parts = [x]
     for hop in range(1, -(-before // seq) + 1):
@@ -170,7 +171,7 @@ def _halo(x: Array, before: int, after: int, axis_names: tuple[str, ...], shards
 
 
 def _from_owner(x: Array, here: Int[Array, "batch globals"], axis_names: tuple[str, ...]) -> Array:
-    """Return the entries of `x` (batch, seq, ...) at positions relative to this shard, from their owners."""
+    """Return the entries of `x` (batch, seq, ...) at positions relative to this shard, from any shard."""
     owned = (here >= 0) & (here < x.shape[1])
     taken = take_positions(x, here)
     return jax.lax.psum(jnp.where(owned.reshape(*owned.shape, *[1] * (x.ndim - 2)), taken, 0), axis_names)

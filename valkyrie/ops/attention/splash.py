@@ -1,11 +1,12 @@
-"""Splash attention, JAX's Pallas kernel for TPU, for a sliding window, and for a shard of full causal attention.
+"""Splash attention, JAX's Pallas kernel for TPU, for sliding windows and for a shard of full causal attention.
 
-Blocks of 512 fit windows of a few hundred keys, and short sequences; without a window wider ones cost less a key, as
-far as a core's scratch memory holds them (heads of up to 128). The fused backward pass takes 0.7 of the other one's
-cycles and writes dq once per block of keys: it is used while that is at most 8 times. Splash's LocalMask is inclusive:
-a window of W is (W - 1, 0) when causal. Where a shard of the queries stands is known on its device alone: its tables of
-blocks are looked up there among those of all shards.
-Imported only where it is used, because importing Pallas takes a while.
+Blocks of 512 suit short sequences and windows of a few hundred keys. Without a window, larger blocks cost less per key,
+as long as they fit a core's scratch memory (head sizes up to 128). The fused backward pass takes 0.7 of the cycles of
+the separate one, but writes dq once per block of keys, so it is used for at most 8 blocks. Splash's LocalMask is
+inclusive: a causal window of W is (W - 1, 0).
+
+A shard's position is only known at run time on its device, which therefore selects its block tables from those of all
+shards. Import this module only where it is used, because importing Pallas is slow.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DQ_WRITES = 8
 def splash_window(
     q: Queries, k: Keys, v: Keys, *, pattern: Pattern, stretch: Stretch, interpret: bool = False
 ) -> Queries:
-    """Return attention (dilation 1) by splash attention; columns join by their log-sum-exp.
+    """Compute attention with dilation 1, merging the columns by their log-sum-exp.
 
     `interpret` runs the kernel without a TPU, slowly, for tests.
     """
@@ -45,7 +46,7 @@ def splash_window(
     assert pattern.dilation == 1 and isinstance(before, int)
     batch, seq, heads, head_dim = q.shape
     rows_padded = _padded_length(seq)
-    # Every row, padding too, keeps the key it stands at: a row without any block would divide zero by zero.
+    # Every row, including padding, needs a key at its position: a row without any block would divide zero by zero.
     keys_padded = _padded_length(max(k.shape[1], before + rows_padded))
     kernel = _splash_kernel(heads, head_dim, rows_padded, keys_padded, pattern, before, interpret)
     segments = _segments(stretch, pattern.causal, batch, seq, k.shape[1], rows_padded, keys_padded)
@@ -53,7 +54,10 @@ def splash_window(
 
 
 class Chunks(NamedTuple):
-    """Where the queries of a shard stand: `starts[i]` are the first positions of the equal chunks of shard i's rows."""
+    """Positions of the queries of all shards, and this device's `shard`.
+
+    The queries of shard i are equally long chunks that start at the positions `starts[i]`.
+    """
 
     starts: tuple[tuple[int, ...], ...]
     shard: Int[Array, ""]
@@ -69,9 +73,9 @@ def splash_causal_shard(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Queries:
-    """Return full causal attention of one shard's queries over the keys of all shards, by splash attention.
+    """Compute full causal attention of one shard's queries over the keys of all shards.
 
-    The first key stands at position 0. Chunks of more than one a shard are as long as a whole number of blocks
+    The first key is at position 0. If a shard has several chunks, their length must be a multiple of the block size
     (`whole_blocks`).
     """
     head_dim, length = q.shape[3], q.shape[1] // len(chunks.starts[0])
@@ -99,7 +103,7 @@ def splash_causal_shard(
 
 
 def whole_blocks(length: int) -> bool:
-    """Return whether a chunk of queries needs no padding."""
+    """Return whether a chunk of queries of this length needs no padding."""
     return length == _padded_length(length)
 
 
@@ -111,10 +115,10 @@ def _not_later(query: Int[Array, "*both"], key: Int[Array, "*both"]) -> Array:
 def _block_tables(
     starts: tuple[tuple[int, ...], ...], length: int, keys: int, block_q: int, block_kv: int, by_key: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return splash's tables of every shard, each (shards, 1, blocks of rows, blocks of keys).
+    """Return splash's block tables (data_next, block_mask) of all shards, (shards, 1, row blocks, key blocks).
 
-    The second says whether a block is hidden (0), partly (1) or wholly seen (2); the first which block of keys (with
-    `by_key` of rows) is to be fetched at one that is hidden: the next one that is not.
+    block_mask is 0 for a hidden block, 1 for a partly visible and 2 for a fully visible one. data_next is the block of
+    keys (of rows with `by_key`) to fetch: the block itself if visible, else the next visible one.
     """
     firsts = np.asarray(starts)[..., None] + np.arange(0, length, block_q)
     firsts = firsts.reshape(len(starts), -1, 1)
@@ -124,13 +128,13 @@ def _block_tables(
     if by_key:
         following = _next_seen(seen.swapaxes(1, 2)).swapaxes(1, 2)
     else:
-        following = np.where(some, np.arange(len(keys_from)), 0)  # every row sees the first block
+        following = np.where(some, np.arange(len(keys_from)), 0)  # the first block is visible to every row
     small = np.int8 if following.max(initial=0) < 128 else np.int16
     return following[:, None].astype(small), seen[:, None].astype(np.int8)
 
 
 def _next_seen(seen: np.ndarray) -> np.ndarray:
-    """Return at every entry the index in the last axis of the next one that is not 0, else of the first one."""
+    """Return, for each entry, the index of the next nonzero one in the last axis, else of the first nonzero one."""
     count = seen.shape[-1]
     following = np.zeros(seen.shape, np.int64)
     after = np.argmax(seen > 0, axis=-1)
@@ -163,7 +167,7 @@ def _run(
     rows_padded: int,
     keys_padded: int,
 ) -> Queries:
-    """Return the kernel's attention of rows and keys that are padded for it, joined by the columns."""
+    """Pad rows and keys, run the kernel, and merge the columns."""
     seq = q.shape[1]
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     queries = _pad(scaled, rows_padded).swapaxes(1, 2)
@@ -183,13 +187,13 @@ def _run(
 def _segments(
     stretch: Stretch, causal: bool, batch: int, seq: int, keys: int, rows_padded: int, keys_padded: int
 ) -> splash.SegmentIds | None:
-    """Segment ids that also hide the padding and keys that are not valid; None where a causal mask hides enough."""
+    """Return segment ids that also hide padding and invalid keys, or None if the causal mask suffices."""
     of_rows, of_keys, valid = stretch.query_segments, stretch.key_segments, stretch.key_valid
     if of_rows is None or of_keys is None:
         if causal and valid is None:
             return None
         of_rows, of_keys = jnp.zeros((batch, seq), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
-    # Real segments become even numbers, so that the odd ones are free for what no row may see.
+    # Double the segment ids, so that -1, which marks padding and invalid keys, is not a segment.
     of_keys = 2 * of_keys if valid is None else jnp.where(valid, 2 * of_keys, -1)
     return splash.SegmentIds(q=_pad(2 * of_rows, rows_padded, fill=-1), kv=_pad(of_keys, keys_padded, fill=-1))
 
@@ -204,7 +208,7 @@ def _pad(x: Array, length: int, fill: int = 0) -> Array:
 
 
 def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> splash.BlockSizes:
-    """The tiles of a shape. Of a causal square, half of the tiles on its diagonal is work for nothing."""
+    """Choose the block sizes for a shape. Large blocks waste work on the diagonal, where half of a block is masked."""
 
     def fitting(wanted: int, length: int) -> int:
         return wanted if length % wanted == 0 else min(BLOCK, length)
@@ -230,7 +234,7 @@ def _block_sizes(rows: int, keys: int, head_dim: int, window: int | None) -> spl
 def _splash_kernel(
     heads: int, head_dim: int, rows: int, keys: int, pattern: Pattern, before: int, interpret: bool
 ) -> splash.SplashAttentionKernel:
-    """The kernel object for one shape; making its mask takes host time, so it is kept."""
+    """Return the cached kernel for one shape. Building its mask is slow on the host."""
     blocks = _block_sizes(rows, keys, head_dim, pattern.window)
     if pattern.window is None and not pattern.causal:
         mask: splash_mask.Mask = splash_mask.FullMask((rows, keys))
@@ -252,7 +256,7 @@ def _splash_kernel(
 def _columns_attention(
     q: Float[Array, "batch seq heads head_dim"], columns: Columns, soft_cap: float | None
 ) -> tuple[Float[Array, "batch heads seq head_dim"], Float[Array, "batch heads seq"]]:
-    """Attention over the columns alone, with the log of its softmax's denominator (-inf where nothing is seen)."""
+    """Compute attention over the columns alone, and its log-sum-exp (-inf for rows that see no column)."""
     group = q.shape[2] // columns.k.shape[2]
     k, v = jnp.repeat(columns.k, group, axis=2), jnp.repeat(columns.v, group, axis=2)
     logits = jnp.einsum("bqhd,bghd->bhqg", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
@@ -268,7 +272,7 @@ def _columns_attention(
 
 
 class _Masks(NamedTuple):
-    """The tables of blocks of a kernel's forward pass and of its two backward ones."""
+    """Block tables of a kernel's forward pass and of its two backward passes."""
 
     forward: mask_info.MaskInfo
     dq: mask_info.MaskInfo | None
@@ -286,7 +290,10 @@ def _merged(
     extra: Float[Array, "heads rows head_dim"],
     extra_sum: Float[Array, "heads rows"],
 ) -> Float[Array, "heads rows head_dim"]:
-    """One softmax over a kernel's keys and the extra ones, which come as a finished piece and its log-sum-exp."""
+    """Compute one softmax over the kernel's keys and extra keys.
+
+    `extra` is the attention over the extra keys, and `extra_sum` its log-sum-exp.
+    """
     return _merged_forward(options, masks, q, k, v, segments, extra, extra_sum)[0]
 
 
@@ -301,7 +308,10 @@ def _merged_forward(options, masks, q, k, v, segments, extra, extra_sum):
 
 
 def _merged_backward(options, saved, cotangent):
-    """The kernel's own backward, given the output and log-sum-exp of the whole softmax, is that of its share in it."""
+    """Run the kernel's backward pass with the output and log-sum-exp of the whole softmax.
+
+    This gives the gradients of the kernel's share of the softmax.
+    """
     masks, q, k, v, segments, extra, share, out, total = saved
     inside = (q, k, v, segments, None, out, total, masks.dq, masks.dkv)
     kernel_options: dict[str, Any] = {**dict(options), "save_residuals": False}

@@ -1,8 +1,8 @@
-"""Attention of one token at a time, over a cache of keys: a ring of one window, or `max_len` keys without a window.
+"""Attention one token at a time over a cache of keys: a ring buffer of one window, or `max_len` keys without a window.
 
-Time and memory per token do not depend on how many tokens came before. The ring is kept as (dilation, slots): a token
-at position t reads only the slots of its own residue t % dilation, which are its window. Global tokens are the first
-positions of the sequence; they stay beside the ring for ever.
+Time and memory per token do not depend on the number of earlier tokens. The ring has shape (dilation, slots): a token
+at position t reads only the slots of its residue t % dilation, which hold its window. Global tokens are the first
+positions of the sequence and are kept permanently in addition to the ring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from valkyrie.ops.attention.pattern import KeyBlock, heads_first, heads_last, jo
 
 
 class GlobalCache(NamedTuple):
-    """The first tokens' keys and values: `k`, `v` locally projected for all later rows, the others for global rows."""
+    """Keys and values of the global tokens: `k` and `v` with local projections, the others for global rows."""
 
     k: Float[Array, "batch globals kv_heads head_dim"]
     v: Float[Array, "batch globals kv_heads head_dim"]
@@ -28,7 +28,7 @@ class GlobalCache(NamedTuple):
 class KVCache(NamedTuple):
     """The cache of causal attention after `position` tokens.
 
-    The token at position p lies at [p % dilation, p // dilation % slots].
+    The token at position p is stored at [p % dilation, p // dilation % slots].
     """
 
     k: Float[Array, "batch dilation slots kv_heads head_dim"]
@@ -38,7 +38,7 @@ class KVCache(NamedTuple):
 
 
 class GlobalStep(NamedTuple):
-    """One token under the projections of the global tokens; it is used while the token is one of them."""
+    """The global projections of one token, used only if the token is global."""
 
     q: Float[Array, "batch heads head_dim"]
     k: Float[Array, "batch kv_heads head_dim"]
@@ -56,7 +56,7 @@ def init_cache(
     global_tokens: int = 0,
     dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
-    """Return an empty cache for sequences of up to `max_len` tokens, of which the first `global_tokens` are global."""
+    """Return an empty cache for up to `max_len` tokens. The first `global_tokens` of them are global."""
     longest = -(-max_len // dilation)
     slots = longest if window is None else min(window, longest)
     k, v = (jnp.zeros((batch, dilation, slots, kv_heads, head_dim), dtype) for _ in range(2))
@@ -75,11 +75,11 @@ def attention_step(
     global_step: GlobalStep | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "batch heads head_dim"], KVCache]:
-    """Return the next token's row of causal `attention`, and the cache with that token in it.
+    """Compute causal attention for the next token, and add it to the cache.
 
-    Window, dilation and number of global tokens are those of `init_cache`. Equal to the parallel form token by token
-    up to `max_len`; without a window, tokens beyond it see the last `max_len` only. `global_step` is required when
-    the cache has global tokens.
+    Window, dilation and number of global tokens are those of `init_cache`. Equal to `attention` for every token up to
+    `max_len`. Without a window, later tokens see only the last `max_len`. `global_step` is required if the cache has
+    global tokens.
     """
     _, dilation, slots = cache.k.shape[:3]
     position = cache.position
@@ -120,6 +120,6 @@ def _remember(
     v: Float[Array, "batch kv_heads head_dim"],
     step: GlobalStep,
 ) -> GlobalCache:
-    """The first tokens' cache with this token written at its position; a later token falls outside and is dropped."""
+    """Write a token into the cache of global tokens. Tokens after the global ones are dropped."""
     pairs = zip(first, (k, v, step.k, step.v), strict=True)
     return GlobalCache(*(kept.at[:, position].set(new.astype(kept.dtype), mode="drop") for kept, new in pairs))
