@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: kind, groups, bytes, the mesh axes each one crosses, and what asked for it."""
+"""The collectives of a compiled program: kind, groups, bytes, mesh axes, and the operation that caused each one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KINDS = (
 """Opcodes of collectives, without `-start`."""
 
 FUSED = "async_collective_fusion_config"
-"""What the configuration of a collective holds that products carry on."""
+"""Key in the configuration of a collective that is fused into matrix products."""
 ASYNC_START, ASYNC_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
-"""Custom calls by which a fusion starts or ends a collective that the fusions between them carry on."""
+"""Custom calls in the fusions that start and end a collective. The fusions in between execute parts of it."""
 
 _RUNTIME_KINDS = {
     "ALL_REDUCE": "all-reduce",
@@ -36,15 +36,24 @@ _RUNTIME_KINDS = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-"""How libtpu's runtime for several slices (`xla_megascale_runtime`) calls what it carries."""
+"""Kinds of collectives by their names in libtpu's runtime for several slices (`xla_megascale_runtime`)."""
 
 
 @dataclass
 class CollectiveUse:
-    """All runs of collectives alike in kind, axes and cause, in one step of one device.
+    """All runs of collectives with the same kind, axes and cause, in one step of one device.
 
-    `bytes_sent`: by a device; `bytes_by_torus_axis`: of those, along each torus axis (empty without a machine).
-    `busy_s`: seconds under way; `exposed_s`: seconds of those in which the device waited.
+    Args:
+        kind: HLO opcode, such as `all-reduce`.
+        mesh_axes: mesh axes that it crosses.
+        torus_axes: torus axes that it uses.
+        op_name: name of the JAX operation that caused it.
+        source: file and line of that operation.
+        calls: runs per step.
+        bytes_sent: bytes that the device sends.
+        bytes_by_torus_axis: those bytes by torus axis, empty without a machine.
+        busy_s: seconds during which it is in progress.
+        exposed_s: seconds of those during which the device waits for it.
     """
 
     kind: str
@@ -60,15 +69,15 @@ class CollectiveUse:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells this use from others."""
+        """Fields that identify this use."""
         return (self.kind, self.mesh_axes, self.torus_axes, self.op_name, self.source)
 
     def blank(self) -> CollectiveUse:
-        """Return a use alike that has not run yet."""
+        """Return a copy with zero runs."""
         return replace(self, calls=0.0, bytes_sent=0.0, bytes_by_torus_axis={}, busy_s=0.0, exposed_s=0.0)
 
     def add(self, other: CollectiveUse, times: float | int) -> None:
-        """Take in what another use came to, as if it had run `times` times."""
+        """Add `times` times the runs, bytes and seconds of another use."""
         self.calls += times * other.calls
         self.bytes_sent += times * other.bytes_sent
         self.busy_s += times * other.busy_s
@@ -79,11 +88,20 @@ class CollectiveUse:
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """One collective instruction: what one device sends in one run, and between which devices.
+    """One collective instruction: the bytes that a device sends in one run, and the devices that take part.
 
-    `full_bytes`: the whole array of a group, as `payload` counts it; of a permute, and of what crosses slices through
-    the host's runtime (`slices` of them), the bytes that one device hands in. `groups` or `pairs` are positions in the
-    mesh's flattened device list, or in that of one slice; `config` is the compiler's choice of algorithm.
+    Args:
+        kind: HLO opcode, such as `all-reduce`.
+        mesh_axes: mesh axes that it crosses.
+        op_name: name of the JAX operation that caused it.
+        source: file and line of that operation.
+        bytes_sent: bytes that one device sends.
+        full_bytes: bytes of a group's whole array, as in `payload`. For a permute and for collectives between slices,
+            the bytes of one device's operand.
+        groups: positions of the members in the flattened device list of the mesh or of one slice, or None.
+        pairs: (source, target) positions of a permute, or None.
+        slices: number of slices for a collective between slices, else None.
+        config: the compiler's choice of algorithm.
     """
 
     kind: str
@@ -99,19 +117,19 @@ class Collective:
 
     @property
     def label(self) -> str:
-        """Its mesh axes in one word."""
+        """The mesh axes as text, such as `x,y`."""
         return ",".join(self.mesh_axes)
 
     def use(self, torus_axes: tuple[str, ...] = ()) -> CollectiveUse:
-        """Return a use of it that has not run yet."""
+        """Return a use of this collective with zero runs."""
         return CollectiveUse(self.kind, self.mesh_axes, torus_axes, self.op_name, self.source)
 
 
 def payload(kind: str, full_bytes: float, members: int) -> float:
     """Return the bytes that each of `members` devices sends in a collective.
 
-    `full_bytes`: the whole array, that is what an all-gather returns and what the others take. A ring's bytes: the
-    least possible for each kind; TPU v4 paper (arXiv 2304.01433), scaling book.
+    These are the bytes of a ring, the minimum for each kind (TPU v4 paper, arXiv 2304.01433; scaling book).
+    `full_bytes` is the size of the whole array: the result of an all-gather, and the operand of the others.
     """
     share = (members - 1) / members
     return {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(
@@ -120,9 +138,14 @@ def payload(kind: str, full_bytes: float, members: int) -> float:
 
 
 def own_slice(slices: Sequence[int], partitions: int) -> np.ndarray | None:
-    """Return which devices the groups of a module count, of devices in these slices; None for all of them.
+    """Return a mask of the devices that a module's groups refer to, or None for all devices.
 
-    For several slices libtpu compiles the program of one slice: `partitions` is then the size of that slice.
+    For several slices, libtpu compiles the program of one slice, and `partitions` is the size of that slice. Raises
+    ValueError if `partitions` matches neither one slice nor all.
+
+    Args:
+        slices: the slice of each device.
+        partitions: number of devices that the module was compiled for.
     """
     own = np.asarray(slices) == slices[0]
     if partitions not in (len(own), np.count_nonzero(own)):
@@ -133,9 +156,10 @@ def own_slice(slices: Sequence[int], partitions: int) -> np.ndarray | None:
 
 
 class Collectives:
-    """Reads the collectives of a module; `slices` is the slice of each device, by default equal stretches of them.
+    """Parses the collectives of a module.
 
-    Groups count the devices of one slice; what goes between slices is handed to the host's runtime.
+    Groups refer to the devices of one slice. Collectives between slices go through the host's runtime. `slices` is the
+    slice of each device, by default contiguous blocks of equal size.
     """
 
     def __init__(self, module: Module, mesh_axes: dict[str, int], slices: Sequence[int] | None = None) -> None:
@@ -155,9 +179,10 @@ class Collectives:
         self._algorithms: dict[tuple[str, bytes], Mapping[str, Any]] | None = None
 
     def read(self, instruction: Instruction, kind: str | None = None, within: Instruction | None = None) -> Collective:
-        """Return what a collective instruction does; `kind` where a fusion around it makes it another one.
+        """Parse a collective instruction.
 
-        `within`: the operation around it, which has its name where the compiler left it none.
+        `kind` overrides the kind of the opcode if the surrounding fusion changes it. `within` is the surrounding
+        operation. It provides the cause if the instruction has none.
         """
         key = f"{instruction.name}/{kind}"
         if key not in self._known:
@@ -187,10 +212,11 @@ class Collectives:
         return Collective(kind, axes, op_name, source, sent, full, groups=groups, config=config)
 
     def _stated(self) -> dict[tuple[str, bytes], Mapping[str, Any]]:
-        """The configurations that name an algorithm, by kind and groups.
+        """Return the configurations that name an algorithm, by kind and groups.
 
-        Collectives that products carry on name none; those are taken to be done as the ones alone over their groups.
-        Of several algorithms the first by name counts: rings (`1DAllGather`) before routers (`AllGatherWithNetRouter`).
+        Collectives that are fused into products name no algorithm. They are assumed to use the algorithm of standalone
+        ones over the same groups. If there are several, the first by name is used: rings (`1DAllGather`) before routers
+        (`AllGatherWithNetRouter`).
         """
         if self._algorithms is None:
             self._algorithms = {}
@@ -202,7 +228,7 @@ class Collectives:
         return self._algorithms
 
     def between_slices(self, instruction: Instruction) -> Collective:
-        """Return what a `send` to the host's runtime does, which carries a collective between slices."""
+        """Parse a `send` to the host's runtime, which executes a collective between slices."""
         attributes = instruction.attributes
         kind = _RUNTIME_KINDS.get(attributes.get("_xla_megascale_transfer_type", ""), "collective-permute")
         taken = float(instruction.operands[0].shape.bytes)
@@ -212,7 +238,7 @@ class Collectives:
         return Collective(kind, self._slice_axes, op_name, source, sent, taken, slices=self._slices)
 
     def _varying(self, groups: np.ndarray) -> tuple[str, ...]:
-        """The mesh axes along which members of a group differ."""
+        """Return the mesh axes along which the members of a group differ."""
         if not len(groups):
             return ()
         places = self._places[groups]
@@ -221,18 +247,18 @@ class Collectives:
 
 
 def kind_of(opcode: str) -> str:
-    """Return the kind of collective of an opcode, with or without `-start`; empty for other operations."""
+    """Return the kind of collective of an opcode with or without `-start`, or an empty string for other opcodes."""
     base = opcode.removesuffix("-start")
     return base if base in KINDS else ""
 
 
 def is_between_slices(instruction: Instruction) -> bool:
-    """Return whether an instruction hands a collective between slices to the host's runtime."""
+    """Return whether an instruction starts a collective between slices in the host's runtime."""
     return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes
 
 
 def cause(instruction: Instruction) -> tuple[str, str]:
-    """Return (op_name, source) of an instruction, or of what makes or uses its value where it has none of its own."""
+    """Return (op_name, source) of an instruction, or of its nearest operand with an op_name if it has none."""
     if instruction.op_name:
         return instruction.op_name, instruction.source
     queue, seen = list(instruction.operands), 0
@@ -246,7 +272,7 @@ def cause(instruction: Instruction) -> tuple[str, str]:
 
 
 def inner_collectives(computation: Computation) -> list[Instruction]:
-    """Return the collectives inside a fused or wrapped computation, nested ones included."""
+    """Return the collectives in a fused or wrapped computation, including nested ones."""
     if computation.collectives is None:
         own = [i for i in computation.instructions if kind_of(i.opcode)]
         callers = (i for i in computation.instructions if i.opcode in ("fusion", "call", "async-start"))
@@ -255,7 +281,7 @@ def inner_collectives(computation: Computation) -> list[Instruction]:
 
 
 def wrapped_by(target: str, computation: Computation) -> list[Instruction]:
-    """Return the collectives that custom calls of this target take in a fused computation, nested ones included."""
+    """Return the collectives that are operands of custom calls with this target, including nested computations."""
     wrapped = [
         operand
         for i in computation.instructions
@@ -268,7 +294,7 @@ def wrapped_by(target: str, computation: Computation) -> list[Instruction]:
 
 
 def fused_kind(fusion: Instruction, inner: Instruction) -> str:
-    """Return the kind of collective a fusion around one is: an all-reduce that keeps a slice is a reduce-scatter."""
+    """Return the effective kind of a fused collective: an all-reduce that keeps only a slice is a reduce-scatter."""
     kind = kind_of(inner.opcode)
     returned = max((leaf.elements for leaf in fusion.shape.leaves), default=0)
     whole = max((o.shape.elements for o in inner.operands), default=0)
@@ -276,9 +302,9 @@ def fused_kind(fusion: Instruction, inner: Instruction) -> str:
 
 
 def traffic(module: Module, mesh_axes: dict[str, int]) -> list[CollectiveUse]:
-    """Return the collectives of one step of one device with their bytes, most bytes first; for any backend.
+    """Sum the collectives of one step of one device, most bytes first, for any backend.
 
-    `mesh_axes`: names and sizes, in the order of the flattened device list. Seconds and torus axes stay empty.
+    `mesh_axes` are names and sizes in the order of the flattened device list. Seconds and torus axes are left empty.
     """
     reader = Collectives(module, mesh_axes)
     uses: dict[tuple[object, ...], CollectiveUse] = {}

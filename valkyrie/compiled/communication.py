@@ -1,4 +1,4 @@
-"""What a step's collectives send, summed. Imports no NumPy: reports read these records."""
+"""Records of the communication of a step. Imports no NumPy, because reports read these records."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """All runs of collectives alike in kind, axes and cause, in one step of one device.
+    """All runs of collectives with the same kind, axes and cause, in one step of one device.
 
     Args:
         kind: HLO opcode, such as `all-reduce`.
         mesh_axes: Mesh axes that it crosses; empty if unknown.
         torus_axes: Torus axes that it uses; empty without a network model.
-        cause: Name of the JAX operation that it belongs to.
+        cause: Name of the JAX operation that caused it.
         source: File and line of that operation.
         calls: Runs per step.
         bytes: Bytes that the device sends.
-        busy_s: Seconds during which it is under way.
-        exposed_s: Seconds of those in which the device waits for it.
+        busy_s: Seconds during which it is in progress.
+        exposed_s: Seconds of those during which the device waits for it.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class CollectiveRecord:
 
 @dataclass(frozen=True)
 class AxesBytes:
-    """Bytes that a device sends over a set of mesh axes in a step; no axes if they are unknown."""
+    """Bytes that a device sends over some mesh axes in a step. `mesh_axes` is empty if they are unknown."""
 
     mesh_axes: tuple[str, ...]
     bytes: float
@@ -51,10 +51,10 @@ class AxesBytes:
 
 @dataclass(frozen=True)
 class Communication:
-    """What a device sends in a step, in bytes, in total and by mesh axes, torus axis and kind of collective.
+    """Bytes that a device sends in a step, in total and by mesh axes, torus axis and kind of collective.
 
-    `sending_s` are the seconds in which any collective is under way, `exposed_s` those in which the device waits, both
-    None or 0 without a replay. `collectives` are ordered by bytes; records of trials leave them out.
+    `sending_s` are the seconds during which any collective is in progress, and `exposed_s` those during which the
+    device waits. Both are None or 0 without a replay. `collectives` are ordered by bytes. Records of trials omit them.
     """
 
     bytes: float | None = None
@@ -72,7 +72,7 @@ class Communication:
 
     @property
     def by_label(self) -> dict[str, float]:
-        """Bytes by mesh axes as they are printed: `x,y`."""
+        """Bytes by mesh axes as text, such as `x,y`."""
         return {axes_text(axes): size for axes, size in self.by_mesh_axes.items()}
 
 
@@ -87,10 +87,10 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class CollectiveTrace:
-    """Time in collectives from a profiler's trace, waiting for other devices included, mean over devices.
+    """Time in collectives from a profiler's trace, mean over devices, including waiting for other devices.
 
-    `times` is None if there is no trace; `note` then says why, and otherwise what was measured. Tracing slows a step
-    down, so shares are of `step_s`, the median traced step.
+    `times` is None if there is no trace. `note` is the reason for that, or describes the measurement. Because tracing
+    slows a step down, shares are relative to `step_s`, the median traced step.
     """
 
     times: tuple[CollectiveTime, ...] | None
@@ -99,9 +99,9 @@ class CollectiveTrace:
 
 
 def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple[StepPart, ...]:
-    """Split a measured step into collectives by mesh axes and the rest; empty without a trace or collectives.
+    """Split a measured step into collectives by mesh axes and the rest. Empty without a trace or collectives.
 
-    The trace covers a few extra steps that it slows down, so their shares are applied to the timed step.
+    Tracing slows down the traced steps, so their shares are applied to the timed step.
     """
     if trace is None or not trace.times or not trace.step_s or step_s is None:
         return ()
@@ -116,9 +116,9 @@ def measured_parts(trace: CollectiveTrace | None, step_s: float | None) -> tuple
 
 
 def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the communication in results of version 1, which named mesh axes by texts and contained the trace.
+    """Upgrade the communication in results of version 1, which stored mesh axes as text and included the trace.
 
-    Newer values come back as they are. Raises AttributeError, TypeError or ValueError for malformed values.
+    Returns newer values unchanged. Raises AttributeError, TypeError or ValueError for malformed values.
     """
     sent = results.get("communication")
     if not isinstance(sent, dict) or not isinstance(sizes := sent.get("bytes_by_mesh_axes", {}), dict):
@@ -136,13 +136,13 @@ def upgrade_communication(results: Mapping[str, Any]) -> dict[str, Any]:
                 for kind, seconds in kinds.items()
             ]
         )
-        # Without the seconds of the traced steps, overlapping collectives were counted twice.
+        # Files without the seconds of the traced steps count overlapping collectives twice.
         new["trace"] = {"times": times, "note": sent.get("collective_note"), "step_s": sent.get("traced_step_s")}
     return new
 
 
 def sum_communication(uses: Iterable[CollectiveUse], sending_s: float | None = None) -> Communication:
-    """Sum the collectives of a step; `sending_s` are the seconds in which any is under way, or None if unknown."""
+    """Sum the collectives of a step. `sending_s` are the seconds with any in progress, or None if unknown."""
     by_mesh: dict[tuple[str, ...], float] = defaultdict(float)
     by_torus: dict[str, float] = defaultdict(float)
     by_kind: dict[str, float] = defaultdict(float)

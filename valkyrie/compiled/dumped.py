@@ -1,7 +1,7 @@
-"""Reads dumped modules of any program, as HLO text or as a proto, and refuses those that cannot be replayed.
+"""Reads dumped modules of any program, as HLO text or as a proto, and rejects those that cannot be replayed.
 
-Reads what XLA writes under `--xla_dump_to`: `*.after_optimizations.txt`, and with `--xla_dump_hlo_as_proto`
-`*.after_optimizations.hlo.pb`, which holds the memory too. Also reads the text of `compiled.as_text()`.
+Reads XLA's files from `--xla_dump_to`: `*.after_optimizations.txt`, and with `--xla_dump_hlo_as_proto`
+`*.after_optimizations.hlo.pb`, which also has the memory. Also reads the text of `compiled.as_text()`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _OF_GPUS = ("__cublas", "__cudnn", "__triton", "__gpu", "cu_", "xla.gpu")
 _ORDER = {"while", "conditional", "call", "fusion", "dot", "convolution", "all-reduce", "all-gather", "custom-call"}
 _CMEM = 3
-"""libtpu's number of a memory space that only v4 chips have."""
+"""libtpu's number for CMEM, a memory space that only v4 chips have."""
 _LARGE = 1e9
-"""Smallest product, in FLOPs, used to check which chip a module is for."""
+"""Smallest matrix product, in FLOPs, used to check which chip a module is for."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ def read_dumped(path: Path) -> Dumped:
 
 
 def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle: float, where: str) -> None:
-    """Raise ValueError if a module was evidently compiled for another chip.
+    """Raise ValueError if a module was clearly compiled for another chip.
 
-    A module does not name its chip. What shows it are operations split over two cores, memory that only v4 has, and
-    products faster than the chip.
+    A module does not name its chip. The evidence is operations split over two cores, memory that only v4 has, and
+    matrix products faster than the chip's peak.
 
     Args:
         module: The module.
         chip: Name of the chip.
-        megacore: Whether a device of the chip is two cores.
-        flops_per_cycle: Peak FLOPs of a device in a cycle.
+        megacore: Whether a device of the chip consists of two cores.
+        flops_per_cycle: Peak FLOPs of a device per cycle.
         where: Name of the module in the message.
     """
     instructions = [i for i in module.instructions.values() if i.cycles is not None]
@@ -105,7 +105,7 @@ def refuse_other_chip(module: Module, chip: str, megacore: bool, flops_per_cycle
 
 
 def slow_products(module: Module, flops_per_cycle: float) -> float | None:
-    """Return the share of peak that the fastest large product reaches, or None if there is no large product."""
+    """Return the share of peak of the fastest large matrix product, or None if there is no large product."""
     costed = [(product_flops(i), i.cycles) for i in module.instructions.values() if i.cycles]
     rates = [flops / cycles for flops, cycles in costed if flops >= _LARGE]
     return max(rates) / flops_per_cycle if rates else None
@@ -132,7 +132,7 @@ def _of_proto(path: Path, raw: bytes) -> tuple[Module, int | None, ProgramMemory
             memory = _memory(message.memory.allocations)
             raw = message.module.SerializeToString()
     except DecodeError:
-        pass  # not a HloProto: perhaps a module by itself, which is read next
+        pass  # not a HloProto: try a HloModuleProto next
     try:
         module = parse(raw)
     except (DecodeError, KeyError, IndexError, ValueError):
@@ -153,7 +153,7 @@ def _of_replicas(path: Path, replicas: int) -> str:
 
 
 def _memory(allocations: Sequence[Any]) -> ProgramMemory | None:
-    """Sum the buffers in HBM as `memory_analysis` does; outputs in place of arguments count as arguments."""
+    """Sum the buffers in HBM like `memory_analysis`. Outputs that reuse arguments count as arguments."""
     sizes: dict[str, int] = dict.fromkeys(("arguments", "outputs", "temporary"), 0)
     entries = [a for a in allocations if a.memory_space == HBM and not a.thread_local]
     for entry in entries:

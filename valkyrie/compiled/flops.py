@@ -1,6 +1,6 @@
-"""Floating-point operations of an instruction: two for every multiply-add of a product.
+"""FLOPs of an instruction: two per multiply-add of a matrix product.
 
-Elementwise work is not counted: MFU, its analytic counterpart and a matrix unit know products only.
+Elementwise operations are not counted, because MFU, its analytic counterpart and the peak of a matrix unit ignore them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from valkyrie.compiled.hlo import Instruction
 
 
 def product_flops(instruction: Instruction) -> float:
-    """Return the FLOPs of the dots and convolutions an instruction does, those of a fusion's computation included."""
+    """Return the FLOPs of an instruction's dots and convolutions, including those in a fusion."""
     if instruction.opcode == "dot":
         return _dot(instruction)
     if instruction.opcode == "convolution":
@@ -31,7 +31,7 @@ def _dot(instruction: Instruction) -> float:
 
 
 def _convolution(instruction: Instruction) -> float:
-    """As XLA's HloCostAnalysis counts: positions of the window that fall into the padding do no work."""
+    """Return the FLOPs of a convolution like XLA's HloCostAnalysis, without window positions in the padding."""
     message = instruction.message
     dims = message.convolution
     image, kernel, out = instruction.operands[0].shape.dims, instruction.operands[1].shape.dims, instruction.shape.dims
@@ -44,7 +44,7 @@ def _convolution(instruction: Instruction) -> float:
 
 
 def _valid(window: Any, size: int, out: int) -> int:
-    """How many pairs of an output and a window position meet an element of the input along one dimension."""
+    """Count the pairs of an output and a window position that read an input element, along one dimension."""
     taps = np.arange(window.size)
     stride, dilation = max(window.stride, 1), max(window.base_dilation, 1)
     first = taps * max(window.window_dilation, 1) - window.padding_low

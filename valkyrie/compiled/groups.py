@@ -1,4 +1,4 @@
-"""The devices that take part in a collective together, in each of the compiler's notations."""
+"""The groups of devices of a collective, parsed from each of the compiler's notations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 from valkyrie.compiled.hlo import Instruction
 
 Groups = np.ndarray
-"""Integers (group, member): positions in the mesh's flattened device list, in the order of the group."""
+"""Integers (group, member): positions in the mesh's flattened device list, in group order."""
 
 
 def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
-    """Return the groups of a collective; arrays of equal group size each, one array unless sizes differ.
+    """Return the groups of a collective, as one array per group size.
 
-    No groups means all devices. A collective without a channel works between replicas, of which there is one.
+    A collective without explicit groups is over all devices. A collective without a channel is between replicas. As
+    there is only one replica, it has no groups.
     """
     message = instruction.message
     if message.channel_id <= 0 and not message.use_global_device_ids and partitions > 1:
@@ -34,15 +35,15 @@ def replica_groups(instruction: Instruction, partitions: int) -> list[Groups]:
 
 
 def permute_pairs(instruction: Instruction) -> np.ndarray:
-    """Return the (source, target) pairs of a collective-permute that leave their device; integers (pair, 2)."""
+    """Return the (source, target) pairs of a collective-permute between different devices, integers (pair, 2)."""
     pairs = [(p.source, p.target) for p in instruction.message.source_target_pairs]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
 
 
 def _of_mesh(spelt: Any) -> Groups:
-    """Groups that vary over some axes of a mesh, each perhaps only a part of an axis: `mesh['x'=4,'y'=8] {'y'}`.
+    """Return groups over some axes of a mesh or parts of axes, such as `mesh['x'=4,'y'=8] {'y'}`.
 
-    `spelt` is a message of a class that protobuf makes at run time (`hlo_schema`).
+    `spelt` is a protobuf message of a class created at run time (`valkyrie.compiled.schema`).
     """
     mesh, references = spelt.mesh, spelt.axes
     sizes = [axis.size for axis in mesh.axes]

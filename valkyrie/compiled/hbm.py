@@ -1,4 +1,4 @@
-"""The bytes an operation moves between HBM and the chip, and whether it does nothing else."""
+"""HBM traffic of an operation, and whether the operation is bound by it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from valkyrie.compiled.hlo import HBM, Computation, Instruction, Shape
 
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations that write a part of their first operand, and which operand is that part."""
+"""Operations that overwrite a part of their first operand, with the index of the operand that is written."""
 _SAME = {"bitcast", "copy", "convert", "reshape"}
 _LANES = {"copy", "transpose", "reverse", "concatenate", "sort", "gather", "scatter", "iota", "dot", "convolution"}
-"""Operations whose cost is more than their bytes: they move numbers between lanes, or multiply matrices."""
+"""Operations that cost more than their memory traffic: they move data between lanes or multiply matrices."""
 
 
 def hbm_bytes(instruction: Instruction) -> float:
-    """Return the bytes an operation reads and writes in HBM, padding included; what lies on the chip costs nothing.
+    """Return the bytes that an operation reads from and writes to HBM, including padding.
 
-    Of an operand that is only sliced, the slices are read; an update in place moves what it writes.
+    Arrays in on-chip memory cost nothing. For an operand that is only sliced, only the slices count. For an in-place
+    update, only the written part counts.
     """
     if instruction.opcode == "fusion":
         return _fused(instruction)
@@ -28,14 +29,14 @@ def hbm_bytes(instruction: Instruction) -> float:
 
 
 def is_elementwise(instruction: Instruction) -> bool:
-    """Return whether an operation works on each number where it lies, or sums: bound by memory, not by lanes."""
+    """Return whether an operation is elementwise or a reduction, and therefore bound by memory bandwidth."""
     if instruction.opcode == "fusion":
         return all(is_elementwise(i) for i in instruction.called[0].instructions)
     return instruction.opcode not in _LANES
 
 
 def _in_hbm(where: Shape, what: Shape | None = None) -> float:
-    """The bytes of an array if it lies in HBM; of `what`, a part of it, where given."""
+    """Return the padded bytes of an array, or of its part `what` if given, if the array is in HBM, else 0."""
     if where.parts:
         return sum(_in_hbm(leaf) for leaf in where.leaves)
     return float((where if what is None else what).padded_bytes) if where.memory == HBM else 0.0
@@ -56,7 +57,7 @@ def _users(computation: Computation) -> dict[Instruction, list[Instruction]]:
 
 
 def _read(outside: Shape, parameter: Instruction) -> float:
-    """Bytes read of one operand of a fusion, by what the fusion does with it; fusions inside it included."""
+    """Return the bytes read from one operand of a fusion, following its uses in the fusion and nested fusions."""
     whole = _in_hbm(outside)
     if outside.parts or not whole:
         return whole

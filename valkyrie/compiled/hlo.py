@@ -1,6 +1,6 @@
-"""Reads a compiled module: computations, instructions in the order they run, shapes, sources.
+"""Parses a compiled module: computations, instructions in execution order, shapes and sources.
 
-The serialised `HloModuleProto` is read; text goes through XLA's own parser first, which keeps the schedule.
+Parses the serialised `HloModuleProto`. Text is first converted by XLA's parser, which keeps the schedule.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ _DTYPES = {
     32: ("f4e2m1fn", 4),
     33: ("f8e8m0fnu", 8),
 }
-"""XLA's `PrimitiveType` (xla_data.proto) by number: name and bits. Tuples, tokens and opaque values hold no bytes."""
+"""Name and bits of XLA's `PrimitiveType` (xla_data.proto) by number. Tuples, tokens and opaque values have no bytes."""
 
 HBM, HOST = 0, 5
-"""Memory spaces as libtpu numbers them: 0 is HBM, 5 the host's; others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
+"""libtpu's numbers of memory spaces: 0 is HBM, 5 host memory. Others are on the chip (1 VMEM, 2 flags, 3 CMEM)."""
 
 _CYCLES = re.compile(rb'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**53
-"""Estimates from here on mean that the compiler has none: offloaded gathers carry the largest integer."""
+"""Estimates of at least this many cycles mean unknown: offloaded gathers have the largest integer."""
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/(?:jax|jaxlib|flax|optax|orbax|chex|haiku|equinox|numpy|tokamax|qwix|aqt)\b|/lib/python[^/]*/"
     r"(?!site-packages|dist-packages)"
 )
-"""Files that no program calls its own: those of JAX and what is built on it, and of Python."""
+"""Library files: those of JAX, of libraries built on it, and of Python."""
 _MODELS = "valkyrie/models/"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An array's dtype, dimensions and memory space, or a tuple of shapes (`parts`)."""
+    """Dtype, dimensions and memory space of an array, or a tuple of shapes (`parts`)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -78,17 +78,17 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Numbers in the array; 0 for a tuple or token."""
+        """Number of elements; 0 for a tuple or token."""
         return math.prod(self.dims) if self.bits else 0
 
     @property
     def bytes(self) -> int:
-        """Bytes of the values, of all parts for a tuple, without padding."""
+        """Bytes without padding, summed over the parts of a tuple."""
         return sum(p.bytes for p in self.parts) + -(-self.elements * self.bits // 8)
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes the array takes in memory: its minor dimensions are rounded up to the layout's tile."""
+        """Bytes in memory, with minor dimensions rounded up to the layout's tile."""
         if self.parts:
             return sum(p.padded_bytes for p in self.parts)
         if not self.tile or len(self.tile) > len(self.minor_to_major):
@@ -100,15 +100,16 @@ class Shape:
 
     @property
     def leaves(self) -> tuple[Shape, ...]:
-        """The arrays of a tuple, nested ones flattened; itself for an array."""
+        """The arrays of a tuple, flattened, or the array itself."""
         return tuple(leaf for part in self.parts for leaf in part.leaves) if self.parts else (self,)
 
 
 @dataclass(slots=True, eq=False)
 class Instruction:
-    """One operation. `cycles` is the compiler's own estimate, None where it gives none.
+    """One operation.
 
-    `op_name` is the path in the traced program, `source` the model's `file:line`. `message` is the protobuf message.
+    `cycles` is the compiler's estimate, or None if unknown. `op_name` is the path in the traced program, `source` the
+    model's `file:line`, and `message` the protobuf message.
     """
 
     name: str
@@ -124,13 +125,13 @@ class Instruction:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The backend's configuration; empty where there is none or it is not JSON."""
+        """The backend's configuration; empty if it is missing or not JSON."""
         raw = self.message.backend_config
         return json.loads(raw) if raw.startswith(b"{") else {}
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Attributes the frontend attached."""
+        """Frontend attributes."""
         return {a.key: a.value for a in self.message.frontend_attributes.map}
 
     @property
@@ -141,9 +142,9 @@ class Instruction:
 
 @dataclass(slots=True, eq=False)
 class Computation:
-    """A list of instructions in execution order (where the module is scheduled), and the root among them.
+    """Instructions, in execution order if the module is scheduled, and the root among them.
 
-    `collectives` are those inside it, once `valkyrie.compiled.collectives` has looked for them.
+    `collectives` caches the collectives inside it (`valkyrie.compiled.collectives`).
     """
 
     name: str
@@ -156,9 +157,10 @@ class Computation:
 
 @dataclass(eq=False)
 class Module:
-    """A compiled program of one device, with the number of devices it was compiled for.
+    """The compiled program of one device.
 
-    `assigned` are the devices that it names itself, None where it names none; `replicas` run it beside each other.
+    `partitions` is the number of devices it was compiled for, `assigned` the number in its device assignment, or None
+    if it has none, and `replicas` the number of replicas.
     """
 
     name: str
@@ -176,9 +178,9 @@ class Module:
 
 
 def parse(source: bytes | str) -> Module:
-    """Return the module of a serialised `HloModuleProto`, or of HLO text.
+    """Parse a serialised `HloModuleProto` or HLO text. Raises ValueError if it has no computations.
 
-    Bytes come from `compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()`.
+    Get the bytes from `compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()`.
     """
     stated = None
     if isinstance(source, str):
@@ -195,7 +197,7 @@ def parse(source: bytes | str) -> Module:
 
 
 class _Reader:
-    """Turns messages into objects that refer to each other."""
+    """Converts protobuf messages to linked objects."""
 
     def __init__(self, message: Any) -> None:
         self._message = message
@@ -264,7 +266,10 @@ class _Reader:
         return known
 
     def _source(self, metadata: Any) -> str:
-        """The line of the program that asked for this: innermost in our models, else outside of `_LIBRARY`."""
+        """Return the line of the program that caused an operation.
+
+        It is the innermost stack frame in our models, else the innermost outside of libraries, else the innermost.
+        """
         if not metadata.stack_frame_id:
             return f"{metadata.source_file}:{metadata.source_line}" if metadata.source_file else ""
         if metadata.stack_frame_id not in self._sources:

@@ -1,4 +1,4 @@
-"""How often a loop runs, from its condition and its counter's start and step."""
+"""Trip counts of loops, from the condition and the start and step of the counter."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from valkyrie.compiled.hlo import Computation, Instruction
 
 _TRIPS = re.compile(rb'"known_trip_count":(\{[^}]*\})')
 _PASSES = {"copy", "bitcast", "reshape", "convert", "optimization-barrier", "copy-start", "copy-done", "broadcast"}
-"""Operations that hand a scalar on unchanged."""
+"""Operations that pass on a scalar unchanged."""
 _TURNED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 
 
 class Counter(NamedTuple):
-    """Element `index` of the value a loop carries."""
+    """Element `index` of the carry of a loop."""
 
     loop: Instruction
     index: int
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Return how often the body of a `while` runs, or None where that is not known before it runs."""
+    """Return the number of iterations of a `while`, or None if it is not static."""
     stated = _TRIPS.search(loop.message.backend_config)
     if stated:
         return int(json.loads(stated[1])["n"])
@@ -44,19 +44,19 @@ def trip_count(loop: Instruction) -> int | None:
 
 
 def condition_and_body(loop: Instruction) -> tuple[Computation, Computation]:
-    """Return a loop's condition (the one that returns a truth value) and its body."""
+    """Return a loop's condition, which is the computation that returns a boolean, and its body."""
     first, second = loop.called
     return (first, second) if first.root is not None and first.root.shape.dtype == "pred" else (second, first)
 
 
 def constant(instruction: Instruction) -> int | None:
-    """Return the integer that an instruction always yields, followed through tuples, copies and loops, or None."""
+    """Return the constant integer value of an instruction, through tuples, copies and loops, or None."""
     value = _value(instruction)
     return value if isinstance(value, int) else None
 
 
 def origin(instruction: Instruction) -> Instruction:
-    """Return the instruction whose value this one hands on, followed through tuples, copies, loops and calls."""
+    """Return the instruction that produces this value, through tuples, copies, loops and calls."""
     while True:
         source = _source(instruction)
         if source is None:
@@ -97,7 +97,7 @@ def _value(instruction: Instruction) -> int | Counter | None:
 
 
 def _through(instruction: Instruction | None) -> Instruction | None:
-    """A fusion's root stands for the fusion."""
+    """Return the root of a fusion or call, or the instruction itself."""
     while instruction is not None and instruction.opcode in ("fusion", "call"):
         instruction = instruction.called[0].root
     return instruction
@@ -113,7 +113,7 @@ def _loop_of(parameter: Instruction) -> Instruction | None:
 
 
 def _source(instruction: Instruction) -> Instruction | None:
-    """The instruction one step back whose value is this one's, or None where this one makes its own."""
+    """Return the instruction that this one passes on, one step back, or None if it computes a new value."""
     opcode = instruction.opcode
     if opcode in _PASSES:
         return instruction.operands[0]
@@ -132,7 +132,7 @@ def _source(instruction: Instruction) -> Instruction | None:
 
 
 def _element(whole: Instruction, index: int) -> Instruction | None:
-    """The instruction behind one element of a tuple; through loops only where the element never changes."""
+    """Return the instruction that produces an element of a tuple, through loops only if they never change it."""
     if whole.opcode == "tuple":
         return whole.operands[index]
     if whole.opcode == "optimization-barrier":
@@ -169,14 +169,14 @@ def _carried(start: Instruction, index: int) -> int | Counter | None:
 
 
 def _step(body: Computation, counter: Counter) -> int | None:
-    """What the body adds to its counter in one run."""
+    """Return the amount that the body adds to its counter per iteration, or None if unknown."""
     if body.root is None or body.root.opcode != "tuple":
         return None
     return _added(body.root.operands[counter.index], counter, depth=8)
 
 
 def _added(value: Instruction, counter: Counter, depth: int) -> int | None:
-    """How much `value` exceeds the counter at the start of the iteration; None where it is not counter + constant."""
+    """Return the constant that `value` adds to the counter, or None if it is not counter + constant."""
     end = origin(value)
     if _value(end) == counter:
         return 0

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """Bytes of one device that XLA counts for a compiled program.
+    """Memory of a compiled program in bytes per device, as counted by XLA.
 
     Args:
         arguments: Arguments of the program.
         outputs: Results of the program.
         aliased: Outputs that reuse the memory of arguments.
-        temporary: What the peak holds in addition to arguments and outputs.
-        code: Generated code. A TPU's peak does not include it.
+        temporary: Peak memory in addition to arguments and outputs.
+        code: Generated code. Not included in the peak of a TPU.
         peak: Peak memory.
         host: Bytes in host memory, or None if unknown.
     """
@@ -29,5 +29,5 @@ class ProgramMemory:
 
     @property
     def at_rest(self) -> int:
-        """Bytes of arguments and outputs, those that share memory counted once."""
+        """Bytes of arguments and outputs. Counts shared memory once."""
         return self.arguments + self.outputs - self.aliased

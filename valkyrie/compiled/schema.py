@@ -1,7 +1,7 @@
-"""The fields of XLA's `HloModuleProto` that are read, and message classes to read them.
+"""The fields of XLA's `HloModuleProto` that Valkyrie parses, and their message classes.
 
-Field numbers are those of openxla/xla `xla/service/hlo.proto` and `xla/xla_data.proto`; 92 and 93 of an instruction,
-not in the published file, were read off what libtpu 0.0.50 writes. Everything else in a module is skipped.
+Field numbers are from openxla/xla `xla/service/hlo.proto` and `xla/xla_data.proto`. Fields 92 and 93 of an instruction
+are not in the published file; they were inferred from the output of libtpu 0.0.50. All other fields are skipped.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MESSAGES = {
     "Allocations": "3 allocations Allocation*",
     "Dump": "1 module Module, 3 memory Allocations",
 }
-"""Every message read, as `number name type` with `*` for repeated fields; `Dump` is XLA's `HloProto`."""
+"""Every parsed message as `number name type`, with `*` for repeated fields. `Dump` is XLA's `HloProto`."""
 
 
 def module_class() -> Any:
@@ -75,7 +75,7 @@ def module_class() -> Any:
 
 
 def dump_class() -> Any:
-    """Return the message class of a serialised `HloProto`, as `--xla_dump_hlo_as_proto` writes it: module, memory."""
+    """Return the message class of a serialised `HloProto` (module and memory) from `--xla_dump_hlo_as_proto`."""
     return _class("Dump")
 
 
